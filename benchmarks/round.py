@@ -31,7 +31,8 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.kernels.sampling import find_sampling_kernels
-from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
+from forerun.models.decoder import States
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer

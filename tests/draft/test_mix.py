@@ -23,8 +23,9 @@ from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
+from forerun.models.decoder import States
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams

@@ -12,8 +12,9 @@ from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.chains import Chains
+from forerun.models.decoder import States
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, Read, States
+from forerun.models.runner import DeviceTokens, Read
 from kit.assertions import assert_same
 from kit.checkpoints import SMALL
 from kit.engines import CountingRunner

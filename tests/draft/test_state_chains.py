@@ -13,7 +13,8 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library
 from forerun.llm import LLM
 from forerun.models.chains import Chains
-from forerun.models.runner import Read, States
+from forerun.models.decoder import States
+from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from heads.modules import apart

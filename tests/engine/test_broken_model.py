@@ -11,7 +11,8 @@ import torch
 
 from forerun.errors import ModelError, ModelOutputInvalid
 from forerun.llm import LLM
-from forerun.models.runner import Read, Runner, States
+from forerun.models.decoder import States
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree

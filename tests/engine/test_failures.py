@@ -26,7 +26,8 @@ from forerun.engine.sequence import ActiveSequences, Status
 from forerun.engine.sequence import Sequence as TextSequence
 from forerun.errors import ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
 from forerun.llm import LLM
-from forerun.models.runner import Read, Runner, States
+from forerun.models.decoder import States
+from forerun.models.runner import Read, Runner
 from forerun.output import RequestOutput
 from forerun.request import Request
 from forerun.sampling.draws import Draws

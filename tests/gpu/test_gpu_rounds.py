@@ -13,7 +13,8 @@ from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.runner import Read, States
+from forerun.models.decoder import States
+from forerun.models.runner import Read
 from forerun.output import RequestOutput
 from forerun.prove.plain import last_logits
 from forerun.request import Request

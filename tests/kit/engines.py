@@ -6,7 +6,8 @@ from typing import Any
 
 from forerun.llm import LLM
 from forerun.models.chains import Chains, Start
-from forerun.models.runner import Read, Runner, States
+from forerun.models.decoder import States
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
-from forerun.models.backends.gpu.ops import SPLIT, Heads, KeyMap, Ops, TorchOps, power_of_two
+from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops, TorchOps, power_of_two
+from forerun.models.config import read_config
+from kit.checkpoints import TARGET
 
 SPARE_SLOTS = 4
 
@@ -140,7 +142,8 @@ def check_rows_are_strangers(ops: Ops, case: Case) -> None:
 def check_row_work(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Norms, rotation, storing and activation give what torch's own functions give, and rows are strangers."""
     noise = torch.Generator().manual_seed(3)
-    rows, shape, hidden, inner, slots = 5, Heads(4, 2, 24, 1e-5), 96, 160, 32
+    rows, hidden, inner, slots = 5, 96, 160, 32
+    shape = replace(read_config(TARGET), heads=4, kv_heads=2, head_dim=24, norm_eps=1e-5)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=noise).to(device, dtype)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from forerun.cache.blocks import OutOfBlocks
-from forerun.models.runner import Read, Runner, States
+from forerun.models.decoder import States
+from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
 from kit.engines import plain
 from kit.servers import Running, drafting, openai, running

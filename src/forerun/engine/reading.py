@@ -21,7 +21,8 @@ from forerun.draft.base import Committed, Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
-from forerun.models.runner import DeviceTokens, PartialPass, Read, States
+from forerun.models.decoder import States
+from forerun.models.runner import DeviceTokens, PartialPass, Read
 from forerun.tree import DraftTree
 
 

@@ -34,6 +34,15 @@ class Hidden:
     taps: Float[Tensor, "total taps hidden"] | None
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads."""
+
+    logits: Float[Tensor, "judged vocab"]
+    hidden: Float[Tensor, "total hidden"]
+    taps: Float[Tensor, "total taps hidden"] | None
+
+
 class Decoder:
     """A decoder-only transformer over a PagedCache.
 

@@ -23,7 +23,7 @@ from forerun.cache.paged import PagedCache
 from forerun.models.backends.base import ChainStarts
 from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
 from forerun.models.chains import Chains, IdExchange, Start
-from forerun.models.decoder import Decoder, Hidden
+from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
 
 
@@ -84,15 +84,6 @@ class PartialPass:
         """Where these tokens are among those of all reads, packed."""
         firsts = itertools.accumulate((len(read.tokens) for read in reads), initial=0)
         return [first + i for first, count in zip(firsts, self.counts, strict=False) for i in range(count)]
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads."""
-
-    logits: Float[Tensor, "judged vocab"]
-    hidden: Float[Tensor, "total hidden"]
-    taps: Float[Tensor, "total taps hidden"] | None
 
 
 @dataclass(slots=True)
@@ -240,27 +231,29 @@ class Runner:
         assert all(tail.scratch == 0 for tail in tails), "a chain goes on from a chain"
         self.cache.reserve(seq_ids, counts)
         begin = ChainStarts(
-            rows=[start.row for start in starts],
-            depths=[start.depth for start in starts],
+            starts=starts,
             slots=[self.cache.start(seq_id) for seq_id in seq_ids],
             positions=[self.length(seq_id) + len(tail.parents) for seq_id, tail in zip(seq_ids, tails, strict=True)],
-            prices=[start.price for start in starts] if any(start.price for start in starts) else (),
             logits=logits,
             states=before,
             head_ids=ids.head_ids,
         )
-        hidden = torch.empty(len(starts), max(begin.depths), self.decoder.config.hidden) if states else None
-        drawn = draw(begin, self.cache, hidden)
+        hidden = (
+            torch.empty(len(starts), max(start.depth for start in starts), self.decoder.config.hidden)
+            if states
+            else None
+        )
+        guesses, survival = draw(begin, self.cache, hidden)
         chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows], states=hidden)
         ended = []  # rows that end before their depth: of their room some was not used
-        for start, chain, count in zip(starts, drawn.guesses, counts, strict=True):
+        for start, chain, count in zip(starts, guesses, counts, strict=True):
             chains.add(start, chain, min(len(chain), count))
             self.tails[start.seq_id].grow(None, min(len(chain), count))
             if len(chain) < count:
                 ended.append(start.seq_id)
         self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
-        if drawn.survival is not None:
-            chains.survival = {start.row: likely for start, likely in zip(starts, drawn.survival, strict=True)}
+        if survival is not None:
+            chains.survival = {start.row: likely for start, likely in zip(starts, survival, strict=True)}
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:

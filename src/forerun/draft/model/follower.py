@@ -27,7 +27,8 @@ from forerun.draft.model.drafted_text import DraftedText, DraftRow, PrefixReuse,
 from forerun.draft.model.grower import LevelReader, expand
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
-from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.decoder import States
+from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 

@@ -24,7 +24,8 @@ from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.follower import Follower
 from forerun.models.chains import IdExchange, Start
-from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.decoder import States
+from forerun.models.runner import DeviceTokens, Read, Runner
 
 
 class StateFollower(Follower, ABC):

@@ -33,8 +33,9 @@ from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
 from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.heads.widened import WideDrafter, layer_fields, widened_layers, widened_tap
 from forerun.models.chains import Chains, SameIds, Start
+from forerun.models.decoder import States
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.models.widen import WRITERS, Plan
 from forerun.sampling.draws import Draws
 

@@ -31,8 +31,8 @@ from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
 from forerun.heads.widened import INNER, WideDrafter, layer_fields, widened_layers, widened_tap
 from forerun.models.chains import IdExchange, SameIds
-from forerun.models.decoder import Decoder
-from forerun.models.runner import DeviceTokens, Read, Runner, States
+from forerun.models.decoder import Decoder, States
+from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.models.widen import WRITERS, Plan
 from forerun.sampling.draws import Draws
 

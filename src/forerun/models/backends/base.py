@@ -16,6 +16,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.models.batch import QueryRule, TokenBatch
+from forerun.models.chains import Start
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Bias, Layer, Linear, StateEntry, WeightMatrix
 from forerun.models.rope import RopeTables
@@ -43,35 +44,25 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class ChainStarts:
-    """Where chains begin, drawn as so many `rows` of the round: how deep they may be, where in the cache they go.
+    """Where the chains of these `starts` begin and where in the cache they go.
 
-    `slots` are the first slots of their sequences, `positions` where their first guesses stand. A chain ends where its
-    draw is not certain, and before a guess that survives with less than its price, where there are `prices`. `logits`
-    are those after the roots, and `states` those behind the roots, for layers with an entry; `head_ids` the ids of a
-    head over some of them.
+    `slots` are the first slots of their sequences, `positions` where their first guesses stand. `logits` are those
+    after the roots, and `states` those behind the roots, for layers with an entry; `head_ids` the ids of a head over
+    some of them.
     """
 
-    rows: Sequence[int]
-    depths: Sequence[int]
+    starts: Sequence[Start]
     slots: Sequence[int]
     positions: Sequence[int]
-    prices: Sequence[float]
     logits: Float[Tensor, "rows vocab"]
     states: Float[Tensor, "rows hidden"] | None
     head_ids: Int[Tensor, " head_vocab"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnChains:
-    """Guesses of each row, and where there were prices their survival."""
-
-    guesses: list[list[int]]
-    survival: list[list[float]] | None
-
-
-# Draws guesses and reads them, all but a row's last one, into the cache, which has room. The tensor, if there is one,
-# is of float32 and gets the residual stream behind every guess that is read: [rows, depth, hidden].
-ChainDrawer = Callable[[ChainStarts, PagedCache, Tensor | None], DrawnChains]
+# Draws guesses of each start and reads them, all but a chain's last one, into the cache, which has room. A chain ends
+# where its draw is not certain. The tensor, if there is one, is of float32 and gets the residual stream behind every
+# guess that is read: [starts, depth, hidden]. Returns the guesses and, where starts have prices, their survival.
+ChainDrawer = Callable[[ChainStarts, PagedCache, Tensor | None], tuple[list[list[int]], list[list[float]] | None]]
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import RowLaws, address
-from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, DrawnChains, Entered, Stream
+from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
 from forerun.models.backends.invariance import cancelling_product
 from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CLayer, CPass, CShape
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, quantize_groups, quantize_rows
@@ -296,15 +296,17 @@ class NativeExecutor:
         return partial(self.draw_chains, laws) if laws is not None and laws.compiled else None
 
     def draw_chains(
-        self, laws: RowLaws, starts: ChainStarts, cache: PagedCache, states: Float[Tensor, "rows depth hidden"] | None
-    ) -> DrawnChains:
-        """Guesses of each row from these laws, drawn and read in turn."""
-        laws, depths, embedding, head_ids = laws.some(starts.rows), starts.depths, self.parts.embedding, starts.head_ids
-        before = None if starts.states is None else starts.states.float().contiguous()
-        deepest, logits = max(depths), starts.logits.float().contiguous()
-        tables = [array("q", numbers) for numbers in (depths, starts.slots, starts.positions)]
+        self, laws: RowLaws, begin: ChainStarts, cache: PagedCache, states: Float[Tensor, "starts depth hidden"] | None
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """The guesses of each start from these laws, drawn and read in turn, and where starts have prices their
+        survival."""
+        laws, embedding, head_ids = laws.some([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
+        depths, prices = [s.depth for s in begin.starts], array("f", [s.price for s in begin.starts])
+        prices = prices if any(prices) else prices[:0]
+        before = None if begin.states is None else begin.states.float().contiguous()
+        deepest, logits = max(depths), begin.logits.float().contiguous()
+        tables = [array("q", numbers) for numbers in (depths, begin.slots, begin.positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
-        prices = array("f", starts.prices)
         survival = array("f", bytes(4 * len(tokens) if prices else 0))
         chains = CChains(
             num_rows=len(depths),
@@ -342,9 +344,8 @@ class NativeExecutor:
         rows = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
         guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in rows]
         if not prices:
-            return DrawnChains(guesses, None)
-        likely = [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
-        return DrawnChains(guesses, likely)
+            return guesses, None
+        return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
-from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, Heads, KeyMap, Ops
-from forerun.models.decoder import Decoder
+from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
+from forerun.models.decoder import Decoder, States
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
@@ -106,7 +106,8 @@ class Inputs:
     With an `embedding` there are `states`, as wide as its rows, to be read in place of the tokens' own.
     """
 
-    COLUMNS = ("tokens", "positions", "slots", "prefixes", "homes", "starts", "firsts", "counts", "shared")
+    KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
+    COLUMNS = ("tokens", "slots", "starts", *KEY_COLUMNS)
 
     def __init__(self, shape: Shape, device: torch.device, embedding: Float[Tensor, "v hidden"] | None = None) -> None:
         self.shape = shape
@@ -137,36 +138,20 @@ class Inputs:
 
     def key_map(self, block_size: int) -> KeyMap:
         """Where rows find their keys; each tile's sequence is one run of blocks."""
-        c = self.columns
         num_blocks = -(-self.shape.keys // block_size)
         blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.flat.device)
         return KeyMap(
-            positions=c["positions"],
-            prefixes=c["prefixes"],
-            homes=c["homes"],
-            firsts=c["firsts"],
-            counts=c["counts"],
-            shared=c["shared"],
-            tables=c["starts"][:, None] + blocks,
+            **{name: self.columns[name] for name in self.KEY_COLUMNS},
+            tables=self.columns["starts"][:, None] + blocks,
             paths=self.paths,
             block_size=block_size,
             num_keys=self.shape.keys,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What a pass leaves; padding rows are garbage. `logits` None where nothing is judged."""
-
-    logits: Float[Tensor, "judged vocab"] | None
-    hidden: Float[Tensor, "rows hidden"]
-    taps: Float[Tensor, "rows taps hidden"] | None
-
-
-def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> Outputs:
-    """One pass of the decoder over the tables. Tensor code alone: nothing here looks at a value."""
+def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> States:
+    """One pass of the decoder over the tables. Tensor code alone: nothing here looks at a value. Padding is garbage."""
     c, columns = decoder.config, inputs.columns
-    shape = Heads(c.heads, c.kv_heads, c.head_dim, c.norm_eps)
     where = inputs.key_map(cache.blocks.block_size)
     turns, at = (decoder.rope.cos, decoder.rope.sin), (columns["positions"], columns["slots"])
     x, delta = decoder.embedding[columns["tokens"]] if inputs.states is None else inputs.states, None
@@ -177,18 +162,15 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
         if i in taps:
             kept[i] = x
         store = (cache.keys[i], cache.values[i])
-        query = ops.rotate_store(layer.qkv(normed), turns, at, layer.qk_norm, shape, store)
+        query = ops.rotate_store(layer.qkv(normed), turns, at, layer.qk_norm, c, store)
         mixed = ops.attend(query, *store, where, layer.window)
         x, normed = ops.add_norm(x, layer.out(mixed), mlp.norm, c.norm_eps)
         delta = mlp.every.down(ops.silu_mul(mlp.every.gate_up(normed)))
     x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps)
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]
-    return Outputs(
-        logits=decoder.head(judged).float() if inputs.shape.judged else None,
-        hidden=x,
-        taps=torch.stack([kept[t] for t in taps], dim=1) if taps else None,
-    )
+    logits = decoder.head(judged) if inputs.shape.judged else x.new_empty(0, c.vocab_size)
+    return States(logits.float(), x, torch.stack([kept[t] for t in taps], dim=1) if taps else None)
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:

@@ -28,11 +28,11 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
 from forerun.device import upload
 from forerun.models.backends.gpu.capture import Graphs
-from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Outputs, Shape, run_pass, tile_rows
+from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for, power_of_two
 from forerun.models.chains import Chains, IdExchange, Start
-from forerun.models.decoder import Decoder
-from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, States, Tail
+from forerun.models.decoder import Decoder, States
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
@@ -87,9 +87,8 @@ class GraphRunner(Runner):
             tables.states[: len(inputs)] = inputs
         outputs = self.run(tables, tuple(taps))
         total = len(layout.tokens)
-        logits = outputs.hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         return States(
-            logits=logits if outputs.logits is None else outputs.logits[: len(judged)].clone(),
+            logits=outputs.logits[: len(judged)].clone(),
             hidden=outputs.hidden[:total].clone(),
             taps=None if outputs.taps is None else outputs.taps[:total].clone(),
         )
@@ -151,10 +150,10 @@ class GraphRunner(Runner):
             self.tables[shape, of_states] = Inputs(shape, self.device, embedding)
         return self.tables[shape, of_states]
 
-    def run(self, inputs: Inputs, taps: tuple[int, ...]) -> Outputs:
+    def run(self, inputs: Inputs, taps: tuple[int, ...]) -> States:
         """The pass over these tables, replayed where its shape is captured."""
 
-        def body() -> Outputs:
+        def body() -> States:
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
 
         key = (inputs.shape, taps, inputs.states is not None)
@@ -254,9 +253,7 @@ class ChainGraph:
             if level < len(buffers.steps):
                 step = buffers.steps[level]
                 step.columns["tokens"].copy_(self.ids.own(tokens).clamp_min(0))
-                found = run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits
-                assert found is not None, "every row of a step is judged"
-                logits = self.ids.spread(found)
+                logits = self.ids.spread(run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits)
         return torch.stack(columns, dim=1)
 
     def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.errors import DeviceUnavailable
+from forerun.models.config import ModelConfig
 from forerun.models.rows import rms_norm, rotate
 
 SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
@@ -52,16 +53,6 @@ class KeyMap:
     num_keys: int
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of attention, and the norms of queries and keys where the family has them."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-
-
 @runtime_checkable
 class Ops(Protocol):
     """Row-wise work of one layer; tensors are contiguous."""
@@ -71,8 +62,8 @@ class Ops(Protocol):
         ...
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
-        store: tuple[Store, Store],
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None,
+        shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         """Normed and rotated queries; keys and values are stored. `turns`: cosines, sines; `at`: positions, slots."""
         ...
@@ -96,13 +87,13 @@ class TorchOps:
         return x, rms_norm(x, gain, eps)
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
-        store: tuple[Store, Store],
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None,
+        shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         rotated, value = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
         if gains is not None:
-            rotated = rms_norm(rotated, gains, shape.eps)
+            rotated = rms_norm(rotated, gains, shape.norm_eps)
         position, slot = at[0].long().clamp_min(0), at[1].long()
         rotated = rotate(rotated, turns[0][position][:, None], turns[1][position][:, None])
         store[0].index_copy_(1, slot, rotated[:, shape.heads :].transpose(0, 1))
@@ -159,15 +150,15 @@ class TritonOps:
         return added, normed
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None, shape: Heads,
-        store: tuple[Store, Store],
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None,
+        shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         rows = len(qkv)
         query = qkv.new_empty(rows, shape.heads, shape.head_dim)
         keys, values = store
         self.kernels.rotate_store[(rows, shape.heads + 2 * shape.kv_heads)](
             qkv, *turns, *at, qkv if gains is None else gains, query, keys, values,
-            shape.eps, keys.stride(0), keys.stride(1),
+            shape.norm_eps, keys.stride(0), keys.stride(1),
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
             HALF=power_of_two(shape.head_dim // 2), NORMS=gains is not None, num_warps=1,
             **self.kernels.OPTIONS,
