@@ -1,13 +1,16 @@
-"""Store: files and folders that are written whole or not at all, and where forerun keeps files of its own."""
+"""Store: files and folders that are written whole or not at all, journals, and where forerun keeps files of its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forerun.errors import InvalidRequest
 
@@ -61,35 +64,139 @@ def writable(folder: Path, option: str = "out") -> Iterator[None]:
         raise InvalidRequest(option, f"{folder} cannot be written ({problem}): name another folder.") from error
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written beside its place, bring it to the disk, and let it take the place of what was there."""
+def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
+    """Let a text, or what a function writes to the path that it gets, take a file's place, whole and on disk.
+
+    Only one process may write the file. What a killed one left beside it is written over.
+    """
     part = path.with_name(f".{path.name}{PART}")
-    write(part)
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
+    if isinstance(content, str):
+        part.write_text(content, "utf-8")
+    else:
+        content(part)
+    sync(part)
     os.replace(part, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Have files written into an empty folder, and let each take its place in `folder`, in the order of their names."""
-    part = folder / f".{folder.name}{PART}"
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder, which becomes `folder` at the end of the block, whole and on disk; nothing is left of it where
+    the block raises.
+
+    Where `folder` is there already, each file takes its place in it, config.json, by which a folder is recognised,
+    behind the weights. Only one process may write the folder. What a killed one left is removed first.
+    """
+    part = (folder if folder.is_dir() else folder.parent) / f".{folder.name}{PART}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    write(part)
-    for path in sorted(part.iterdir()):
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(path, folder / path.name)
-    part.rmdir()
-    sync_folder(folder)
+    try:
+        yield part
+        files = sorted((path.relative_to(part) for path in part.rglob("*") if path.is_file()), reverse=True)
+        for file in files:
+            sync(part / file)
+        if folder.is_dir():
+            for file in files:
+                (folder / file).parent.mkdir(exist_ok=True)
+                os.replace(part / file, folder / file)
+        else:
+            part.rename(folder)
+        sync(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    if path.is_dir() and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@dataclass(slots=True)
+class Journal:
+    """JSON lines in a file, from which a run that was stopped goes on; only this process writes it.
+
+    `entries` are those of the lines, None for a damaged one. A last line that a kill cut off is not among them.
+    """
+
+    path: Path
+    entries: list[Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """What a file holds, which stays as it is; an empty journal where there is none. Raises OSError."""
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        while lines and not (lines[-1].endswith(b"\n") and parsed(lines[-1]) is not None):
+            lines.pop()
+        return cls(path, [parsed(line) for line in lines])
+
+    @classmethod
+    def of_run(cls, path: Path, head: Mapping[str, Any], what: str, option: str, place: str, fresh: bool) -> Journal:
+        """The journal of one run, whose first entry is `head`, ready to go on; with `fresh` it is begun anew.
+
+        The first key of `head` is the sign by which a journal of this kind is known; `about` is all that decides the
+        result. `what` the run is, the `option` that names the file, and the `place` that it names are for messages.
+        Raises InvalidRequest, with the file as it was, for a file of another kind, and without `fresh` for one of a run
+        with another head; OSError where the system refuses the file.
+        """
+        journal, begun = cls.read(path), json.dumps(head).encode()
+        before = journal.entries[0] if journal.entries else None
+        if path.exists() and not begun.startswith(path.read_bytes()):  # there is more than a part of the first line
+            if not isinstance(before, dict) or next(iter(head)) not in before:
+                raise InvalidRequest(option, f"{path} is no journal of a {what}: name another {place}.")
+            if before != json.loads(begun) and not fresh:
+                old, new = flat(before.get("about")), flat(json.loads(begun)["about"])
+                differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+                raise InvalidRequest(
+                    option,
+                    f"{path} is of a {what} with other settings ({', '.join(differing) or 'its form'}): name another "
+                    f"{place}, or start over with --fresh.",
+                )
+        if fresh or before is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            journal.keep(0)
+            journal.add(head)
+        else:
+            journal.keep(len(journal.entries))
+        return journal
+
+    def keep(self, count: int) -> None:
+        """Go on behind the first `count` entries; what the file has behind them is dropped. Raises OSError."""
+        del self.entries[count:]
+        with self.path.open("ab+") as file:
+            file.seek(0)
+            file.truncate(sum(map(len, file.read().splitlines(keepends=True)[:count])))
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """One more entry, which is on disk when this returns. Raises OSError, with the file as it was."""
+        line = json.dumps(entry).encode() + b"\n"
+        with self.path.open("ab", buffering=0) as file:
+            size, left = file.tell(), line
+            try:
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)
+                raise
+        self.entries.append(json.loads(line))
+
+
+def parsed(line: bytes) -> Any:
+    """A line's value; None where it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The values inside an object, by the names that lead to them, with dots between."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}" if name else key).items()}

@@ -426,7 +426,7 @@ def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, 
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
-        assert list(tmp_path.glob(".wide.partial/*.safetensors"))
+        assert list(tmp_path.glob(".wide.part/*.safetensors"))
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "wide").exists()
     started = time.monotonic()

@@ -16,9 +16,10 @@ from forerun.heads.student import StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
+from forerun.store import Journal
+from forerun.train.curves import series
 from forerun.train.held_out import judge_held_out
 from forerun.train.kinds import make_student
-from forerun.train.log import TrainLog
 from forerun.train.settings import TrainSettings
 from forerun.train.tuned_target import check_free
 from kit.checkpoints import TARGET
@@ -45,7 +46,7 @@ def trained(folder: Path, *more: str) -> Any:
 
 def best_look(folder: Path) -> float:
     """The overlap of the laws on the same answers, at the best look."""
-    looks = TrainLog.up_to(folder / "train.jsonl", STEPS).series("held_out", "overlap")
+    looks = series(Journal.read(folder / "train.jsonl").entries, "held_out", "overlap")
     return float(max(value for _, value in looks))
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from forerun.errors import InvalidRequest
 from forerun.models.spec import ModelSpec
-from forerun.train.log import TrainLog
+from forerun.store import Journal
+from forerun.train.curves import series
 from forerun.train.settings import TrainSettings
 from forerun.train.state import CHECKPOINT, STATE
 from forerun.train.team import Team
@@ -57,7 +58,7 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, atol=2e-3, rtol=0)
     for keys in (("loss",), ("overlap",), ("held_out", "overlap")):
-        logs = [TrainLog.up_to(tmp_path / name / "train.jsonl", 6).series(*keys) for name in told]
+        logs = [series(Journal.read(tmp_path / name / "train.jsonl").entries, *keys) for name in told]
         assert [step for step, _ in logs[0]] == [step for step, _ in logs[1]]
         assert [value for _, value in logs[0]] == pytest.approx([value for _, value in logs[1]], rel=1e-3)
     files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in told]

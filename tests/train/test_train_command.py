@@ -27,11 +27,11 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from forerun.store import write_folder
+from forerun.store import Journal
 from forerun.train.answers import AnswerSource
+from forerun.train.curves import series
 from forerun.train.data import PromptIds
 from forerun.train.kinds import make_student
-from forerun.train.log import TrainLog
 from forerun.train.losses import LOSSES
 from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
@@ -161,12 +161,12 @@ def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     assert told["steps"] == steps
     assert told["stopped"] == "all steps are taken"
     assert told["predicted"]["speed_up"] > 0  # type: ignore[index]
-    log = TrainLog.up_to(folder / "train.jsonl", steps)
-    looks = log.series("held_out", "overlap")
+    log = Journal.read(folder / "train.jsonl").entries
+    looks = series(log, "held_out", "overlap")
     assert [step for step, _ in looks] == [*range(0, steps, 15), steps]
     assert max(value for _, value in looks) == now["overlap"]
-    assert [step for step, _ in log.series("loss")] == [1, *range(10, steps + 1, 10)]
-    assert len(log.series("predicted", "speed_up")) == len(looks)
+    assert [step for step, _ in series(log, "loss")] == [1, *range(10, steps + 1, 10)]
+    assert len(series(log, "predicted", "speed_up")) == len(looks)
     svg = ElementTree.fromstring((folder / "train.svg").read_text())
     assert len(svg.findall("{*}polyline")) >= 5
     record = DrafterRecord.read(folder)
@@ -491,10 +491,10 @@ def test_what_a_kill_left_behind_the_state_is_dropped(torn: str, tmp_path: Path)
     path = tmp_path / "train.jsonl"
     kept = '{"step": 1, "loss": 3.0}\n{"step": 4, "held_out": {"overlap": 0.5}}\n'
     path.write_text(kept + torn)
-    log = TrainLog.up_to(path, 4)
+    log = TrainFolder(tmp_path).log(4)
     assert path.read_text() == kept
     log.add({"step": 5, "loss": 2.0})
-    assert [line["step"] for line in TrainLog.up_to(path, 9).lines] == [1, 4, 5]
+    assert [line["step"] for line in TrainFolder(tmp_path).log(9).entries] == [1, 4, 5]
 
 
 def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
@@ -516,17 +516,6 @@ def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
         folder.claim({"student": {"kind": "eagle", "layers": 1}}, force=False)
     folder.claim({"a": 2}, force=True)
     assert folder.load() is None
-
-
-def test_a_folder_whose_writing_was_cut_short_is_written_whole_later(tmp_path: Path) -> None:
-    def write(part: Path) -> None:
-        (part / "a").write_text("new")
-        (part / "b").write_text("new")
-
-    (tmp_path / f".{tmp_path.name}.part").mkdir()
-    (tmp_path / f".{tmp_path.name}.part" / "c").write_text("left by a kill")
-    write_folder(tmp_path, write)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
 
 
 @pytest.mark.parametrize("below", ["", "inside"])

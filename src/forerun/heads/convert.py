@@ -8,8 +8,6 @@ says. So a folder that has its name holds the same drafter.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, DraftSource, TargetFacts
 from forerun.heads.speculators import SPECULATORS
 from forerun.near import nearest
+from forerun.store import whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
@@ -83,15 +82,9 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     layout.method.meaning(files, target)
     files = wanted.complete(files, target)
     written = wanted.write(files, target)
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
+    with writable(out), whole_folder(out) as part:
         write_files(part, written, wanted)
         compare(part, files, wanted, target)
-        settle(part, out)
-    except OSError as error:
-        raise InvalidRequest("out", f"{out} cannot be written ({error.strerror}): name another folder.") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return Converted(source, layout, wanted, out, len(written.tensors), written.num_bytes)
 
 
@@ -110,8 +103,7 @@ def check_free(out: Path, force: bool) -> None:
 
 
 def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
-    """The files of a layout, in a new folder, on the disk."""
-    folder.mkdir()
+    """The files of a layout, in an empty folder."""
     tensors, weights = dict(files.tensors), folder / layout.file
     if layout.is_pickle:
         torch.save(tensors, weights)
@@ -119,9 +111,6 @@ def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
         save_file(tensors, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors leaves it to its owner alone
     (folder / "config.json").write_text(json.dumps(dict(files.config), indent=2) + "\n", "utf-8")
-    for path in folder.iterdir():
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
 
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:
@@ -146,15 +135,6 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], nam
         return False
     a, b = one[name], other[name]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-
-
-def settle(part: Path, out: Path) -> None:
-    """Give a folder its name or, where that is taken, give each file its place in it."""
-    if not out.exists():
-        part.rename(out)
-        return
-    for path in sorted(part.iterdir(), reverse=True):  # config.json, by which a folder is recognised, comes last
-        os.replace(path, out / path.name)
 
 
 def recognise(source: DraftSource) -> DraftLayout:

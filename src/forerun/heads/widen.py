@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import Shapes
 from forerun.models.weights import Checkpoint
 from forerun.models.widen import HEAD_NORMED, Plan, Wider, shrinkage
+from forerun.store import whole_folder
 
 WEIGHTS = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
@@ -91,11 +91,8 @@ def put(
 
 
 def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any]) -> None:
-    """Write the drafter beside its place, and rename it."""
-    part = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir()
+    """Write the drafter."""
+    with whole_folder(folder) as part:
         source = found.folder.path
         checkpoint = Checkpoint(source, plan.wide.dtype)
         dice = torch.Generator().manual_seed(plan.seed)
@@ -114,9 +111,6 @@ def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any])
             digest = Blueprint.of(str(folder.parent)).weights_digest()
             wide = replace(record.untimed(digest), argument=found.argument)
             (part / RECORD).write_text(wide.text(), "utf-8")
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def count(shapes: Shapes) -> int:

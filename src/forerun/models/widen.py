@@ -43,7 +43,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
-from forerun.store import cache_folder
+from forerun.store import cache_folder, whole_folder
 from forerun.text.chat import OTHER_FILES
 
 RECIPE = 1  # raised when the same shape and seed give other weights
@@ -242,16 +242,13 @@ def refuse_emitted_padding(source: Blueprint) -> None:
 
 
 def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
-    """Write beside `destination`, check, rename. What a killed run left there is removed first."""
-    partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
-    free = shutil.disk_usage(destination.parent).free
-    if size > free:
-        wanted = f"{size / 1e9:.1f} GB are needed there, {free / 1e9:.1f} GB are free: choose another disk"
-        raise InvalidRequest("out", f"{destination}: {wanted}")
-    try:
-        partial.mkdir()
+    """Write the checkpoint, and check it before it has its place."""
+    with whole_folder(destination) as partial:
+        size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
+        free = shutil.disk_usage(partial).free
+        if size > free:
+            wanted = f"{size / 1e9:.1f} GB are needed there, {free / 1e9:.1f} GB are free: choose another disk"
+            raise InvalidRequest("out", f"{destination}: {wanted}")
         copy_files(companions(plan.source.folder), plan.source.folder, partial)
         write_weights(plan, partial, progress)
         write_config(plan, partial, None)
@@ -263,9 +260,6 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
                 f"{found.tolerance:.3g} is allowed: the checkpoint was removed; please report this with its config.json"
             )
         write_config(plan, partial, found)
-        partial.rename(destination)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def companions(folder: Path) -> list[Path]:

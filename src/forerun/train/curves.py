@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-
-from forerun.train.log import TrainLog
+from typing import Any
 
 WIDTH, HEIGHT, GAP, LEFT, TOP = 340, 200, 60, 50, 40  # of a panel, in pixels
 COLOURS = ("#3b82c4", "#d9762b", "#3a9a5b", "#b05fb0")  # on light and dark
@@ -19,13 +18,13 @@ STYLE = (
 Curve = tuple[str, Sequence[tuple[int, float]]]
 
 
-def curves(log: TrainLog) -> str:
-    """Loss, acceptance by depth and tokens per round, over the steps."""
-    rates = log.series("held_out", "acceptance_at_depth")
-    tokens = log.series("held_out", "tokens_per_round")
+def curves(log: Sequence[Mapping[str, Any]]) -> str:
+    """Loss, acceptance by depth and tokens per round, over the steps; `log` are the lines of train.jsonl."""
+    rates = series(log, "held_out", "acceptance_at_depth")
+    tokens = series(log, "held_out", "tokens_per_round")
     depths = [d for d in SHOWN_DEPTHS if any(len(values) >= d for _, values in rates)]
     panels: list[tuple[str, list[Curve]]] = [
-        ("loss", [("", smoothed(log.series("loss")))]),
+        ("loss", [("", smoothed(series(log, "loss")))]),
         (
             "held out: accepted, by depth",
             [(f"depth {d}", [(s, v[d - 1]) for s, v in rates if len(v) >= d]) for d in depths],
@@ -41,6 +40,18 @@ def curves(log: TrainLog) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
         f"<style>{STYLE}</style>{body}</svg>\n"
     )
+
+
+def series(log: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[int, Any]]:
+    """(step, value) of every line of a log that has a value under these keys, one inside the other."""
+    found = []
+    for line in log:
+        value: Any = line
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            found.append((line["step"], value))
+    return found
 
 
 def panel(title: str, own: Sequence[Curve], left: int) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from forerun.draft.record import RECORD
 from forerun.errors import FolderTaken
 from forerun.limits import shown
-from forerun.store import writable, write_whole
+from forerun.store import Journal, flat, writable, write_whole
 
 FORM = 1  # of the files
 STATE = "state"  # the folder below that of the drafter
@@ -67,6 +67,14 @@ class TrainFolder:
         """The file with what rounds took when the training was over."""
         return self.state_folder / ROUND_TIMES
 
+    def log(self, step: int) -> Journal:
+        """The log, a line for every few steps and every look, cut off behind this step: later ones are taken again."""
+        with writable(self.folder):
+            log = Journal.read(self.folder / LOG)
+            is_later = (not isinstance(line, dict) or line.get("step", step + 1) > step for line in log.entries)
+            log.keep(next((number for number, later in enumerate(is_later) if later), len(log.entries)))
+        return log
+
     def next_start(self) -> str:
         """What a command that goes on with what it holds does, for a reader."""
         try:
@@ -90,7 +98,7 @@ class TrainFolder:
             if head.exists():
                 if self.check_head(head, about):
                     (self.folder / RECORD).unlink(missing_ok=True)
-                    write_whole(head, lambda part: part.write_text(json.dumps(about) + "\n", "utf-8"))
+                    write_whole(head, json.dumps(about) + "\n")
                 return
             others = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
             if others and others != [STATE] and not force:
@@ -99,7 +107,7 @@ class TrainFolder:
                     f"{self.folder} holds {shown}: name another folder with --out, or overwrite it with --force"
                 )
             self.state_folder.mkdir(parents=True, exist_ok=True)
-            write_whole(head, lambda part: part.write_text(json.dumps(about) + "\n", "utf-8"))
+            write_whole(head, json.dumps(about) + "\n")
 
     def check_head(self, head: Path, about: Mapping[str, Any]) -> bool:
         """Whether this training goes on behind the end of the folder's; False where it is the same one.
@@ -172,10 +180,3 @@ def change(name: str, before: object, now: object) -> str:
         return "another target, or other programs or kernels" if part == "target" else "other data"
     option = f"--{word.replace('_', '-')}" if part == "settings" else word
     return f"{option} was {shown(before)} and is {shown(now)}"
-
-
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The values inside an object, by the names that lead to them."""
-    if not isinstance(value, dict):
-        return {name: value}
-    return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}" if name else key).items()}

@@ -107,10 +107,9 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
         found = replace(found, tuned=tuned)
     if not is_over:
         if times is not None and team.is_first:
-            kept = json.dumps(times.as_object()) + "\n"
-            write_whole(folder.round_times, lambda part: part.write_text(kept, "utf-8"))
+            write_whole(folder.round_times, json.dumps(times.as_object()) + "\n")
         record = found.record(target.weights_digest(), settings.temperature)
-        write_whole(task.out / RECORD, lambda part: part.write_text(record.text(), "utf-8"))
+        write_whole(task.out / RECORD, record.text())
     return found
 
 
@@ -169,7 +168,7 @@ def write_tree(
         for name, tensor in student.weights.items():
             tensor.copy_(state.best[name])
     tree = worthiest(shares_right(objective, student, texts), NUM_NODES)
-    write_whole(folder / TREE, lambda part: part.write_text(json.dumps(tree.paths) + "\n", "utf-8"))
+    write_whole(folder / TREE, json.dumps(tree.paths) + "\n")
 
 
 def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:

@@ -11,25 +11,24 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.noise import mix
-from forerun.store import write_folder, write_whole
+from forerun.store import Journal, whole_folder, writable, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
 from forerun.train.curves import curves
 from forerun.train.held_out import HeldOutFigures, judge_held_out
-from forerun.train.log import TrainLog
 from forerun.train.objective import Objective, StepFigures
 from forerun.train.optimizer import build_optimizers, restore, states_of, step_optimizers
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
-from forerun.train.state import LOG, TrainFolder, TrainState
+from forerun.train.state import TrainFolder, TrainState
 from forerun.train.team import Team
 
 CURVES = "train.svg"
@@ -54,7 +53,7 @@ class Trainer:
     report: Callable[..., None]  # as a LoadingBar is called
     team: Team = field(default_factory=Team)
     state: TrainState = field(init=False)
-    log: TrainLog = field(init=False)
+    log: Journal = field(init=False)
     optimizers: list[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +65,7 @@ class Trainer:
                 for name, tensor in self.student.weights.items():
                     tensor.copy_(found.weights[name])
             restore(self.optimizers, found.optimizers)
-        self.log = TrainLog.up_to(self.folder.folder / LOG, -1 if found is None else self.state.step)
+        self.log = self.folder.log(-1 if found is None else self.state.step)
         if found is None:
             self.look()
             return
@@ -114,7 +113,7 @@ class Trainer:
             self.state.seconds += taken_s / self.team.size
             self.state.step += 1
             if self.state.step % LOGGED_EVERY == 0 or self.state.step == 1:
-                self.log.add({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
+                self.note({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
             self.report("training", self.share_done, f"loss {figures.loss:.3f}, {self.worth}")
             if self.share_done < 1 and self.state.step % self.settings.look_every == 0:
                 self.look()
@@ -172,9 +171,14 @@ class Trainer:
             if state.looks_since >= self.settings.patience and not state.stopped:
                 state.stopped = f"held-out acceptance has not risen in {self.settings.patience} looks"
         self.say("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.worth)
-        self.log.add(entry)
+        self.note(entry)
         self.keep()
         self.publish()
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        """A line of the log."""
+        with writable(self.folder.folder):
+            self.log.add(entry)
 
     def say(self, told: str, *values: object) -> None:
         """A line for who looks on, once for all processes."""
@@ -195,6 +199,7 @@ class Trainer:
         """Put the best drafter so far and the curves into the folder, likewise."""
         if not self.team.is_first:
             return
-        folder: Path = self.folder.folder
-        write_folder(folder, lambda part: self.student.write(self.state.best, part))
-        write_whole(folder / CURVES, lambda part: part.write_text(curves(self.log), "utf-8"))
+        folder = self.folder.folder
+        with whole_folder(folder) as part:
+            self.student.write(self.state.best, part)
+        write_whole(folder / CURVES, curves(self.log.entries))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from forerun.heads.medusa.joint import merged
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.widen import companions, copy_files
-from forerun.store import writable
+from forerun.store import whole_folder, writable
 
 TUNED = "forerun_tuned"  # what config.json of a tuned target says of its training
 
@@ -39,15 +37,7 @@ def write_target(target: Blueprint, adapters: Mapping[str, Tensor], folder: Path
     config, checkpoint = target.config, target.checkpoint(torch.float32)
     fixed = {name: checkpoint.take(name, shape) for name, shape in promised_tensors(config)}
     values = {**read_fields(target.folder / "config.json").values, TUNED: str(heads.resolve())}
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    with writable(folder, "tune_target"):
-        part.mkdir(parents=True)
-        try:
-            copy_files(companions(target.folder), target.folder, part)
-            save_config(values, part)
-            save_weights(merged(fixed, {name: t.cpu() for name, t in adapters.items()}), config.dtype, part)
-            if folder.exists():
-                shutil.rmtree(folder)  # empty, or of the same training
-            part.rename(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    with writable(folder, "tune_target"), whole_folder(folder) as part:
+        copy_files(companions(target.folder), target.folder, part)
+        save_config(values, part)
+        save_weights(merged(fixed, {name: t.cpu() for name, t in adapters.items()}), config.dtype, part)

@@ -33,7 +33,7 @@ def draft_vocabulary(
         return known
     ids = most_said(source, size, progress)
     with writable(folder.folder):
-        write_whole(path, lambda part: part.write_text(json.dumps(ids) + "\n", "utf-8"))
+        write_whole(path, json.dumps(ids) + "\n")
     return ids
 
 
