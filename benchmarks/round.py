@@ -151,7 +151,7 @@ def rounds(
         kernels=find_sampling_kernels(),
     )
     engine.clock = clock
-    requests = RequestChecker(text, vocab, LENGTH, eos_ids=(), default=speculation, arms=("model",))
+    requests = RequestChecker(text, vocab, LENGTH, eos_ids=(), default=speculation, drafter_names=("model",))
     for i in range(batch):
         prompt = [(i * 31 + j * 7) % vocab for j in range(200)]
         for sequence in requests.sequences(Request.of(prompt, SamplingParams(seed=i, max_tokens=None, **params))):

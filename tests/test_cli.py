@@ -57,7 +57,7 @@ class ScriptedLLM(LLM):
         return self._stats
 
     @property
-    def arms(self) -> Sequence[str]:
+    def drafter_names(self) -> Sequence[str]:
         return ("ngram", "cascade[ngram,model:A]", "merged")
 
     def stream(

@@ -26,8 +26,8 @@ def test_the_metrics_of_requests_add_up_to_those_of_the_engine(draft: str | None
         longest = max(map(len, columns))
         padded = [[*column, *[0] * (longest - len(column))] for column in columns]
         assert [sum(each) for each in zip(*padded, strict=True)] == getattr(llm.stats, name)
-    for arm, counts in llm.stats.arms.items():
-        own = [result.metrics.arms[arm] for result in results if arm in result.metrics.arms]
+    for arm, counts in llm.stats.drafters.items():
+        own = [result.metrics.drafters[arm] for result in results if arm in result.metrics.drafters]
         assert sum(each.num_rounds for each in own) == counts.num_rounds
         assert sum(each.num_accepted for each in own) == counts.num_accepted
     for result in results:

@@ -64,10 +64,10 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
 
 
 def draft_label(draft: str | Drafter | None) -> str:
-    """A specification as spelled, with widened checkpoints named as such; a Drafter's arms; empty without a drafter."""
+    """A specification as spelled, with widened checkpoints named as such, or a Drafter's names; empty without one."""
     if draft is None:
         return ""
-    return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.arms)
+    return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.names)
 
 
 def labelled(spec: DraftSpec) -> DraftSpec:

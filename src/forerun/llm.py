@@ -152,7 +152,7 @@ class LLM:
             max_length=self.plan.max_model_len,
             eos_ids=target.ends(self.tokenizer),
             default=default,
-            arms=self.drafter.arms if self.drafter else (),
+            drafter_names=self.drafter.names if self.drafter else (),
             default_params=self.generation_defaults.params(),
             seed=seed,
         )
@@ -206,9 +206,9 @@ class LLM:
         return self._stats
 
     @property
-    def arms(self) -> Seq[str]:
+    def drafter_names(self) -> Seq[str]:
         """The names of what drafts; several for a mix."""
-        return self.requests.arms
+        return self.requests.drafter_names
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
@@ -361,5 +361,5 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
         return plan_drafter(draft, context)
     if draft is not None and not isinstance(draft, Drafter):
         raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
-    num_members = len(draft.arms) - 1 if draft is not None and MERGED in draft.arms else 1
+    num_members = len(draft.names) - 1 if draft is not None and MERGED in draft.names else 1
     return DraftPlan({}, lambda _tokens, _progress, _target: draft, num_members=num_members)

@@ -70,7 +70,7 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     ways = [controller.arms.ways(row, row, wish, AMPLE, outlook) for row in range(batch)]
     options = [[None, *itertools.product(own.values(), range(1, most + 1))] for own in ways]
     value = controller.tokens_per_s
-    taken = [(own[b.arm], b.depth) if b.depth else None for own, b in zip(ways, found, strict=True)]
+    taken = [(own[b.drafter], b.depth) if b.depth else None for own, b in zip(ways, found, strict=True)]
     best = max(value(choice) for choice in itertools.product(*options))
     assert value(taken) >= 0.96 * best  # guess by guess is not always the best of all at once
 
@@ -274,9 +274,9 @@ def test_a_request_that_names_an_arm_is_held_to_it() -> None:
     wishes = [Speculation(4, drafter=name) for name in ("b", "a", MERGED, "b")] + [Speculation(4)]
     outlook = outlook_of([[4, 4, 4, 4, 4], [4, 4, 4, 0, 4]], [[3.0] * 5, [1.0] * 5])
     found = budgets(controller, wishes, outlook)
-    assert [budget.arm for budget in found[:3]] == [1, 0, 2]
+    assert [budget.drafter for budget in found[:3]] == [1, 0, 2]
     assert [budget.depth > 0 for budget in found] == [True, True, True, False, True]
-    assert found[4].arm in (0, 2)
+    assert found[4].drafter in (0, 2)
 
 
 def test_a_fixed_depth_is_the_depth_even_where_it_does_not_pay() -> None:
@@ -291,7 +291,7 @@ def test_what_is_unread_is_paid_for_in_part() -> None:
     controller.arms.arms[1].reading_s = 0.01
     for unread, taken in ((0, 1), (400, 0)):
         outlook = outlook_of([[4], [4]], [[2.0], [2.0]], unread)
-        assert budgets(controller, [Speculation(4)], outlook)[0].arm == taken
+        assert budgets(controller, [Speculation(4)], outlook)[0].drafter == taken
 
 
 def compute_bound(num_tokens: int) -> float:
@@ -339,7 +339,7 @@ def test_members_are_known_while_their_trees_are_merged() -> None:
     controller = calibrated(world, 1)
     for _ in range(8):
         controller.arms.arms[1].acceptance.count([(4, 0)])
-    taken = [budget.arm if budget.depth else -1 for (budget,) in rounds(controller, world, 300, 1)]
+    taken = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 300, 1)]
     assert taken[0] == 2, "the merged one comes first here, or this shows nothing"
     assert taken.count(1) > 100
 
@@ -353,7 +353,7 @@ def test_passes_of_members_alone_are_tried_while_trees_are_merged() -> None:
     controller = calibrated(before, 1)
     list(rounds(controller, before, 60, 1))
     then = list(rounds(controller, after, 1500, 1, seed=50))
-    assert 2 in {budget.arm for (budget,) in then[:100]}, "merged trees come first here, or this shows nothing"
+    assert 2 in {budget.drafter for (budget,) in then[:100]}, "merged trees come first here, or this shows nothing"
     assert share_of_best(after, then[-500:]) >= 0.97, "by the end it has been tried"
 
 
@@ -432,7 +432,7 @@ def test_with_a_drafter_that_is_always_wrong_hardly_anything_is_lost(cost, level
 
 def test_what_was_given_up_is_tried_again_and_no_more_than_that() -> None:
     world, controller = World([0.1, 0.8], [0.01, 0.01], merged=0.8), MeasuredDepth()
-    before = [budget.arm if budget.depth else -1 for (budget,) in rounds(controller, world, 3 * LONGEST)]
+    before = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 3 * LONGEST)]
     for arm in (-1, 0):
         tries = [i for i, taken in enumerate(before) if taken == arm]
         gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 2]
@@ -470,7 +470,7 @@ def test_a_merged_tree_without_room_gives_way_to_its_best_member(num_blocks: int
     found = controller.budgets(load, outlook, Spare({0: 0, 1: 0}, num_blocks, 4))
     assert slots_of(Budget(4, 2, 4, 2)) == 9
     kinds: list[list[int]] = [[-1, -1], [1, -1], [1, 1], [2, -1]]
-    assert [budget.arm if budget.depth else -1 for budget in found] == kinds[num_blocks]
+    assert [budget.drafter if budget.depth else -1 for budget in found] == kinds[num_blocks]
 
 
 def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
@@ -481,7 +481,7 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for arm, each_s in enumerate(levels):
         controller.arms.arms[arm].time(4, [0], 4 * each_s)
-    assert budgets(controller, [Speculation(4)], Outlook([0], [4], [None], own))[0].arm == 3
+    assert budgets(controller, [Speculation(4)], Outlook([0], [4], [None], own))[0].drafter == 3
 
 
 def test_drafts_add_up() -> None:

@@ -71,16 +71,16 @@ class World:
         """The pass, and what each member takes: so much for a level of the deepest row that it drafts."""
         levels = [0] * len(self.chances)
         for budget in budgets:
-            for member in self.members(budget.arm) if budget.depth else ():
+            for member in self.members(budget.drafter) if budget.depth else ():
                 levels[member] = max(levels[member], budget.depth)
         num_tokens = sum(1 + budget.nodes for budget in budgets)
-        merges = any(budget.depth and budget.arm == len(self.chances) for budget in budgets)
+        merges = any(budget.depth and budget.drafter == len(self.chances) for budget in budgets)
         pass_s = self.pass_s if merges or self.alone_s is None else self.alone_s
         return pass_s(num_tokens), [level * each for level, each in zip(levels, self.level_s, strict=True)]
 
     def tokens(self, budget: Budget) -> float:
         """What a row gives on average."""
-        return sum(self.chance(budget.arm) ** j for j in range(budget.depth + 1))
+        return sum(self.chance(budget.drafter) ** j for j in range(budget.depth + 1))
 
     def speed(self, budgets: Sequence[Budget]) -> float:
         """Tokens per second, on average."""
@@ -119,8 +119,8 @@ def rounds(
         rows, came_true = [], [[NO_RUN] * len(world.chances)] * batch
         for row, budget in enumerate(budgets):
             depth = budget.depth
-            accepted = next((i for i in range(depth) if dice.random() >= world.chance(budget.arm)), depth)
-            arm = budget.arm if world.is_mix and depth else -1
+            accepted = next((i for i in range(depth) if dice.random() >= world.chance(budget.drafter)), depth)
+            arm = budget.drafter if world.is_mix and depth else -1
             if arm == len(world.chances):
                 came_true[row] = world.runs(depth, accepted, members_dice)
             rows.append(RowOutcome(row, budget.nodes, min(depth, accepted + 1), accepted, accepted + 1, arm))

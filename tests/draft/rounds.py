@@ -81,8 +81,8 @@ class Beside:
         return self.drafter.taps
 
     @property
-    def arms(self) -> tuple[str, ...]:
-        return self.drafter.arms
+    def names(self) -> tuple[str, ...]:
+        return self.drafter.names
 
     def observe(self, news: Committed) -> None:
         features = []

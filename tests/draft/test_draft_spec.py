@@ -180,7 +180,7 @@ def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
     sizes = dict(zip(names, (64, 128, 192), strict=True))
     drafter = plan.build(sizes, None, context.target.load(64))
     assert isinstance(drafter, MixDrafter)
-    assert drafter.arms == ("ngram", small, f"cascade[ngram,{small}]", f"{small} (2)", "merged")
+    assert drafter.names == ("ngram", small, f"cascade[ngram,{small}]", f"{small} (2)", "merged")
     _, first, cascade, last = drafter.members
     assert isinstance(cascade, CascadeDrafter)
     assert [m.runner.cache.blocks.num_blocks * 64 for m in (first, cascade.judge, last)] == [64, 128, 192]

@@ -33,7 +33,7 @@ EXACT = 1e-12
 
 def random_tree(rng: random.Random, num: int, vocab: int, arm: int, chance: Callable[[Path], float]) -> Branches:
     """A tree of up to `num` guesses below root 0, each surviving with its path's chance."""
-    tree, paths = Branches([0], arms=[arm]), [()]
+    tree, paths = Branches([0], drafters=[arm]), [()]
     for _ in range(num):
         parent = rng.randrange(len(paths))
         path = (*paths[parent], rng.randrange(vocab))
@@ -86,7 +86,7 @@ def test_a_merged_tree_is_the_best_there_is(seed: int) -> None:
     assert set(paths[1:]) <= possible
     most = max(math.fsum(survives[path] for path in chosen) for chosen in subtrees(possible, budget.nodes))
     assert math.fsum(merged.survival[1:]) == pytest.approx(most, abs=1e-9)
-    for path, arm in zip(paths[1:], merged.arms[1:], strict=True):
+    for path, arm in zip(paths[1:], merged.drafters[1:], strict=True):
         assert arm == next(i for i, tree in enumerate(trees) if path in paths_of(tree))
 
 
@@ -177,8 +177,8 @@ def test_on_real_text_it_accepts_no_less_than_any_member_alone(temperature: floa
             ahead.append(text[end : end + num])
     mix.observe(committed([Row(row.seq_id, row.tokens) for row in rows]))
     accepted = []
-    for arm in range(len(mix.arms)):
-        width = 2 * len(mix.arms[:-1]) if arm == len(mix.arms) - 1 else 2
+    for arm in range(len(mix.names)):
+        width = 2 * len(mix.names[:-1]) if arm == len(mix.names) - 1 else 2
         budget = Budget(num, width, num, arm)
         with unchecked():
             draws = Draws(rows, target.config.vocab_size, kernels=find_sampling_kernels())

@@ -77,7 +77,7 @@ def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) ->
     tokens, parents, number = draft.tree.tokens[row].tolist(), draft.tree.parents[row].tolist(), {0: 0}
     survival = draft.survival if chances is None else chances[None].expand(row + 1, -1)
     assert survival is not None
-    tree = Branches(tokens[:1], arms=[arm])
+    tree = Branches(tokens[:1], drafters=[arm])
     for node in range(1, len(tokens)):
         if tokens[node] >= 0:
             number[node] = tree.add(tokens[node], number[parents[node]], float(survival[row, node]), arm)
@@ -97,19 +97,19 @@ def test_a_row_of_one_arm_is_what_its_member_guesses_alone(width: int, rejection
     for temperature in (0.0, 1.0, 1.0):
         arms = [rng.randrange(len(SPECS) + 1) for _ in rows]
         budgets = [Budget(rng.randint(0, 4), width, 6, arm) for arm in arms]
-        budgets = [b if b.arm < len(SPECS) else Budget(b.depth, width * len(SPECS), 6, b.arm) for b in budgets]
+        budgets = [b if b.drafter < len(SPECS) else Budget(b.depth, width * len(SPECS), 6, b.drafter) for b in budgets]
         draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
         with unchecked():
             found = mix.propose(draws, budgets)
-        assert found.arm is not None
-        assert found.arm[:, 0].tolist() == [b.arm if b.depth else -1 for b in budgets]
+        assert found.drafter is not None
+        assert found.drafter[:, 0].tolist() == [b.drafter if b.depth else -1 for b in budgets]
         for i, budget in enumerate(budgets):
-            guessed = found.arm[i][found.tree.tokens[i] >= 0][1:].tolist()
-            if budget.arm < len(SPECS):
-                own = [Budget(b.depth if b.arm == budget.arm else 0, b.width, b.nodes) for b in budgets]
-                expected = alone[budget.arm].propose(draws, own)
+            guessed = found.drafter[i][found.tree.tokens[i] >= 0][1:].tolist()
+            if budget.drafter < len(SPECS):
+                own = [Budget(b.depth if b.drafter == budget.drafter else 0, b.width, b.nodes) for b in budgets]
+                expected = alone[budget.drafter].propose(draws, own)
                 assert nodes_of(found, i) == nodes_of(expected, i)
-                assert set(guessed) <= {budget.arm}
+                assert set(guessed) <= {budget.drafter}
             else:
                 assert all(law is None for law in nodes_of(found, i).values())
                 assert all(0 <= arm < len(SPECS) for arm in guessed)
@@ -134,8 +134,8 @@ def test_a_merged_row_is_the_merger_of_what_the_members_guess_alone(temperature:
         expected = merge(trees, merged)
         assert [t for t in found.tree.tokens[row].tolist() if t >= 0] == expected.tokens
         assert [p for p in found.tree.parents[row].tolist() if p >= 0] == expected.parents[1:]
-        assert found.arm is not None
-        assert found.arm[row, : len(expected.arms)].tolist() == [num, *expected.arms[1:]]
+        assert found.drafter is not None
+        assert found.drafter[row, : len(expected.drafters)].tolist() == [num, *expected.drafters[1:]]
     assert {draft.survival is None for draft in each} == {True, False}
 
 
@@ -145,12 +145,12 @@ def test_only_who_has_a_row_is_called() -> None:
     rows = [Row(0, [5]), Row(1, [6]), Row(2, [7])]
     draws = draws_of(rows, VOCAB)
     assert mix.propose(draws, [Budget(0)] * 3).tree.depth == 0
-    draft = mix.propose(draws, [Budget(1), Budget(0), Budget(1, arm=2)])
+    draft = mix.propose(draws, [Budget(1), Budget(0), Budget(1, drafter=2)])
     assert [member.num_asked for member in members] == [1, 0, 1]
     assert draft.tree.tokens.tolist() == [[5, 0], [6, -1], [7, 2]]
-    assert draft.arm is not None
-    assert draft.arm.tolist() == [[0, 0], [-1, -1], [2, 2]]
-    assert [taken_s > 0 for taken_s in draft.arm_s] == [True, False, True]
+    assert draft.drafter is not None
+    assert draft.drafter.tolist() == [[0, 0], [-1, -1], [2, 2]]
+    assert [taken_s > 0 for taken_s in draft.drafter_s] == [True, False, True]
     assert draft.pass_s == 0.5
     mix.propose(draws, [Budget(1, 3, 3, 3), Budget(0), Budget(0)])
     assert [member.num_asked for member in members] == [2, 1, 2]
@@ -162,7 +162,7 @@ class Noted:
 
     guesses: list[int]
     taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("noted",)
+    names: tuple[str, ...] = ("noted",)
     num_asked: int = 0
     told: list[Committed] = field(default_factory=list)
 
@@ -185,7 +185,7 @@ def test_each_member_is_shown_its_own_layers_and_asked_for_its_own_outlook() -> 
     members = [Noted([3], taps=(4, 1)), Noted([9, 1]), Noted([5], taps=(-1, 4))]
     mix = MixDrafter(members, ["a", "b", "c"])
     assert mix.taps == (-1, 1, 4)
-    assert mix.arms == ("a", "b", "c", MERGED)
+    assert mix.names == ("a", "b", "c", MERGED)
     features = torch.randn(5, 3, 8)
     news = Committed([0, 1], [1, 2, 3, 4, 5], [0, 2, 5], [6, 7], features)
     mix.observe(news)
@@ -196,8 +196,8 @@ def test_each_member_is_shown_its_own_layers_and_asked_for_its_own_outlook() -> 
         assert all(torch.equal(shown[:, i], features[:, mix.taps.index(tap)]) for i, tap in enumerate(member.taps))
     outlook = mix.outlook([0, 1])
     assert (outlook.unread, outlook.limit) == ([2, 2], [9, 9])
-    assert list(outlook.arms) == ["a", "b", "c"]
-    assert outlook.arms["c"] == members[2].outlook([0, 1])
+    assert list(outlook.drafters) == ["a", "b", "c"]
+    assert outlook.drafters["c"] == members[2].outlook([0, 1])
     mix.forget([0])
     assert not any(member.told for member in members)
 
@@ -241,9 +241,11 @@ def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed
     mix = MixDrafter([Noted(own) for own in guesses], ["a", "b"])
     texts = {0: [1, 2], 1: [1, 3]}
     mix.observe(committed([Row(seq_id, text) for seq_id, text in texts.items()]))
-    assert all(not own.came_true for own in mix.outlook([0, 1]).arms.values())
+    assert all(not own.came_true for own in mix.outlook([0, 1]).drafters.values())
     for _ in range(12):
-        budgets = [rng.choice([Budget(3, 2, 6, 2), Budget(3, arm=0), Budget(3, arm=1), Budget(0)]) for _ in texts]
+        budgets = [
+            rng.choice([Budget(3, 2, 6, 2), Budget(3, drafter=0), Budget(3, drafter=1), Budget(0)]) for _ in texts
+        ]
         if any(budget.depth for budget in budgets):
             mix.propose(draws_of([Row(seq_id, text) for seq_id, text in texts.items()], VOCAB), budgets)
         expected: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
@@ -253,12 +255,12 @@ def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed
             for arm, own in enumerate(guesses):
                 right = max(n for n in range(min(3, len(said)) + 1) if own[:n] == said[:n])
                 judged = min(right + 1, 3, len(said))
-                expected[arm].append((judged, right) if budget.arm == 2 else (0, 0))
+                expected[arm].append((judged, right) if budget.drafter == 2 else (0, 0))
             before.append(len(text) - 1)
             texts[seq_id] = [*text, *said]
             rows.append(Row(seq_id, texts[seq_id]))
         mix.observe(committed(rows, before))
-        found = [list(own.came_true) or [(0, 0)] * 2 for own in mix.outlook([0, 1]).arms.values()]
+        found = [list(own.came_true) or [(0, 0)] * 2 for own in mix.outlook([0, 1]).drafters.values()]
         assert found == list(expected.values())
 
 
@@ -279,13 +281,13 @@ def test_rows_of_all_arms_in_one_batch_say_what_plain_decoding_says(
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
     plain = LLM(str(TARGET)).generate(prompts, params)
     for depth, width in ((4, 1), (3, 2)):
-        before = {arm: stats.num_rounds for arm, stats in llm.stats.arms.items()}
+        before = {arm: stats.num_rounds for arm, stats in llm.stats.drafters.items()}
         for shift in (0, 2):
-            wishes = [Speculation(depth, width, drafter=llm.requests.arms[(i + shift) % 5]) for i in range(5)]
+            wishes = [Speculation(depth, width, drafter=llm.requests.drafter_names[(i + shift) % 5]) for i in range(5)]
             found = generate_each(llm, prompts, params, wishes)
             assert found == [list(answer.outputs[0].token_ids) for answer in plain]
-        assert all(llm.stats.arms[arm].num_rounds > before.get(arm, 0) for arm in range(5))
-    by_arm = llm.stats.arms.values()
+        assert all(llm.stats.drafters[arm].num_rounds > before.get(arm, 0) for arm in range(5))
+    by_arm = llm.stats.drafters.values()
     assert sum(stats.num_drafted for stats in by_arm) == llm.stats.num_drafted
     assert sum(stats.num_accepted for stats in by_arm) == llm.stats.num_accepted > 0
 
@@ -314,7 +316,7 @@ def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, 
     members: list[Drafter] = [NgramDrafter(), *exits, SuffixDrafter()]
     engine.drafter = mix = MixDrafter(members, ["ngram", "first", "third", "suffix"])
     rng, requests = random.Random(2), bench.requests()
-    requests.arms = mix.arms
+    requests.drafter_names = mix.names
     texts = []
     for i in range(8):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.draft import suffix_file
 from forerun.draft.plan import DraftContext
+from forerun.draft.text import suffix_file
 from forerun.draft.text.suffix import SuffixDrafter
 from forerun.draft.text.suffix_file import PastFile, write_all
 from forerun.draft.text.suffix_past import SLACK, Past

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from draft.vocabularies import PROSE, byte_level, sentence_piece, two_letters
-from forerun.draft import transcript as module
+from forerun.draft.vocab import transcript as module
 from forerun.draft.vocab.transcript import LONGEST, Transcriber, Transcript
 from forerun.draft.vocab.vocabulary import Vocabulary
 from forerun.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from forerun.accept import outcome
 from forerun.accept.outcome import LEAST_MEASURED
 from forerun.control.kept_costs import as_json, from_json, kept_file
 from forerun.control.measured import MeasuredDepth
-from forerun.draft import mix
+from forerun.draft.many import mix
 from forerun.draft.model import follower
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.text.suffix import SuffixDrafter

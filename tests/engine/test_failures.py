@@ -89,7 +89,7 @@ class Fault:
 class Saboteur:
     """A drafter of which one method raises."""
 
-    arms: tuple[str, ...] = ("saboteur",)
+    names: tuple[str, ...] = ("saboteur",)
 
     def __init__(self, drafter: Drafter, where: str, fault: Fault) -> None:
         self.drafter, self.where, self.fault = drafter, where, fault

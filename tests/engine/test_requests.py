@@ -10,7 +10,7 @@ from forerun.sampling.params import SamplingParams
 
 
 def maker(arms: tuple[str, ...] = ()) -> RequestChecker:
-    return RequestChecker(None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), arms=arms)
+    return RequestChecker(None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), drafter_names=arms)
 
 
 def test_samples_share_all_but_their_number() -> None:

@@ -37,7 +37,7 @@ class Listener:
     drafter: Drafter
     check: Callable[[list[int], Tensor], None]
     taps: tuple[int, ...] = TAPS
-    arms: tuple[str, ...] = ("listener",)
+    names: tuple[str, ...] = ("listener",)
     told: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     num_forgotten: int = 0
 

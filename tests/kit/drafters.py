@@ -9,7 +9,7 @@ class Stateless:
     """Keeps nothing of what it is told, and has room for any guess."""
 
     taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("stateless",)
+    names: tuple[str, ...] = ("stateless",)
 
     def observe(self, news: Committed) -> None: ...
 

@@ -38,7 +38,7 @@ class Oracle:
     errs: Callable[[int], bool] = never
     known: set[int] = field(default_factory=set)
     taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("oracle",)
+    names: tuple[str, ...] = ("oracle",)
 
     def learn(self, results: Sequence[RequestOutput], params: Sequence[SamplingParams]) -> None:
         """Remember these as the answers to requests with these parameters."""

@@ -30,8 +30,8 @@ class Faulty:
         return self.drafter.taps
 
     @property
-    def arms(self) -> tuple[str, ...]:
-        return self.drafter.arms
+    def names(self) -> tuple[str, ...]:
+        return self.drafter.names
 
     def observe(self, news: Committed) -> None:
         self.drafter.observe(news)

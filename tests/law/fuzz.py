@@ -40,7 +40,7 @@ class RandomlyRight:
     members: Sequence[Drafter]
     vocab: int
     faults: Sequence[Callable[[Draws, Sequence[Budget]], Draft]] = ()
-    arms: tuple[str, ...] = ("random",)
+    names: tuple[str, ...] = ("random",)
     texts: dict[int, int] = field(default_factory=dict)  # tokens committed, the root not counted
 
     @property

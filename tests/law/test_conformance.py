@@ -70,7 +70,7 @@ def tell(drafter: Drafter, news: Committed) -> None:
 
 def any_arm(drafter: Drafter, rng: random.Random) -> int:
     """The arms of a mix in turn; there is no choice elsewhere."""
-    return rng.randrange(len(drafter.arms)) if len(drafter.arms) > 1 else 0
+    return rng.randrange(len(drafter.names)) if len(drafter.names) > 1 else 0
 
 
 def asked(
@@ -171,8 +171,8 @@ def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Dra
     if drafter.taps:
         pytest.skip("a tail has features of its own")
     tail = committed(longer[1:], [29])
-    for arm in range(len(drafter.arms)):
-        budgets = [Budget(4, 2, 7, arm), Budget(3, arm=arm)]
+    for arm in range(len(drafter.names)):
+        budgets = [Budget(4, 2, 7, arm), Budget(3, drafter=arm)]
         assert_same(asked(drafter, longer, budgets, tail=tail), asked(told_at_once(make, longer), longer, budgets))
         assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
     now = [rows[0], Row(1, [*longer[1].text[:33], 9])]  # of the tail a part has come true
@@ -193,7 +193,7 @@ def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Draft
     assert_clean(draft, rows, budgets)
     for found, limit in zip(draft.tree.depths().max(1).values.tolist(), outlook.limit, strict=True):
         assert found <= limit
-    behind = any(arm.startswith(("model", "cascade")) for arm in drafter.arms)  # readers of text may be
+    behind = any(arm.startswith(("model", "cascade")) for arm in drafter.names)  # readers of text may be
     assert behind or not any(drafter.outlook([row.seq_id for row in told]).unread[1:])
 
 

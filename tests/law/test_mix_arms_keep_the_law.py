@@ -41,10 +41,10 @@ class Peeking(MixDrafter):
     """The mutant: both members draft, and the one whose first guess is the larger token is taken, with its law."""
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        each = [super(Peeking, self).propose(draws, [replace(b, arm=arm) for b in budgets]) for arm in range(2)]
+        each = [super(Peeking, self).propose(draws, [replace(b, drafter=arm) for b in budgets]) for arm in range(2)]
         first, second = (draft.tree.tokens[:, 1] for draft in each)
         arms = (second > first).long().tolist()
-        return super().propose(draws, [replace(b, arm=arm) for b, arm in zip(budgets, arms, strict=True)])
+        return super().propose(draws, [replace(b, drafter=arm) for b, arm in zip(budgets, arms, strict=True)])
 
 
 def bias(mix: MixDrafter, rule: Verification, arms: Sequence[int]) -> float:
@@ -52,7 +52,9 @@ def bias(mix: MixDrafter, rule: Verification, arms: Sequence[int]) -> float:
 
     def propose(draws: Draws, gained: list[list[int]]) -> DraftTree:
         taken = [arms[(i + sum(text)) % len(arms)] for i, text in enumerate(gained)]
-        return mix.propose(draws, [Budget(2, 2, 3, arm) if arm == MERGED else Budget(2, arm=arm) for arm in taken]).tree
+        return mix.propose(
+            draws, [Budget(2, 2, 3, arm) if arm == MERGED else Budget(2, drafter=arm) for arm in taken]
+        ).tree
 
     return first_pairs(P, rule, propose)
 

@@ -105,7 +105,7 @@ def mix_of(family: Family, kind: type[MixDrafter] = MixDrafter, drawn: bool = Tr
 def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
     """Side by side in one draft, of different lengths; laws over the whole vocabulary and over named tokens."""
     for family in FAMILIES[:4]:
-        budgets = [Budget(2, arm=1), Budget(0), Budget(2, arm=0), Budget(1, arm=1)]
+        budgets = [Budget(2, drafter=1), Budget(0), Budget(2, drafter=0), Budget(1, drafter=1)]
         first, none, second, third = drafts_of(lambda f=family: mix_of(f, sparse=sparse), budgets)
         assert [d.tokens for d in none] == [()]
         for drafts, model in ((first, family.mid), (second, family.q), (third, family.mid)):
@@ -121,7 +121,7 @@ def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
 def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -> None:
     """Beside a row of one member, whose law is still believed."""
     for family in FAMILIES[:6]:
-        budgets = [Budget(2, 2, nodes, MERGED), Budget(1, arm=0)]
+        budgets = [Budget(2, 2, nodes, MERGED), Budget(1, drafter=0)]
         merged, alone = drafts_of(lambda f=family: mix_of(f, drawn=drawn), budgets)
         assert all(set(draft.q) == {None} for draft in merged)
         assert any(len(draft.tokens) == nodes for draft in merged)

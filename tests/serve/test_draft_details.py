@@ -71,7 +71,7 @@ def test_rounds_add_up_to_the_answer_and_to_the_counts(server: Running, number: 
     assert usage["num_drafted"] == sum(len(each["guesses"]) for each in every)
     assert usage["num_accepted"] == sum(guess["accepted"] for each in every for guess in each["guesses"])
     drafters = {each["drafter"] for each in every if each["guesses"]}
-    assert drafters <= set(server.llm.arms)
+    assert drafters <= set(server.llm.drafter_names)
     assert (drafters == {"ngram"}) or number != 2
     assert bool(drafters) is (number != 4)
 

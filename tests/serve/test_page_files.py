@@ -43,7 +43,7 @@ def test_what_is_told_of_the_model_needs_the_key(server: Running) -> None:
         assert http.get("/page/settings").status_code == 401
         told = http.get("/page/settings", headers={"Authorization": "Bearer secret"}).json()
     assert told["fingerprint"] == server.llm.fingerprint
-    assert told["arms"] == list(server.llm.arms)
+    assert told["arms"] == list(server.llm.drafter_names)
     assert told["chat"] is False
     assert told["speculation"] == {"depth": 3, "width": 1}
 

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from forerun import streams
 from forerun.control import kept_costs
-from forerun.draft import suffix_file
+from forerun.draft.text import suffix_file
 from forerun.engine import calibration
 from forerun.sampling.params import SamplingParams
 from forerun.serve import logs

@@ -70,7 +70,7 @@ def test_guesses_are_counted_by_sample_position_round_and_arm(server: Running) -
         assert counts[f"forerun:spec_decode_num_accepted_tokens{label}"] == accepted
     for kind, name in (("draft_tokens", "num_drafted"), ("accepted_tokens", "num_accepted")):
         by_arm = [value for each, value in counts.items() if each.startswith(f"forerun:spec_decode_arm_{kind}_total")]
-        assert len(by_arm) == len(stats.arms) > 0
+        assert len(by_arm) == len(stats.drafters) > 0
         assert sum(by_arm) == getattr(stats, name)
 
 

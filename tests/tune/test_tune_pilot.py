@@ -100,7 +100,7 @@ def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("chunk_tokens", [512, 5])
 def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if llm.arms == ("suffix",):
+    if llm.drafter_names == ("suffix",):
         pytest.skip("with several rows at once, suffix has other past answers at each depth")
     options = llm.engine.options.__class__(3, chunk_tokens, prefix_cache=False)
     monkeypatch.setattr(llm.engine, "options", options)
@@ -117,7 +117,7 @@ def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, mo
 @pytest.mark.full
 @pytest.mark.sampled(3)
 def test_a_text_recorded_in_a_batch_is_recorded_as_it_is_alone(llm: LLM) -> None:
-    if llm.arms == ("suffix",):
+    if llm.drafter_names == ("suffix",):
         pytest.skip("with several rows at once, suffix has other past answers")
     assert piloted(llm, 3, 0.0) == piloted(llm, 1, 0.0)
 

@@ -42,7 +42,7 @@ class HostTree:
     tokens: list[int]
     parents: list[int]
     number: dict[int, int]  # node of the DraftTree -> node here
-    arms: list[int] = field(default_factory=list)  # of a mix's tree: who guessed each node, at the root who drafted
+    drafters: list[int] = field(default_factory=list)  # of a mix's tree: who guessed each node, at the root who drafted
     cut: Sequence[tuple[int, int]] = ()  # guesses that a grammar has removed: parent here or -1, and who guessed them
     forced: bool = False  # whether all guesses are a grammar's
 
@@ -70,16 +70,16 @@ class HostTree:
         return max(depths)
 
 
-def host_trees(tree: DraftTree, arm: Int[Tensor, "batch columns"] | None = None) -> list[HostTree]:
-    """The trees of a batch, for planning slots and paths; `arm`, on the host, gives the arm that guessed each node."""
+def host_trees(tree: DraftTree, drafter: Int[Tensor, "batch columns"] | None = None) -> list[HostTree]:
+    """The trees of a batch, for planning slots and paths; `drafter`, on the host, says who guessed each node."""
     known, trees = tree.host(), []
-    arms = None if arm is None else arm.tolist()
+    drafters = None if drafter is None else drafter.tolist()
     for row, (nodes, parents) in enumerate(zip(known.nodes, known.parents, strict=True)):
         number = {node: i for i, node in enumerate(nodes)}
         tokens = list(known.tokens[row]) if known.tokens is not None else [-1] * len(nodes)
-        guessed_by = [] if arms is None else [arms[row][node] for node in nodes]
+        guessed_by = [] if drafters is None else [drafters[row][node] for node in nodes]
         removed = () if known.cut is None else known.cut[row]
-        cut = [(number.get(parent, -1), -1 if arms is None else arms[row][column]) for column, parent in removed]
+        cut = [(number.get(parent, -1), -1 if drafters is None else drafters[row][col]) for col, parent in removed]
         forced = known.forced is not None and known.forced[row]
         above = [number.get(parent, -1) for parent in parents]
         trees.append(HostTree(tokens, above, number, guessed_by, cut, forced))
@@ -97,8 +97,8 @@ class Accepted:
     tokens: list[int]
     num_drafted: int
     offered: int
-    guessed: Mapping[int, int] = field(default_factory=dict)  # by arm of a mix: guesses in the tree
-    arms: Sequence[int] = ()  # of a mix's run: who drafted the row, and who guessed each node after the root
+    guessed: Mapping[int, int] = field(default_factory=dict)  # by drafter of a mix: guesses in the tree
+    drafters: Sequence[int] = ()  # of a mix's run: who drafted the row, and who guessed each node after the root
     tree: HostTree | None = None  # of which `nodes` are
     num_cut: int = 0
     forced: bool = False
@@ -119,11 +119,11 @@ class Accepted:
         if self.forced:
             return RowOutcome(seq_id, 0, 0, 0, num_emitted, num_forced=self.num_drafted)
         row = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=self.num_cut)
-        if not self.arms:
+        if not self.drafters:
             return row
-        right = Counter(self.arms[1:])
-        by_arm = {arm: (count, right[arm]) for arm, count in self.guessed.items()}
-        return replace(row, arm=self.arms[0], by_arm=by_arm)
+        right = Counter(self.drafters[1:])
+        by_drafter = {drafter: (count, right[drafter]) for drafter, count in self.guessed.items()}
+        return replace(row, drafter=self.drafters[0], by_drafter=by_drafter)
 
 
 def accept(
@@ -143,9 +143,10 @@ def accept(
         run = Accepted(
             nodes, tokens, num_drafted, length + rejected, tree=tree, num_cut=len(tree.cut), forced=tree.forced
         )
-        if tree.arms:
-            guessed = Counter(arm for arm, token in zip(tree.arms[1:], tree.tokens[1:], strict=False) if token >= 0)
-            guessed.update(arm for _, arm in tree.cut)
-            run = replace(run, guessed=guessed, arms=[tree.arms[n] for n in nodes])
+        if tree.drafters:
+            pairs = zip(tree.drafters[1:], tree.tokens[1:], strict=False)
+            guessed = Counter(drafter for drafter, token in pairs if token >= 0)
+            guessed.update(drafter for _, drafter in tree.cut)
+            run = replace(run, guessed=guessed, drafters=[tree.drafters[n] for n in nodes])
         runs.append(run)
     return runs

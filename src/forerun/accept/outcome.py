@@ -23,10 +23,10 @@ class RowOutcome:
     """One sequence's round: guesses in its tree, guesses on offer along its path, guesses accepted.
 
     `offered` is the number of depths at which the walk had a guess to accept: one more than `accepted` where it
-    stopped at a rejection, the same where the path ended. `arm` is the number of the mix's arm that drafted it, -1 for
-    none; `by_arm` how many guesses each of them made, and how many of those were accepted. `num_cut` of the guesses
-    were never read, since a grammar forbids them; they count as rejected. `num_forced` tokens in the place of guesses
-    were a grammar's, which leaves no choice, and count as none.
+    stopped at a rejection, the same where the path ended. `drafter` is the number of the one of a mix that drafted it,
+    -1 for none; `by_drafter` how many guesses each of them made, and how many of those were accepted. `num_cut` of the
+    guesses were never read, since a grammar forbids them; they count as rejected. `num_forced` tokens in the place of
+    guesses were a grammar's, which leaves no choice, and count as none.
     """
 
     seq_id: int
@@ -34,8 +34,8 @@ class RowOutcome:
     offered: int
     accepted: int
     num_emitted: int
-    arm: int = -1
-    by_arm: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    drafter: int = -1
+    by_drafter: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     num_cut: int = 0
     num_forced: int = 0
 
@@ -49,7 +49,7 @@ class RowOutcome:
 class Outcome:
     """One round: its sequences, and where its time went.
 
-    `draft_pass_s`, part of `draft_s`, is in drafters' passes; `arm_s`, part of it too, in each member of a mix.
+    `draft_pass_s`, part of `draft_s`, is in drafters' passes; `drafter_s`, part of it too, in each member of a mix.
     `verdict_s` is what verifying and accepting took. `plain_s` is what the round would have taken without drafts, None
     where that is not known or prompts were read beside. `num_queried` tokens of prompts were looked up in the cache,
     and `num_hits` of them were known and not read. `captured`: a graph was, once, so its times are not those of others.
@@ -60,7 +60,7 @@ class Outcome:
     draft_s: float
     pass_s: float
     draft_pass_s: float = 0.0
-    arm_s: Sequence[float] = ()
+    drafter_s: Sequence[float] = ()
     verdict_s: float = 0.0
     plain_s: float | None = None
     num_queried: int = 0
@@ -119,10 +119,10 @@ class RoundClock:
 
 
 @dataclass(slots=True)
-class ArmStats:
-    """Counters of one arm of a mix: rounds in which it drafted a sequence, and guesses that it made.
+class DrafterStats:
+    """Counters of one drafter of a mix: rounds in which it drafted a sequence, and guesses that it made.
 
-    Guesses of a merged tree are those of the members that made them first; the arm that merges makes none.
+    Guesses of a merged tree are those of the members that made them first; the drafter that merges makes none.
     """
 
     num_rounds: int = 0
@@ -170,7 +170,7 @@ class Counts:
     num_forced: int = 0
     offered_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
-    arms: dict[int, ArmStats] = field(default_factory=dict)  # of a mix's, by number
+    drafters: dict[int, DrafterStats] = field(default_factory=dict)  # of a mix's, by number
     pace: LiveGain = field(default_factory=LiveGain)
 
     def count(self, row: RowOutcome) -> None:
@@ -186,14 +186,14 @@ class Counts:
         for depth in range(row.offered):
             self.offered_at_depth[depth] += 1
             self.accepted_at_depth[depth] += depth < row.accepted
-        if row.arm >= 0:
-            self.count_arms(row)
+        if row.drafter >= 0:
+            self.count_drafters(row)
 
-    def count_arms(self, row: RowOutcome) -> None:
-        """Add what the arms of a mix did for one sequence."""
-        self.arms.setdefault(row.arm, ArmStats()).num_rounds += 1
-        for arm, (num_drafted, num_accepted) in row.by_arm.items():
-            stats = self.arms.setdefault(arm, ArmStats())
+    def count_drafters(self, row: RowOutcome) -> None:
+        """Add what the drafters of a mix did for one sequence."""
+        self.drafters.setdefault(row.drafter, DrafterStats()).num_rounds += 1
+        for drafter, (num_drafted, num_accepted) in row.by_drafter.items():
+            stats = self.drafters.setdefault(drafter, DrafterStats())
             stats.num_drafted += num_drafted
             stats.num_accepted += num_accepted
 

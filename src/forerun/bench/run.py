@@ -141,7 +141,7 @@ class Tape:
             num_accepted=stats.num_accepted,
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
-            num_rounds_by_arm=tuple((self.arms[arm], own.num_rounds) for arm, own in sorted(stats.arms.items())),
+            num_rounds_by_arm=tuple((self.arms[arm], own.num_rounds) for arm, own in sorted(stats.drafters.items())),
             full_pass_s=statistics.median(each.outcome.pass_s for each in self.full) if self.full else None,
             full_draft_s=statistics.median(each.outcome.draft_s for each in self.full) if self.full else None,
             full_experts=self.experts_read(),
@@ -194,7 +194,7 @@ class Stage:
     def tape(self, group: Group, depth: int) -> Tape:
         """A tape for a run at this depth."""
         experts = self.llm.engine.runner.decoder.config.experts
-        return Tape(group.batch, Budget.of(self.wish(depth)).nodes, self.llm.arms, experts=experts)
+        return Tape(group.batch, Budget.of(self.wish(depth)).nodes, self.llm.drafter_names, experts=experts)
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""

@@ -104,7 +104,8 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
         if not painter.visible:
             errors.print()  # the text, wherever it went, ends without a line's end
         ended = ended_by(said, params, llm.plan.max_model_len)
-        errors.print(run_card(setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.arms, ended))
+        lines, names = llm.plan.lines(), llm.drafter_names
+        errors.print(run_card(setting, said.timing, llm.stats, said.origins, lines, names, ended))
     result.tell(as_object(said, setting, llm))
     return said
 
@@ -157,14 +158,14 @@ def as_object(said: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any
         "finish_reason": said.finish_reason,
         "stop_reason": said.stop_reason,
         **asdict(setting),
-        "stats": stats_object(llm.stats, said.timing, llm.arms),
+        "stats": stats_object(llm.stats, said.timing, llm.drafter_names),
         "memory_plan": llm.plan.lines(),
     }
 
 
 def stats_object(stats: Stats, timing: AnswerTiming, arms: Sequence[str] = ()) -> dict[str, Any]:
     """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `arms` too."""
-    by_arm = {arms[arm]: asdict(own) for arm, own in sorted(stats.arms.items())}
+    by_arm = {arms[arm]: asdict(own) for arm, own in sorted(stats.drafters.items())}
     return {
         "num_tokens": timing.num_tokens,
         "first_token_s": timing.first_s,

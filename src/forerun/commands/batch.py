@@ -114,9 +114,9 @@ def run_batch(
     setting = setting_of(llm, where, seed)
     timing = AnswerTiming(len(tally.origins), tally.first_s, tally.total_s)
     if not result.as_json:
-        errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.arms))
+        errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.drafter_names))
     show_note(tally.summary(stopped))
-    result.tell(told(tally, settings, seed, llm.stats, timing, llm.arms))
+    result.tell(told(tally, settings, seed, llm.stats, timing, llm.drafter_names))
     return tally, stopped
 
 

@@ -253,7 +253,7 @@ class Arms:
         """Begin to know the arms that an outlook has, if they are new, and learn what it tells of the last round's
         merged trees, whose sequences were `judged`."""
         if not self.arms:
-            self.names = [*outlook.arms, MERGED] if outlook.arms else [""]
+            self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
             self.arms = [Arm() for _ in self.names]
         self.learn_merged(outlook, judged)
 
@@ -263,7 +263,7 @@ class Arms:
         What a member tells itself is judged by what it promised, which is not known here. Trials become rare: all that
         they show beside is what passes over a member's guesses alone take.
         """
-        for learned, member in zip(self.arms, outlook.arms.values(), strict=False):
+        for learned, member in zip(self.arms, outlook.drafters.values(), strict=False):
             estimates = member.expected or [None] * len(seq_ids)
             rows = zip(seq_ids, member.came_true, estimates, strict=False)
             judged = [(seq_id, run) for seq_id, run, expected in rows if run[0] and expected is None]
@@ -277,7 +277,7 @@ class Arms:
         A request that names an arm has no other. Else chains of a mix are as long as pays, at most as was asked for.
         """
         by_arm: dict[int, Way] = {}
-        for arm, member in enumerate(outlook.arms.values() if outlook.arms else [outlook]):
+        for arm, member in enumerate(outlook.drafters.values() if outlook.drafters else [outlook]):
             budget = Budget.of(wish, min(room, member.limit[i]))
             if budget.depth == 0:
                 continue
@@ -286,14 +286,14 @@ class Arms:
             trust = 1.0 if expected is None else learned.trust
             survival = [min(1.0, trust * chance) for chance in promised]
             unread = {arm: member.unread[i]}
-            free = wish.auto or (bool(outlook.arms) and budget.width == 1 and wish.drafter is None)
+            free = wish.auto or (bool(outlook.drafters) and budget.width == 1 and wish.drafter is None)
             made: Sequence[float] = ()
             if wish.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
                 budget = replace(budget, price=learned.cut_off.price)
                 made = learned.cut_off.reached(budget.depth) if budget.price > NO_PRICE else ()
-            by_arm[arm] = Way(replace(budget, arm=arm), frozenset([arm]), survival, promised, unread, free, made)
+            by_arm[arm] = Way(replace(budget, drafter=arm), frozenset([arm]), survival, promised, unread, free, made)
         if len(by_arm) > 1 or (wish.drafter == MERGED and by_arm):
-            estimated = any(member.expected and member.expected[i] is not None for member in outlook.arms.values())
+            estimated = any(member.expected and member.expected[i] is not None for member in outlook.drafters.values())
             by_arm[len(self.arms) - 1] = self.merged(seq_id, list(by_arm.values()), estimated)
         held = wish.drafter if wish.drafter in self.names else None
         return {arm: way for arm, way in by_arm.items() if held in (None, self.names[arm])}
@@ -330,9 +330,9 @@ class Arms:
         """Learn what drafting these rows took, where finding out that nothing should be drafted takes `planning_s`."""
         active = {member for way, _ in taken for member in way.members}
         drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s)
-        joining_s = max(0.0, drafting_s - sum(outcome.arm_s)) / max(1, len(active))  # of a mix, beside its members
-        for arm, arm_s in enumerate(outcome.arm_s or [drafting_s]):
-            taken_s = arm_s + joining_s if outcome.arm_s else arm_s
+        joining_s = max(0.0, drafting_s - sum(outcome.drafter_s)) / max(1, len(active))  # of a mix, beside its members
+        for arm, arm_s in enumerate(outcome.drafter_s or [drafting_s]):
+            taken_s = arm_s + joining_s if outcome.drafter_s else arm_s
             used = [(way, depth) for way, depth in taken if arm in way.members]
             if used:
                 unread = [way.num_unread.get(arm, 0) for way, _ in used]

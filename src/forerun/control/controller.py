@@ -70,13 +70,13 @@ class FixedDepth:
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
-        arms = [*outlook.arms, MERGED] if outlook.arms else []
+        arms = [*outlook.drafters, MERGED] if outlook.drafters else []
         budgets = []
         for wish, room, limit in zip(load.wishes, load.rooms, outlook.limit, strict=True):
             budget = Budget.of(wish, min(room, limit))
             if arms and budget.depth > 0:
-                arm = arms.index(wish.drafter) if wish.drafter in arms else len(outlook.arms)
-                budget = budget.merging(arm) if arm == len(outlook.arms) else replace(budget, arm=arm)
+                arm = arms.index(wish.drafter) if wish.drafter in arms else len(outlook.drafters)
+                budget = budget.merging(arm) if arm == len(outlook.drafters) else replace(budget, drafter=arm)
             budgets.append([budget])
         return fitting(load.seq_ids, budgets, spare)
 

@@ -82,7 +82,7 @@ class MeasuredDepth:
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The best ways, as far as they fit into what the cache has to spare, the oldest sequences first."""
-        if not outlook.arms and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
+        if not outlook.drafters and not any(wish.auto for wish in load.wishes):  # there is nothing to choose
             self.taken, self.pending, self.num_context, self.worth = {}, False, load.num_context, 0.0
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
@@ -166,7 +166,7 @@ class MeasuredDepth:
         ((way, depth),) = [each or (None, 0) for each in self.taken.values()]
         plain_s = self.plain_s(1)
         plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "what plain rounds take is not known yet"
-        name = self.arms.names[way.budget.arm] if way else ""
+        name = self.arms.names[way.budget.drafter] if way else ""
         chosen = f"depth {depth}" + (f" by {name}" if name else "") if depth else "plain"
         if way and way.made:
             chosen += f" as long as {100 * way.budget.price:.0f} % survive"
@@ -184,7 +184,9 @@ class MeasuredDepth:
 
     def lasts(self, load: Load, outlook: Outlook) -> bool:
         """Whether that plan is still as good for what drafters say and how far they can go."""
-        estimated = any(each is not None for member in outlook.arms.values() or [outlook] for each in member.expected)
+        estimated = any(
+            each is not None for member in outlook.drafters.values() or [outlook] for each in member.expected
+        )
         limits = zip(load.rooms, outlook.limit, self.taken.values(), strict=True)
         return not estimated and all(taken is None or taken[1] <= min(room, limit) for room, limit, taken in limits)
 
@@ -216,7 +218,7 @@ class MeasuredDepth:
         taken = planned.choice[0] if len(planned.choice) == 1 else None
         if taken is not None and taken[0].budget.price:
             guess_s = self.drafts_of(planned.choice).guess_s(taken[0].num_drawn(taken[1]))
-            self.arms.arms[taken[0].budget.arm].cut_off.aim(planned.tokens_per_s, guess_s)
+            self.arms.arms[taken[0].budget.drafter].cut_off.aim(planned.tokens_per_s, guess_s)
 
     def plans(self, rows: Sequence[Ways]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
@@ -273,7 +275,7 @@ class MeasuredDepth:
             return None
         choice: list[tuple[Way, int] | None] = []
         for ways, before in zip(rows, self.taken.values(), strict=True):
-            way = ways.get(before[0].budget.arm) if before else None
+            way = ways.get(before[0].budget.drafter) if before else None
             if before is None and all(each.free for each in ways.values()):
                 choice.append(None)
             elif before and way and (before[1] == way.budget.depth or (way.free and before[1] < way.budget.depth)):
@@ -351,12 +353,12 @@ class MeasuredDepth:
     def drafted(self, row: RowOutcome) -> tuple[Way, int] | None:
         """The way in which a row was drafted; None where it was not, as its draft found no room."""
         chosen = self.taken[row.seq_id]
-        return chosen if chosen is not None and row.arm in (-1, chosen[0].budget.arm) else None
+        return chosen if chosen is not None and row.drafter in (-1, chosen[0].budget.drafter) else None
 
     def count(self, taken: Sequence[tuple[RowOutcome, Way, int]], cheap: bool) -> None:
         """Learn how many guesses were accepted, and who was in use; `cheap`: the pass took less than was thought."""
         for arm in self.possible:
-            learned, drafted = self.arms.arms[arm], [each for each in taken if each[1].budget.arm == arm]
+            learned, drafted = self.arms.arms[arm], [each for each in taken if each[1].budget.drafter == arm]
             learned.unseen += 1
             expected = sum(sum(way.survival[: depth if way.made else row.num_drafted]) for row, way, depth in drafted)
             accepted = sum(row.accepted for row, _, _ in drafted)

@@ -19,7 +19,7 @@ from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 
-MERGED = "merged"  # the arm of a mix in which all of its members draft one tree
+MERGED = "merged"  # the name under which all members of a mix draft one tree
 AHEAD = 8  # guesses that `Outlook.expected` looks at: who drafts less far can expect no more than that
 
 
@@ -28,7 +28,7 @@ class Budget:
     """How far one sequence may be drafted this round; depth 0 means not at all.
 
     `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not counted).
-    `arm` picks a drafter of a mix. A guess whose path survives with less than `price` is not worth having, nor is any
+    `drafter` picks one of a mix. A guess whose path survives with less than `price` is not worth having, nor is any
     below it; where a tree's shape must be fixed before it is drawn, such a guess may stay, without any below it. With a
     price above 0 a drafter that can estimate survival gives it, for chains too. `shape` fixes the tree, with its own
     depth, width and nodes; a drafter that cannot draft the shape stays within these.
@@ -37,7 +37,7 @@ class Budget:
     depth: int
     width: int = 1
     nodes: int = 0
-    arm: int = 0
+    drafter: int = 0
     price: float = 0.0
     shape: StaticTree | None = None
 
@@ -59,8 +59,8 @@ class Budget:
         return cls(min(depth, nodes), wish.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merging(self, num_members: int) -> Budget:
-        """This budget for the last arm of a mix of so many members: its tree may be wider, so that all members fit."""
-        return replace(self, arm=num_members, width=num_members * self.width)
+        """This budget for all members of a mix merged: the tree may be wider, so that all of them fit."""
+        return replace(self, drafter=num_members, width=num_members * self.width)
 
 
 NO_DRAFT = Budget(depth=0)
@@ -119,24 +119,24 @@ class Resume:
 class Draft:
     """What `propose` returns: the guesses, the drafter's estimates of them, the time that its own models' passes took.
 
-    A mix says in `arm`, on the host, by number which of its arms guessed each node, and at the root which one drafted
-    the row; -1 for none. `arm_s` is how long each of its members took to draft.
+    A mix says in `drafter`, on the host, by number which of its drafters guessed each node, and at the root which one
+    drafted the row; -1 for none. `drafter_s` is how long each of its members took to draft.
     """
 
     tree: DraftTree
     survival: Float[Tensor, "batch nodes"] | None = None  # the drafter's P(path accepted); 1 at the root
-    arm: Int[Tensor, "batch nodes"] | None = None
+    drafter: Int[Tensor, "batch nodes"] | None = None
     resume: Resume | None = None
     pass_s: float = 0.0
-    arm_s: Sequence[float] = ()
+    drafter_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """A drafter's estimates before a round, made without computing: host numbers, one per sequence asked for.
 
-    `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by the names
-    of its arms and in their order; its last arm, MERGED, is not among them. Of members whose guesses were merged in the
+    `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by name and
+    in order; MERGED is not among them. Of members whose guesses were merged in the
     last round, `came_true` has for each row how many of their own were judged by its tokens and how many were right,
     along one path. Where `depth_matters` the first guesses of a deep draft may be others than those of a shallow one.
     """
@@ -144,7 +144,7 @@ class Outlook:
     unread: Sequence[int]  # committed tokens it would have to read first
     limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
     expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
-    arms: Mapping[str, Outlook] = field(default_factory=dict)
+    drafters: Mapping[str, Outlook] = field(default_factory=dict)
     came_true: Sequence[tuple[int, int]] = ()
     ends_early: bool = False  # whether it draws chains guess by guess, so that a price spares it the rest of them
     depth_matters: bool = False
@@ -155,15 +155,15 @@ class Drafter(Protocol):
     """Guesses continuations of sequences. One file per kind, in this folder; those of trained heads are in `heads/`.
 
     `taps` names the target states it reads: i is the residual stream entering layer i, which is what layer i - 1
-    leaves, num_layers the one before the final norm, -1 the one after it; () none. `arms` names its methods, for
-    metrics: one unless it is a mix.
+    leaves, num_layers the one before the final norm, -1 the one after it; () none. `names` are those of its
+    methods, for metrics: one unless it is a mix.
     """
 
     @property
     def taps(self) -> tuple[int, ...]: ...
 
     @property
-    def arms(self) -> tuple[str, ...]: ...
+    def names(self) -> tuple[str, ...]: ...
 
     def observe(self, news: Committed) -> None:
         """Learn what became final, a sequence's last tokens too. The only way in which lasting state grows.

@@ -110,7 +110,7 @@ def calibrate(
     the engine, and drafters do not remember the sample texts.
     """
     assert engine.drafter is not None, "something drafts"
-    kept = read_kept(key, engine.drafter.arms)
+    kept = read_kept(key, engine.drafter.names)
     if kept is not None:
         return kept
     controller = MeasuredDepth()
@@ -118,7 +118,7 @@ def calibrate(
     if error is None and controller.costs.kinds:
         costs = as_json(controller)
         keep(key, costs)
-        return from_json(costs, engine.drafter.arms)  # so the first start begins with what later ones read
+        return from_json(costs, engine.drafter.names)  # so the first start begins with what later ones read
     logger.debug("The costs of rounds could not be measured at the start.", exc_info=error)
     return MeasuredDepth()
 
@@ -164,7 +164,7 @@ def play(
 ) -> Iterator[float]:
     """Play the script of this batch size; yields the share that is done. Ends early where there is no time or room."""
     assert engine.drafter is not None, "something drafts"
-    arms = range(len(engine.drafter.arms))
+    arms = range(len(engine.drafter.names))
     lines = [(depth, arm) for depth in DEPTHS[like] for arm in arms if depth or not arm]
     script.counts, (script.depth, script.arm) = False, max(lines[:2])
     num_left = len(sequences) + 1  # rounds at most in which prompts are read

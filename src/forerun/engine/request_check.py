@@ -37,7 +37,7 @@ class RequestChecker:
     max_length: int
     eos_ids: tuple[int, ...]
     default: Speculation
-    arms: tuple[str, ...] = ()
+    drafter_names: tuple[str, ...] = ()
     default_params: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
     request_ids: Iterator[int] = field(default_factory=itertools.count)
@@ -66,8 +66,8 @@ class RequestChecker:
             raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
         matcher = None if params.grammar is None else self.matchers.matcher(params.grammar)
         speculation = Speculation.of(request.speculation, self.default)
-        if speculation.drafter is not None and speculation.drafter not in self.arms:
-            known = ", ".join(self.arms) or "none"
+        if speculation.drafter is not None and speculation.drafter not in self.drafter_names:
+            known = ", ".join(self.drafter_names) or "none"
             raise InvalidRequest(
                 "speculation.drafter", f"{shown(speculation.drafter)} is not drafting here; known: {known}."
             )

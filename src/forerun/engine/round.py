@@ -68,7 +68,7 @@ class Rounds:
     ) -> None:
         self.runner = runner
         self.drafter = drafter
-        self.drafter_name = "" if drafter is None else ", ".join(drafter.arms)
+        self.drafter_name = "" if drafter is None else ", ".join(drafter.names)
         self.controller = controller or MeasuredDepth()  # a drafter may come later
         self.options = options
         self.num_ids = num_ids
@@ -162,8 +162,10 @@ class Rounds:
             resumed = resumable(draft, tree, taps)
             begun = begun_rows(draft) if resumed else begun
             draft = draft if resumed else replace(draft, resume=None)
-        if draft.arm is not None:  # a constrained tree may have more columns than were proposed
-            draft = replace(draft, arm=pad(draft.arm, (0, tree.tokens.shape[1] - draft.arm.shape[1]), value=-1))
+        if draft.drafter is not None:  # a constrained tree may have more columns than were proposed
+            draft = replace(
+                draft, drafter=pad(draft.drafter, (0, tree.tokens.shape[1] - draft.drafter.shape[1]), value=-1)
+            )
         seq_ids = plan.draws.seq_ids
         left = [seq_id for row, seq_id in enumerate(seq_ids) if row not in begun and self.runner.cache.tail(seq_id)]
         if left:
@@ -173,7 +175,9 @@ class Rounds:
     def read(self, plan: RoundPlan, draft: Draft) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""
         tree = draft.tree
-        tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree, draft.arm), strict=True)}
+        tree_of = {
+            row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree, draft.drafter), strict=True)
+        }
         parts = [Part.of(row, tree_of.get(row.sequence.id)) for row in plan.rows]
         taps = self.drafter.taps if self.drafter else ()
         unseen = tree.known is not None and tree.known.tokens is None
@@ -234,7 +238,7 @@ class Rounds:
         plain_s = self.controller.plain_s(len(rows)) if usual and learns else None
         counted = self.prefixes.counted() if self.prefixes.num_queried else (0, 0)
         outcome = Outcome(
-            rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.arm_s), verdict_s, plain_s,
+            rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.drafter_s), verdict_s, plain_s,
             *counted, clock.captured,
         )  # fmt: skip
         if learns:

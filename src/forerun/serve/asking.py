@@ -159,7 +159,7 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         return_token_ids=switch(given, "return_token_ids"),
         echo=switch(given, "echo"),
         only_prompt=asks_for_nothing(given, endpoint),
-        arms=llm.arms,
+        arms=llm.drafter_names,
         body=body,
     )
     if asked.num_samples > MOST_SAMPLES_AT_ONCE:

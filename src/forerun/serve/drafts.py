@@ -15,7 +15,7 @@ def draft_object(delta: Delta, round_: int, arms: Seq[str], texts: TokenTexts) -
     `first` is the ordinal of the first token, `token` of a segment that of the token behind it. A guess's `parent` is
     the number of the guess that it follows, -1 the text so far.
     """
-    draft, arm = delta.draft, -1 if delta.outcome is None else delta.outcome.arm
+    draft, arm = delta.draft, -1 if delta.outcome is None else delta.outcome.drafter
     assert draft is not None, "only what was asked for is told"
     if draft.tokens and len(arms) == 1:
         arm = 0

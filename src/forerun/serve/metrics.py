@@ -81,8 +81,8 @@ class EngineReader:
         }
         for name, (text, count) in kinds.items():
             family = CounterMetricFamily(f"forerun:spec_decode_arm_{name}", text, labels=["arm"])
-            for arm, own in sorted(stats.arms.items()):
-                family.add_metric([self.llm.arms[arm]], getattr(own, count))
+            for arm, own in sorted(stats.drafters.items()):
+                family.add_metric([self.llm.drafter_names[arm]], getattr(own, count))
             yield family
 
     def memory(self) -> Iterator[Metric]:

@@ -86,7 +86,7 @@ class PageRoutes:
             "format": llm.format,
             "max_model_len": llm.plan.max_model_len,
             "draft": llm.draft_name,
-            "arms": list(llm.arms),
+            "arms": list(llm.drafter_names),
             "verification": options.verification,
             "speculation": {"depth": wish.shown_depth, "width": wish.width},
             "chat": self.chats(),

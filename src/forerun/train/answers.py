@@ -46,7 +46,7 @@ class StateRecorder:
         assert not drafter.taps, "the drafter that is asked for guesses reads no states"
         self.drafter = drafter
         self.taps = tuple(taps)
-        self.arms = tuple(drafter.arms)
+        self.names = tuple(drafter.names)
         self.begun: set[int] = set()
         self.states: dict[int, list[Tensor]] = {}
 

@@ -53,9 +53,9 @@ class FullChains:
         return self.drafter.taps
 
     @property
-    def arms(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The drafter's own."""
-        return self.drafter.arms
+        return self.drafter.names
 
     def observe(self, news: Committed) -> None:
         """What the drafter is told."""

@@ -39,9 +39,9 @@ class PilotDrafter:
         return self.drafter.taps
 
     @property
-    def arms(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The drafter's own."""
-        return self.drafter.arms
+        return self.drafter.names
 
     def observe(self, news: Committed) -> None:
         """What the drafter is told."""
@@ -50,7 +50,7 @@ class PilotDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Record what the drafter guesses; roots alone."""
         deepest = max(budgets, key=lambda budget: budget.depth)
-        members = list(self.told.arms.values())[deepest.arm :]  # none where all of them are merged
+        members = list(self.told.drafters.values())[deepest.drafter :]  # none where all of them are merged
         each_depth = (members[0] if members else self.told).depth_matters
         depths = range(1, 1 + deepest.depth) if each_depth else [None]
         found = [

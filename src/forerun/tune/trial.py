@@ -176,7 +176,7 @@ class Trial:
         names = list(self.costs()["names"])
         if not names:  # the machine was too slow to measure any
             drafter = self.loaded().drafter
-            names = list(drafter.arms if drafter is not None else ())
+            names = list(drafter.names if drafter is not None else ())
         return names or [""]
 
     def costs(self) -> Any:

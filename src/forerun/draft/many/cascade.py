@@ -85,7 +85,7 @@ class CascadeDrafter:
     once, and goes on alone behind what it made of them.
     """
 
-    arms: tuple[str, ...] = ("cascade",)
+    names: tuple[str, ...] = ("cascade",)
 
     def __init__(self, lower: Drafter, judge: Judge, lengths: Lengths | None = None) -> None:
         assert not judge.taps, "there are no features behind tokens that the target has not read"

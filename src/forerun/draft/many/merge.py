@@ -24,14 +24,14 @@ class Branches:
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     survival: list[float] = field(default_factory=lambda: [1.0])
-    arms: list[int] = field(default_factory=lambda: [-1])
+    drafters: list[int] = field(default_factory=lambda: [-1])
 
-    def add(self, token: int, parent: int, survival: float, arm: int) -> int:
+    def add(self, token: int, parent: int, survival: float, drafter: int) -> int:
         """Append a guess; its number. It survives with no more than its parent, and with nothing if that is unknown."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.survival.append(min(max(survival, 0.0), self.survival[parent]) if survival == survival else 0.0)
-        self.arms.append(arm)
+        self.drafters.append(drafter)
         return len(self.tokens) - 1
 
 
@@ -41,7 +41,7 @@ def merge(trees: Sequence[Branches], budget: Budget) -> Branches:
     The likeliest come first. Among equals what comes first is what stands first in the trees, and in the first of them.
     """
     whole, below = union(trees)
-    merged = Branches([whole.tokens[0]], arms=[whole.arms[0]])
+    merged = Branches([whole.tokens[0]], drafters=[whole.drafters[0]])
     depths, widths = [0], [0]
     # minus survival, node of the union, its parent in what is merged
     heap = [(-whole.survival[child], child, 0) for child in below[0].values()]
@@ -50,7 +50,7 @@ def merge(trees: Sequence[Branches], budget: Budget) -> Branches:
         minus, node, parent = heapq.heappop(heap)
         if widths[parent] == budget.width or -minus < budget.price:
             continue
-        at = merged.add(whole.tokens[node], parent, -minus, whole.arms[node])
+        at = merged.add(whole.tokens[node], parent, -minus, whole.drafters[node])
         widths[parent] += 1
         widths.append(0)
         depths.append(depths[parent] + 1)
@@ -71,7 +71,7 @@ def union(trees: Sequence[Branches]) -> tuple[Branches, list[dict[int, int]]]:
             token, parent = tree.tokens[node], place[tree.parents[node]]
             known = below[parent].get(token)
             if known is None:
-                known = below[parent][token] = whole.add(token, parent, tree.survival[node], tree.arms[node])
+                known = below[parent][token] = whole.add(token, parent, tree.survival[node], tree.drafters[node])
                 below.append({})
             else:
                 survival = max(whole.survival[known], tree.survival[node])

@@ -1,8 +1,8 @@
 """A mix: several drafters that are all kept up to date; in each round every row is drafted by one of them or by all.
 
-This module decides which members are asked, and joins their drafts. The budget says which arm drafts a row: a member
-alone or, as the last arm, all of them, their trees merged. Only members that have a row are called, but all of them
-observe what became final, so any may be asked next. The engine's controller decides which arm pays.
+This module decides which members are asked, and joins their drafts. The budget says which of them drafts a row: a
+member alone or, as the last, all of them, their trees merged. Only members that have a row are called, but all of them
+observe what became final, so any may be asked next. The engine's controller decides what pays.
 
 A row that one member drafted keeps that member's law. A merged row has no law, because its guesses were chosen after
 they were drawn: it is judged by equality, which is exact for any choice. Where more than one member is asked, their
@@ -63,18 +63,18 @@ class MemberDraft:
             untouched=torch.equal(safe.tokens, proposed.tokens) and torch.equal(safe.parents, proposed.parents),
         )
 
-    def grown(self, row: int, arm: int, chances: Sequence[float]) -> MixedRow:
+    def grown(self, row: int, drafter: int, chances: Sequence[float]) -> MixedRow:
         """One row; where its survival is not given, `chances` gives it by depth."""
         tokens, parents = self.tokens[row], self.parents[row]
         columns = [0, *(column for column in range(1, len(tokens)) if tokens[column] >= 0)]
         number, depths = {0: 0}, [0]
-        tree = Branches(tokens[:1], arms=[arm])
+        tree = Branches(tokens[:1], drafters=[drafter])
         for column in columns[1:]:
             parent = number[parents[column]]
             depths.append(depths[parent] + 1)
             chance = chances[min(depths[-1], len(chances)) - 1] if self.survival is None else self.survival[row][column]
-            number[column] = tree.add(tokens[column], parent, chance, arm)
-        return MixedRow(tree, arm, columns)
+            number[column] = tree.add(tokens[column], parent, chance, drafter)
+        return MixedRow(tree, drafter, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ class MixDrafter:
     """Drafts with whichever of `members` a row's budget names: by its place among them, or behind them for all merged.
 
     A merged tree's budget has room for them all: each member is asked for an equal part of its width, its whole depth
-    and its whole number of guesses. What guesses survive with, where a member does not say so, is learned from what
+    and its whole drafter of guesses. What guesses survive with, where a member does not say so, is learned from what
     came true of its merged ones, by depth; the outlook tells that, from which follows what a member alone would give.
     """
 
     def __init__(self, members: Sequence[Drafter], names: Sequence[str]) -> None:
         assert len(members) == len({*names} - {MERGED}) > 1, f"{len(members)} members, called {list(names)}"
         self.members = members
-        self.arms = (*names, MERGED)
+        self.names = (*names, MERGED)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.accepted = [Acceptance() for _ in members]
         self.guessed: dict[int, list[MixedRow]] = {}  # by sequence: the last round's merged ones, to be compared
@@ -115,10 +115,10 @@ class MixDrafter:
             if guessed := self.guessed.pop(seq_id, ()):
                 judged = {grown.member: came_true(grown.tree, [*tokens, root][1:]) for grown in guessed}
                 self.came_true[seq_id] = judged
-                for member_arm, run in judged.items():
-                    runs.setdefault(member_arm, []).append(run)
-        for member_arm, own_runs in runs.items():
-            self.accepted[member_arm].count(own_runs)
+                for drafter, run in judged.items():
+                    runs.setdefault(drafter, []).append(run)
+        for drafter, own_runs in runs.items():
+            self.accepted[drafter].count(own_runs)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """What every member can follow."""
@@ -129,21 +129,21 @@ class MixDrafter:
         self.guessed.clear()
         self.came_true.clear()
         drafts: dict[int, Draft] = {}
-        arm_s = [0.0] * len(self.members)
-        shares = [[self.share(arm, budget) for budget in budgets] for arm in range(len(self.members))]
-        for arm, (member, member_budgets) in enumerate(zip(self.members, shares, strict=True)):
+        drafter_s = [0.0] * len(self.members)
+        shares = [[self.share(drafter, budget) for budget in budgets] for drafter in range(len(self.members))]
+        for drafter, (member, member_budgets) in enumerate(zip(self.members, shares, strict=True)):
             if any(budget.depth for budget in member_budgets):
                 started_s = time.perf_counter()
-                drafts[arm] = member.propose(draws, member_budgets, tail)
-                arm_s[arm] = time.perf_counter() - started_s
-        taken = [budget.arm if budget.depth else -1 for budget in budgets]
+                drafts[drafter] = member.propose(draws, member_budgets, tail)
+                drafter_s[drafter] = time.perf_counter() - started_s
+        taken = [budget.drafter if budget.depth else -1 for budget in budgets]
         if not drafts:
             return Draft(DraftTree.bare(draws.roots_tokens))
         if len({*taken} - {-1}) == 1 and len(self.members) not in taken:
             ((_, draft),) = drafts.items()
-            arms = torch.tensor(taken)[:, None].repeat(1, draft.tree.tokens.shape[1])
-            return replace(draft, arm=arms, arm_s=arm_s)
-        parts = {arm: MemberDraft.of(draft, draws, shares[arm]) for arm, draft in drafts.items()}
+            guessed_by = torch.tensor(taken)[:, None].repeat(1, draft.tree.tokens.shape[1])
+            return replace(draft, drafter=guessed_by, drafter_s=drafter_s)
+        parts = {drafter: MemberDraft.of(draft, draws, shares[drafter]) for drafter, draft in drafts.items()}
         rows = [self.row(row, budget, draws, parts) for row, budget in enumerate(budgets)]
         if tail is not None:
             self.guessed.clear()  # what is behind a tail is not compared with what becomes final
@@ -152,48 +152,48 @@ class MixDrafter:
             width = min(width, max(draft.tree.width for draft in drafts.values()))
         return replace(
             together(draws, rows, parts, width),
-            arm=padded([[arm, *grown.tree.arms[1:]] for arm, grown in zip(taken, rows, strict=True)]),
+            drafter=padded([[drafter, *grown.tree.drafters[1:]] for drafter, grown in zip(taken, rows, strict=True)]),
             pass_s=sum(draft.pass_s for draft in drafts.values()),
-            arm_s=arm_s,
+            drafter_s=drafter_s,
         )
 
-    def share(self, arm: int, budget: Budget) -> Budget:
+    def share(self, drafter: int, budget: Budget) -> Budget:
         """What of a row is a member's to draft."""
-        if budget.depth and budget.arm == len(self.members):
+        if budget.depth and budget.drafter == len(self.members):
             width, price = max(1, budget.width // len(self.members)), max(budget.price, ANY_PRICE)
-            return replace(budget, arm=0, width=width, price=price)
-        return replace(budget, arm=0) if budget.arm == arm else NO_DRAFT
+            return replace(budget, drafter=0, width=width, price=price)
+        return replace(budget, drafter=0) if budget.drafter == drafter else NO_DRAFT
 
     def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, MemberDraft]) -> MixedRow:
         """One row: what its member guessed, or the best of what all did."""
         if budget.depth == 0:
             return MixedRow(Branches([draws.rows[row].tokens[-1]]))
-        if budget.arm < len(self.members):
-            return parts[budget.arm].grown(row, budget.arm, [1.0])
-        grown = [part.grown(row, arm, self.chances(arm)) for arm, part in parts.items()]
+        if budget.drafter < len(self.members):
+            return parts[budget.drafter].grown(row, budget.drafter, [1.0])
+        grown = [part.grown(row, drafter, self.chances(drafter)) for drafter, part in parts.items()]
         self.guessed[draws.seq_ids[row]] = [mixed for mixed in grown if len(mixed.tree.tokens) > 1]
         return MixedRow(merge([mixed.tree for mixed in grown], budget))
 
-    def chances(self, arm: int) -> list[float]:
+    def chances(self, drafter: int) -> list[float]:
         """What guesses of a member that does not say so survive with, by depth."""
-        return list(accumulate(self.accepted[arm].rates(), operator.mul))
+        return list(accumulate(self.accepted[drafter].rates(), operator.mul))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """As far as any member can go, as far behind as any is; and what each of them says, and did when merged."""
-        each = [self.outlook_of(arm, seq_ids) for arm in range(len(self.members))]
+        each = [self.outlook_of(drafter, seq_ids) for drafter in range(len(self.members))]
         return Outlook(
             unread=[max(row) for row in zip(*(outlook.unread for outlook in each), strict=True)],
             limit=[max(row) for row in zip(*(outlook.limit for outlook in each), strict=True)],
             expected=[None] * len(seq_ids),
-            arms=dict(zip(self.arms[:-1], each, strict=True)),
+            drafters=dict(zip(self.names[:-1], each, strict=True)),
         )
 
-    def outlook_of(self, arm: int, seq_ids: Sequence[int]) -> Outlook:
+    def outlook_of(self, drafter: int, seq_ids: Sequence[int]) -> Outlook:
         """What one member says, with what came of its guesses in the last round."""
-        outlook = self.members[arm].outlook(seq_ids)
+        outlook = self.members[drafter].outlook(seq_ids)
         if not self.came_true:
             return outlook
-        return replace(outlook, came_true=[self.came_true.get(seq_id, {}).get(arm, NO_RUN) for seq_id in seq_ids])
+        return replace(outlook, came_true=[self.came_true.get(seq_id, {}).get(drafter, NO_RUN) for seq_id in seq_ids])
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop the state that any member has of these sequences."""
@@ -239,12 +239,12 @@ def together(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberD
 
 def laws(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], columns: int) -> DraftLaw | None:
     """The members' laws side by side, each for the rows that it was declared for."""
-    declared = {arm: part.tree.q for arm, part in parts.items() if part.tree.q is not None}
+    declared = {drafter: part.tree.q for drafter, part in parts.items() if part.tree.q is not None}
     if not declared:
         return None
     first, firsts = 0, {}
-    for arm, law in declared.items():
-        firsts[arm] = first
+    for drafter, law in declared.items():
+        firsts[drafter] = first
         first += len(law.probs)
     table = [[-1] * columns for _ in rows]
     for row, grown in enumerate(rows):
@@ -260,12 +260,14 @@ def laws(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft
 
 def resumed(rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], columns: int) -> Resume | None:
     """What a member has read of the rows that are its own, numbered as they lie here; of one member, the first."""
-    arm = next((arm for arm, part in parts.items() if part.draft.resume is not None and part.untouched), None)
-    resume = None if arm is None else parts[arm].draft.resume
-    if arm is None or resume is None:
+    drafter = next(
+        (drafter for drafter, part in parts.items() if part.draft.resume is not None and part.untouched), None
+    )
+    resume = None if drafter is None else parts[drafter].draft.resume
+    if drafter is None or resume is None:
         return None
-    places = [divmod(node, len(parts[arm].tokens[0])) for node in resume.nodes.tolist()]
-    kept = [i for i, (row, _) in enumerate(places) if rows[row].member == arm]
+    places = [divmod(node, len(parts[drafter].tokens[0])) for node in resume.nodes.tolist()]
+    kept = [i for i, (row, _) in enumerate(places) if rows[row].member == drafter]
     nodes = torch.tensor([places[i][0] * columns + places[i][1] for i in kept], dtype=torch.long)
     return Resume(resume.layer, nodes, resume.hidden[kept]) if kept else None
 

@@ -44,7 +44,7 @@ class Follower:
     text can be read once more after its keys and values were given up.
     """
 
-    arms: tuple[str, ...]
+    names: tuple[str, ...]
     taps: tuple[int, ...] = ()
     rereads: ClassVar[bool] = True
 
@@ -143,7 +143,7 @@ class Follower:
             unread = 0 if drafted.lost else len(self.unread(seq_id))
             if unread and (drafted.features is None or len(drafted.features) < unread):
                 raise WrongTarget(
-                    f"{self.arms[0]} reads the target's states, and is told text without them: build the drafter for "
+                    f"{self.names[0]} reads the target's states, and is told text without them: build the drafter for "
                     f"the engine that runs it, which shows them, as LLM(model, draft=...) does"
                 )
             if unread:

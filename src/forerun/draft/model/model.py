@@ -24,7 +24,7 @@ class ModelDrafter(Follower):
     the text is told in the drafter's tokens, by `revise`, and only shared tokens are guessed.
     """
 
-    arms: tuple[str, ...] = ("model",)
+    names: tuple[str, ...] = ("model",)
 
     def __init__(self, runner: Runner, vocab_size: int, shared: SharedTokens | None = None) -> None:
         super().__init__(runner, shared or SameIds(vocab_size, runner.vocab_size))

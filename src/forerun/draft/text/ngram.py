@@ -93,7 +93,7 @@ class NgramDrafter:
     """
 
     taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("ngram",)
+    names: tuple[str, ...] = ("ngram",)
 
     def __init__(self, max_n: int = 4, min_n: int = 1) -> None:
         assert 1 <= min_n <= max_n, f"n-grams of {min_n} to {max_n} tokens"

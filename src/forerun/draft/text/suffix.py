@@ -65,7 +65,7 @@ class SuffixDrafter:
     """Copies what followed before. The answers of dropped sequences stay in `past`."""
 
     taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("suffix",)
+    names: tuple[str, ...] = ("suffix",)
 
     def __init__(self, past: Past | None = None) -> None:
         self.past = Past() if past is None else past

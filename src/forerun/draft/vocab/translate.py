@@ -42,7 +42,7 @@ class TranslatingDrafter:
     """
 
     taps: tuple[int, ...] = ()
-    arms: tuple[str, ...] = ("model",)
+    names: tuple[str, ...] = ("model",)
 
     def __init__(self, model: ModelDrafter, transcriber: Transcriber) -> None:
         self.model = model

@@ -46,7 +46,7 @@ class EarlyExitDrafter(Follower):
     An `adapter` is a runner that reads their states, and has the target's head, in a cache of its own.
     """
 
-    arms: tuple[str, ...] = ("early-exit",)
+    names: tuple[str, ...] = ("early-exit",)
     rereads: ClassVar[bool] = False
 
     def __init__(self, target: Runner, layer: int, adapter: Runner | None = None) -> None:

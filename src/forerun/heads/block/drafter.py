@@ -40,7 +40,7 @@ from forerun.sampling.draws import Draws
 class BlockDrafter(Follower):
     """Drafts with the `layers` of a block, and with the heads on their states."""
 
-    arms: tuple[str, ...] = ("block",)
+    names: tuple[str, ...] = ("block",)
     rereads: ClassVar[bool] = False
 
     def __init__(self, layers: LoadedHeads[BlockDecoder], ids: IdExchange) -> None:

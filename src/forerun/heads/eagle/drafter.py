@@ -38,7 +38,7 @@ from forerun.sampling.draws import Draws
 class EagleDrafter(StateFollower):
     """Drafts with a target's `layers`; `taps` are the states that they read."""
 
-    arms: tuple[str, ...] = ("eagle",)
+    names: tuple[str, ...] = ("eagle",)
 
     def __init__(self, layers: LoadedHeads[EagleDecoder], ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
         super().__init__(layers.runner, ids)

@@ -37,7 +37,7 @@ from forerun.tree import DraftTree
 class MedusaDrafter:
     """Drafts with `heads`, at most as deep as there are heads."""
 
-    arms: tuple[str, ...] = ("medusa",)
+    names: tuple[str, ...] = ("medusa",)
     taps: tuple[int, ...] = (-1,)
 
     def __init__(self, heads: MedusaHeads) -> None:

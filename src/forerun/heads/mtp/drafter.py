@@ -33,7 +33,7 @@ from forerun.models.widen import WRITERS, Plan
 class MtpDrafter(StateFollower):
     """Drafts with a target's `modules`."""
 
-    arms: tuple[str, ...] = ("mtp",)
+    names: tuple[str, ...] = ("mtp",)
     taps: tuple[int, ...] = (-1,)
 
     def __init__(self, modules: LoadedHeads[MtpDecoder]) -> None:
