@@ -190,8 +190,11 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
     if not isinstance(config, Mapping):
         raise _refused("", config, 'it must be a dict such as {"method": "ngram", "num_speculative_tokens": 4}')
     given = {key: value for key, value in config.items() if value is not None}
-    refuse_misspelt(given)
-    method = given.pop("method", None) or method_of(given)
+    known = ["method", *(key for keys in METHODS.values() for key in keys), *SPECULATIVE_WORDS]
+    for key, value in given.items():
+        if key not in known and (likely := nearest(key, known)):
+            raise _refused(key, value, f"did you mean {likely!r}")
+    method = given.pop("method", None) or ("draft_model" if "model" in given else "")
     if not isinstance(method, str) or method not in METHODS:
         raise _refused("method", method, f"use one of {', '.join(METHODS)}, or see `draft` for what else drafts here")
     values = {key: given.pop(key) for key in METHODS[method] if key in given}
@@ -205,20 +208,6 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
         raise _refused("num_speculative_tokens", None, "say how many tokens to guess in a round")
     require_whole("speculative_config.num_speculative_tokens", depth, 1)
     return draft_of(method, values), Speculation(depth)
-
-
-def refuse_misspelt(config: Mapping[str, object]) -> None:
-    """Raise InvalidRequest for a key that resembles one of `speculative_config` and is none."""
-    known = ["method", *dict.fromkeys(key for keys in METHODS.values() for key in keys), *SPECULATIVE_WORDS]
-    for key, value in config.items():
-        likely = None if key in known else nearest(key, known)
-        if likely:
-            raise _refused(key, value, f"did you mean {likely!r}")
-
-
-def method_of(config: Mapping[str, Any]) -> str:
-    """The method where none is named: a draft model where there is a model."""
-    return "draft_model" if "model" in config else ""
 
 
 def draft_of(method: str, values: Mapping[str, Any]) -> str | Drafter:

@@ -2,39 +2,6 @@
 
 Each message contains the offending value and says what to do about it. Broken invariants are not in this tree: they are
 `assert`s where they break.
-
-    ForerunError
-    ├── ModelError
-    │   ├── ModelNotFound           no such folder or hub id
-    │   ├── UnsupportedModel        an architecture or option that the decoder does not compute
-    │   ├── MissingWeights          a shard or tensor is missing
-    │   ├── WrongShape              a tensor disagrees with config.json
-    │   ├── ModelOutputInvalid      the model's own logits hold NaN, or no number at all
-    │   ├── WidenedDiffers          a widened checkpoint does not compute what its source computes
-    │   └── TokenizerError          tokenizer missing or damaged
-    │       └── ChatTemplateError   the chat template is missing, does not parse, or fails
-    ├── InvalidRequest              a sampling parameter or prompt that cannot be served; names the field
-    │   ├── PromptTooLong           a prompt that leaves no room for a new token
-    │   ├── InvalidTree             a static tree that is malformed, or whose file cannot be read
-    │   └── InvalidGrammar          a grammar that cannot be compiled, or takes too much work
-    ├── UnknownKeyword              a keyword that a function does not have; names the likely one
-    ├── UnknownSetting              a key of a settings file that no option has; names the likely one
-    ├── DraftError
-    │   ├── UnknownDrafter          a draft specification that does not parse or names an unknown drafter
-    │   ├── VocabularyMismatch      the drafter's tokens cannot be compared with the target's
-    │   ├── PastFileError           a file of past answers that is damaged, something else, or not accessible
-    │   └── WrongTarget             a drafter that reads one target's cache or states was given to an engine of another
-    ├── TrainingError
-    │   ├── UnusableData            too many lines of training data cannot be used
-    │   ├── FolderTaken             the folder of a training holds something else, or is damaged
-    │   └── TrainingDiverged        the loss is no finite number any more
-    ├── DeviceUnavailable           a device, or what is needed to use it, is missing
-    ├── NotEnoughMemory             the memory plan does not fit, at start-up
-    ├── MissingPackage              an optional package that an option needs is not installed
-    ├── RequestFailed               a round failed for one request alone; the cause says why
-    │   └── RoundFailed             every round that reads this request raises, even with nothing else in it
-    │       └── OutOfMemory         because it needs more memory than there is
-    └── EngineClosed                work was given to an engine that has shut down
 """
 
 from __future__ import annotations

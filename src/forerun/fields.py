@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun.errors import ModelError, ModelNotFound, UnsupportedModel
 from forerun.limits import shown
 
+T = TypeVar("T")
 INT32 = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: these and their reciprocals fit into a float32
 AGAIN = "correct it or download the file again"
@@ -56,55 +57,50 @@ class Fields:
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = INT32) -> int:
         """A whole number from `least` to `most`."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise self.refuse(key, f"it must be a whole number, at least {least} and at most {most}: {AGAIN}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0 that a float32 can hold."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not SMALLEST <= value <= LARGEST:
             raise self.refuse(key, f"it must be a number above 0, from {SMALLEST} to {LARGEST}: {AGAIN}")
         return float(value)
 
     def optional(self, key: str) -> float | None:
         """A number above 0, or None where the key is absent or 0."""
-        value = self.values.get(key)
-        return None if value is None or value == 0 else self.number(key)
+        return self.number(key) if self._value(key, 0) != 0 else None
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false; `default` where it is absent."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.refuse(key, f"it must be true or false: {AGAIN}")
-        return value
+        return self._of_type(key, default, bool, "true or false")
 
     def text(self, key: str) -> str | None:
         """Text; None where it is absent."""
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.refuse(key, f"it must be text: {AGAIN}")
-        return value
+        return self._of_type(key, None, str | None, "text")
 
     def names(self, key: str) -> list[str]:
         """A list of texts; empty where it is absent."""
-        value = self.values.get(key)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        names: list[str] = self._of_type(key, [], list, "a list of texts")
+        if not all(isinstance(name, str) for name in names):
             raise self.refuse(key, f"it must be a list of texts: {AGAIN}")
-        return value
+        return names
 
     def inside(self, key: str) -> Fields:
         """The object under a key; an empty one where it is absent."""
+        return Fields(Path(f"{self.path}, {key}"), self._of_type(key, {}, dict, "an object"), self.error)
+
+    def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)
-        value = {} if value is None else value
-        if not isinstance(value, dict):
-            raise self.refuse(key, f"it must be an object: {AGAIN}")
-        return Fields(Path(f"{self.path}, {key}"), value, self.error)
+        return default if value is None else value
+
+    def _of_type(self, key: str, default: T, kind: Any, what: str) -> T:
+        value: T = self._value(key, default)
+        if not isinstance(value, kind):
+            raise self.refuse(key, f"it must be {what}: {AGAIN}")
+        return value
 
 
 def read_fields(

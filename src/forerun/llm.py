@@ -57,7 +57,6 @@ from forerun.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 NO_DEFAULTS = (None, "none", "vllm")  # of generation_config; the last is vLLM's word for the same
-LEAST = {"threads": 1, "max_model_len": 2, "memory_bytes": 0}
 
 
 class LLM:
@@ -117,9 +116,10 @@ class LLM:
         draft, speculation = drafting_of(draft, speculation, speculative_config)
         default = Speculation.of(speculation, Speculation())
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default, prefix_cache)
-        require_limits(threads=threads, max_model_len=max_model_len, memory_bytes=memory_bytes)
+        require_limits(threads, max_model_len, memory_bytes)
         seed = SamplingParams(seed=seed).seed
-        use_threads(threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         with reporting(progress, use_tqdm_on_load) as report:
             target = Blueprint.of(spec, report)
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
@@ -329,29 +329,21 @@ def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
     """The defaults that `generation_config` chooses."""
     if choice in NO_DEFAULTS:
         return GenerationDefaults()
-    if choice != "auto":
-        folder = Path(choice) if isinstance(choice, str) else folder
-        if not isinstance(choice, str) or not (folder / GENERATION_FILE).is_file():
-            raise InvalidRequest(
-                "generation_config",
-                f"{shown(choice)} must be 'auto' for the model's own, 'none', or a folder with {GENERATION_FILE}.",
-            )
-    return GenerationDefaults.read(folder)
+    if choice == "auto":
+        return GenerationDefaults.read(folder)
+    if isinstance(choice, str) and (Path(choice) / GENERATION_FILE).is_file():
+        return GenerationDefaults.read(Path(choice))
+    problem = f"{shown(choice)} must be 'auto' for the model's own, 'none', or a folder with {GENERATION_FILE}."
+    raise InvalidRequest("generation_config", problem)
 
 
-def use_threads(count: int | None) -> None:
-    """Set torch's number of threads for the process, where one is given."""
-    if count is not None:
-        torch.set_num_threads(count)
-
-
-def require_limits(**limits: object) -> None:
+def require_limits(threads: int | None, max_model_len: int | None, memory_bytes: int | None) -> None:
     """Raise InvalidRequest for a limit that is too small or not a whole number, and for far too many threads."""
-    for name, value in limits.items():
+    limits = (("threads", threads, 1), ("max_model_len", max_model_len, 2), ("memory_bytes", memory_bytes, 0))
+    for name, value, least in limits:
         if value is not None:
-            require_whole(name, value, LEAST[name])
-    threads = limits.get("threads")
-    if isinstance(threads, int) and threads > MOST_THREADS:
+            require_whole(name, value, least)
+    if threads is not None and threads > MOST_THREADS:
         raise InvalidRequest("threads", f"{shown(threads)} is above {MOST_THREADS}: give as many as there are cores.")
 
 

@@ -54,16 +54,12 @@ class ChatOptions:
 
 def as_conversations(messages: Conversation | Seq[Conversation]) -> Seq[Conversation]:
     """One conversation or many, as a list of conversations."""
-    if isinstance(messages, str | bytes) or not isinstance(messages, Seq):
-        raise InvalidRequest("messages", f"{shown(messages)} is not a conversation: use a list such as [{EXAMPLE}].")
-    if messages and isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    for conversation in messages:
-        if isinstance(conversation, str | bytes | Mapping) or not isinstance(conversation, Seq):
-            raise InvalidRequest(
-                "messages", f"{shown(conversation)} is not a conversation: use a list such as [{EXAMPLE}]."
-            )
-    return messages  # type: ignore[return-value]
+    one = isinstance(messages, Seq) and messages and isinstance(messages[0], Mapping)
+    conversations: Any = [messages] if one or isinstance(messages, str | bytes) else messages
+    for each in conversations if isinstance(conversations, Seq) else [conversations]:
+        if isinstance(each, str | bytes) or not isinstance(each, Seq):
+            raise InvalidRequest("messages", f"{shown(each)} is not a conversation: use a list such as [{EXAMPLE}].")
+    return conversations  # type: ignore[no-any-return]
 
 
 def with_text(message: object) -> Message:

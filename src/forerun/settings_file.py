@@ -6,6 +6,7 @@ its value. A command takes the keys that it has options for; keys that only othe
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -44,15 +45,7 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
 def written_settings(values: Mapping[str, str | int | float | bool], heading: str) -> str:
     """The file with these values, which `read_settings` reads again, under a comment."""
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
-    return "\n".join([*lines, *(f"{name} = {toml_of(value)}" for name, value in values.items())]) + "\n"
-
-
-def toml_of(value: str | int | float | bool) -> str:
-    """A value in TOML."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str):
-        return repr(value)
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    controls = {ord(mark): f"\\u{ord(mark):04x}" for mark in map(chr, (*range(32), 127))}
-    return f'"{escaped.translate(controls)}"'
+    for name, value in values.items():
+        in_toml = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else is written as in JSON
+        lines.append(f"{name} = {in_toml}")
+    return "\n".join(lines) + "\n"
