@@ -18,10 +18,9 @@ from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.demo import material
+from forerun.demo.comparison import LEAST_TOKENS, Comparison, PromptScore, affordable_tokens
 from forerun.demo.material import DemoPrompt, Pair, load_prompts
-from forerun.demo.meet import Heat, Meet
-from forerun.demo.race import RaceStep, Side, Track
-from forerun.demo.score import LEAST_TOKENS, Score, affordable_tokens, costs, verdict
+from forerun.demo.race import RaceSetup, RaceStep, Score, Side
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
 from forerun.models.bundled import BUNDLED, DRAFT
 from forerun.sampling.params import SamplingParams
@@ -48,8 +47,8 @@ def pair() -> Pair:
 
 
 @pytest.fixture(scope="module")
-def track(pair: Pair) -> Track:
-    return Track(pair.load(depth=3))
+def setup(pair: Pair) -> RaceSetup:
+    return RaceSetup(pair.load(depth=3))
 
 
 def params(temperature: float = 0.7, max_tokens: int = 40) -> SamplingParams:
@@ -64,11 +63,11 @@ def score_of(steps: Sequence[RaceStep]) -> Score:
 
 
 def takes(
-    track: Track, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock, plain_s: float, drafted_s: float
+    setup: RaceSetup, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock, plain_s: float, drafted_s: float
 ) -> None:
     """From now on a round of either side takes so long on the clock, whatever it does."""
-    for engine in (track.plain, *track.drafted.values()):
-        step_s = plain_s if engine is track.plain else drafted_s
+    for engine in (setup.plain, *setup.drafted.values()):
+        step_s = plain_s if engine is setup.plain else drafted_s
 
         def step(real: Callable[[], list[Delta]] = engine.step, step_s: float = step_s) -> list[Delta]:
             clock.now_s += step_s
@@ -96,9 +95,11 @@ def made_score(plain_s: float, drafted_s: float) -> Score:
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_both_sides_give_the_tokens_that_the_llm_gives_alone(track: Track, drafter: str, temperature: float) -> None:
-    alone = track.llm.generate(STORY, params(temperature), speculation=False)[0].outputs[0]
-    steps = list(track.race(STORY, params(temperature), drafter))
+def test_both_sides_give_the_tokens_that_the_llm_gives_alone(
+    setup: RaceSetup, drafter: str, temperature: float
+) -> None:
+    alone = setup.llm.generate(STORY, params(temperature), speculation=False)[0].outputs[0]
+    steps = list(setup.race(STORY, params(temperature), drafter))
     score = score_of(steps)
     assert score.same_tokens
     assert tuple(score.plain.token_ids) == alone.token_ids
@@ -109,12 +110,12 @@ def test_both_sides_give_the_tokens_that_the_llm_gives_alone(track: Track, draft
 
 @pytest.mark.parametrize(("plain_s", "drafted_s"), [(1.0, 2.5), (1.0, 0.25)])
 def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
-    track: Track, monkeypatch: pytest.MonkeyPatch, plain_s: float, drafted_s: float
+    setup: RaceSetup, monkeypatch: pytest.MonkeyPatch, plain_s: float, drafted_s: float
 ) -> None:
     clock = ScriptedClock()
-    takes(track, monkeypatch, clock, plain_s, drafted_s)
+    takes(setup, monkeypatch, clock, plain_s, drafted_s)
     used, rounds, running = dict.fromkeys(Side, 0.0), dict.fromkeys(Side, 0), set(Side)
-    for step in track.race(STORY, params(), "model", clock):
+    for step in setup.race(STORY, params(), "model", clock):
         assert used[step.side] == min(used[side] for side in running)
         used[step.side] += step.step_s
         rounds[step.side] += 1
@@ -126,21 +127,21 @@ def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
     assert rounds[Side.SPECULATIVE] < rounds[Side.PLAIN]
 
 
-def test_a_race_left_early_leaves_nothing_behind(track: Track) -> None:
-    race = track.race(STORY, params(), "model")
+def test_a_race_left_early_leaves_nothing_behind(setup: RaceSetup) -> None:
+    race = setup.race(STORY, params(), "model")
     next(race)
     race.close()  # type: ignore[attr-defined]
-    assert not track.plain.has_work
-    assert not track.drafted["model"].has_work
-    unstarted = track.race(STORY, params(), "model")
+    assert not setup.plain.has_work
+    assert not setup.drafted["model"].has_work
+    unstarted = setup.race(STORY, params(), "model")
     del unstarted
-    assert score_of(list(track.race(STORY, params(), "model"))).same_tokens
+    assert score_of(list(setup.race(STORY, params(), "model"))).same_tokens
 
 
-def test_the_card_says_what_the_events_say(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_says_what_the_events_say(setup: RaceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ScriptedClock()
-    takes(track, monkeypatch, clock, plain_s=0.5, drafted_s=0.8)
-    steps = list(track.race(STORY, params(), "model", clock))
+    takes(setup, monkeypatch, clock, plain_s=0.5, drafted_s=0.8)
+    steps = list(setup.race(STORY, params(), "model", clock))
     decoding = {side: [s for s in steps if s.side is side and not s.outcome.num_prompt_tokens] for side in Side}
     speeds = {
         side: sum(len(s.delta.token_ids) for s in own if s.delta) / sum(s.step_s for s in own)
@@ -151,7 +152,7 @@ def test_the_card_says_what_the_events_say(track: Track, monkeypatch: pytest.Mon
     reached = [sum(row.offered > depth for row in rows) for depth in range(3)]
     taken = [sum(row.accepted > depth for row in rows) for depth in range(3)]
     score = score_of(steps)
-    text = shown(card("the models", [Heat("a/story.py", "model", 40, score)], score, [("about", "a detail")]))
+    text = shown(card("the models", [PromptScore("a/story.py", "model", 40, score)], score, [("about", "a detail")]))
     numbers = f"{speeds[Side.PLAIN]:.1f} +{speeds[Side.SPECULATIVE]:.1f}"
     line = f"{numbers} +×{speeds[Side.SPECULATIVE] / speeds[Side.PLAIN]:.2f} +{per_round:.2f} +yes"
     assert re.search(f"story.py +model +{line}", text)
@@ -172,33 +173,35 @@ def shown(what: object, width: int = 200) -> str:
 def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> None:
     score = made_score(1.0, drafted_s)  # three tokens per drafted round, of three times a plain one's time
     assert score.pays == pays
-    text = shown(card("", [Heat("a.py", "model", 7, score)], score, []))
-    assert verdict(score) in text
+    text = shown(card("", [PromptScore("a.py", "model", 7, score)], score, []))
+    assert score.verdict in text
     assert ("does not pay on this machine" in text) == (not pays)
-    assert text.count(costs(score)) == (1 if pays else 2)
-    assert f"a pass over 3.0 tokens takes {drafted_s:.2f} times as long as over one" in costs(score)
-    assert "the drafter 25% of the time; a round gives 3.00 tokens" in costs(score)
+    assert text.count(score.costs) == (1 if pays else 2)
+    assert f"a pass over 3.0 tokens takes {drafted_s:.2f} times as long as over one" in score.costs
+    assert "the drafter 25% of the time; a round gives 3.00 tokens" in score.costs
 
 
 def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
     loss, gain = made_score(1.0, 4.0), made_score(1.0, 0.5)
-    text = shown(card("", [Heat("x/slow.py", "model", 7, loss), Heat("fast.py", "ngram", 7, gain)], gain, []))
-    assert f"It does not pay on slow.py with model: {costs(loss)}." in text
+    text = shown(
+        card("", [PromptScore("x/slow.py", "model", 7, loss), PromptScore("fast.py", "ngram", 7, gain)], gain, [])
+    )
+    assert f"It does not pay on slow.py with model: {loss.costs}." in text
     assert "fast.py with" not in text
 
 
 def test_different_tokens_are_shouted() -> None:
     score = made_score(1.0, 1.0)
     score.speculative.token_ids[3] += 1
-    text = shown(card("", [Heat("a.py", "model", 7, score)], score, []))
+    text = shown(card("", [PromptScore("a.py", "model", 7, score)], score, []))
     assert "The tokens differ" in text
     assert "are the same" not in text
     assert re.search("a.py .* NO", text)
 
 
 def test_nothing_to_compare_is_no_loss() -> None:
-    assert "too little text" in verdict(Score())
-    assert "does not pay" not in shown(card("", [Heat("a.py", "model", 2, Score())], Score(), []))
+    assert "too little text" in Score().verdict
+    assert "does not pay" not in shown(card("", [PromptScore("a.py", "model", 2, Score())], Score(), []))
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 20.0, 60.0, 140.0, 10_000.0])
@@ -215,24 +218,26 @@ def test_answers_are_as_long_as_time_allows(left_s: float) -> None:
     assert affordable_tokens(seen, 16, left_s, most=3) == 3
 
 
-def test_a_meet_leaves_out_its_warm_up_and_ends_in_time(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_leaves_out_its_warm_up_and_ends_in_time(
+    setup: RaceSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = ScriptedClock()
-    takes(track, monkeypatch, clock, plain_s=1.0, drafted_s=0.125)
-    meet = Meet(track, params(), 40, deadline_s=45.0, clock=clock)
-    meet.warm_up(PROMPTS[0])
-    assert not meet.total.plain.token_ids
-    assert not meet.late
+    takes(setup, monkeypatch, clock, plain_s=1.0, drafted_s=0.125)
+    comparison = Comparison(setup, params(), 40, deadline_s=45.0, clock=clock)
+    comparison.warm_up(PROMPTS[0])
+    assert not comparison.total.plain.token_ids
+    assert not comparison.late
     assert clock.now_s > 0
     steps: list[RaceStep] = []
-    heat = meet.race(PROMPTS[0], 1, lambda step, _: steps.append(step))
-    assert heat.score.plain.token_ids == meet.total.plain.token_ids
-    assert heat.score.plain.total_s == sum(step.step_s for step in steps if step.side is Side.PLAIN)
-    assert heat.num_tokens < 40
-    assert meet.shortened
-    assert clock.now_s <= meet.deadline_s
-    assert not meet.late
-    clock.now_s = meet.deadline_s
-    assert meet.late
+    race = comparison.race(PROMPTS[0], 1, lambda step, _: steps.append(step))
+    assert race.score.plain.token_ids == comparison.total.plain.token_ids
+    assert race.score.plain.total_s == sum(step.step_s for step in steps if step.side is Side.PLAIN)
+    assert race.num_tokens < 40
+    assert comparison.shortened
+    assert clock.now_s <= comparison.deadline_s
+    assert not comparison.late
+    clock.now_s = comparison.deadline_s
+    assert comparison.late
 
 
 def terminal(width: int, height: int, **more: object) -> Console:
@@ -269,7 +274,7 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
             frame = shown(view._frame(), width).splitlines()
             assert len(frame) < height
             assert max(map(len, frame)) <= width
-    console.print(card("the models", [Heat("a/story.py", "model", 50, score)], score, []))
+    console.print(card("the models", [PromptScore("a/story.py", "model", 50, score)], score, []))
     seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
     if width >= 60:
         assert seen.count("word49") >= 2

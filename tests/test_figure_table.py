@@ -10,8 +10,8 @@ from bench.synthetic import GROUP, even, taped
 from forerun.bench.figures import group_figures
 from forerun.bench.plan import Turn
 from forerun.bench.show import table as bench_table
-from forerun.demo.meet import Heat
-from forerun.demo.score import Score
+from forerun.demo.comparison import PromptScore
+from forerun.demo.race import Score
 from forerun.demo.screen import table as demo_table
 from forerun.figure_table import FigureTable
 
@@ -51,7 +51,7 @@ def test_the_tables_of_bench_and_demo_lose_nothing(width: int) -> None:
         for r in range(3)
         for depth in (0, 12)
     ]
-    heat = Heat("a/some_long_module_name.py", "model", 50, Score())
+    heat = PromptScore("a/some_long_module_name.py", "model", 50, Score())
     for table in (bench_table(group_figures(GROUP, runs)), demo_table([heat, heat], Score())):
         text = "\n".join(shown(table, width))
         assert "…" not in text

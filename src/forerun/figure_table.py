@@ -14,6 +14,14 @@ Cell = str | Text
 GAP = 1  # columns of the terminal between two of the table
 
 
+def fact_table() -> Table:
+    """An empty table of two columns: what a fact is about, and the fact, folded where it is long."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
 @dataclass(frozen=True, slots=True)
 class FigureTable:
     """Rows under `heads`, whose first column names them and stands again before each part of a table that is split.

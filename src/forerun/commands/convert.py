@@ -67,12 +67,11 @@ def convert(
 
 def card(made: Converted) -> Table:
     """What was done, for a reader."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    from forerun.figure_table import fact_table
+
+    table = fact_table()
     table.add_row("drafter", Text(made.read.method.label))
     table.add_row("from", Text(f"{made.source} ({made.read.format})"))
     table.add_row("to", Text(f"{made.folder} ({made.written.format})"))

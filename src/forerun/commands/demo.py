@@ -53,10 +53,9 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     with importing():
         from rich.console import Console
 
+        from forerun.demo.comparison import Comparison
         from forerun.demo.material import Pair, load_prompts
-        from forerun.demo.meet import Meet
-        from forerun.demo.race import Track
-        from forerun.demo.report import as_object, facts_of
+        from forerun.demo.race import RaceSetup
         from forerun.demo.screen import card, view_of
         from forerun.progress import LoadingBar
         from forerun.sampling.params import SamplingParams
@@ -65,21 +64,21 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     with LoadingBar(Console(stderr=True)) as bar:
         draft = options.draft or f"model:{DRAFT}"
         pair = Pair(draft=draft) if options.small else Pair.widened(draft, bar)
-        track, prompts = Track(pair.load(options.depth, bar), pair.drafter), load_prompts()
+        setup, prompts = RaceSetup(pair.load(options.depth, bar), pair.drafter), load_prompts()
         if options.draft is not None:
             prompts = [replace(prompt, drafter="model") for prompt in prompts]
-        meet = Meet(track, params, options.max_tokens, deadline_s)
-        meet.warm_up(prompts[0], bar)
+        comparison = Comparison(setup, params, options.max_tokens, deadline_s)
+        comparison.warm_up(prompts[0], bar)
     console.print(pair.title, style="bold")
     for i, prompt in enumerate(prompts):
-        if meet.late:
+        if comparison.late:
             break
         widened = "" if options.small else ", widened"
-        heading = f"{i + 1}/{len(prompts)}  {prompt.path}  (drafter: {track.shown[prompt.drafter]}{widened})"
+        heading = f"{i + 1}/{len(prompts)}  {prompt.path}  (drafter: {setup.shown[prompt.drafter]}{widened})"
         with view_of(console, options.raw or result.as_json, heading, prompt.text) as view:
-            meet.race(prompt, len(prompts) - i, view.show)
+            comparison.race(prompt, len(prompts) - i, view.show)
     console.print()
-    console.print(card(pair.title, meet.heats, meet.total, facts_of(meet, len(prompts))))
-    result.tell(as_object(pair.title, meet))
-    if not meet.total.same_tokens:
+    console.print(card(pair.title, comparison.races, comparison.total, comparison.facts(len(prompts))))
+    result.tell(comparison.as_object(pair.title))
+    if not comparison.total.same_tokens:
         raise typer.Exit(1)

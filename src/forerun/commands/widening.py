@@ -13,6 +13,7 @@ from rich.text import Text
 
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
+from forerun.figure_table import fact_table
 from forerun.models.config import UNITS, WIDENED, ModelConfig, amount
 from forerun.models.projections import count_parameters
 from forerun.models.widen import Wider
@@ -59,9 +60,7 @@ class Widened:
 
     def card(self) -> Table:
         """For a reader."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
+        table = fact_table()
         table.add_row("from", describe(self.source))
         table.add_row("to", describe(self.wide))
         found, allowed, largest = (self.check[key] for key in ("largest_difference", "tolerance", "largest_logit"))

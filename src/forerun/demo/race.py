@@ -1,20 +1,22 @@
 """A race: one prompt answered twice with the same weights, by plain and by drafted decoding, each with its own clock.
 
-This file decides which side steps next: the one whose own steps have taken less time so far. The sides never compute at
-the same time, so neither takes cores from the other, and each clock covers its own side's steps alone. On the screen
-they advance as if each had the machine to itself.
+This file decides which side steps next, the one whose own steps have taken less time so far, and what is compared: the
+speed of decoding, without the reading of prompts. The sides never compute at the same time, so neither takes cores from
+the other, and on the screen they advance as if each had the machine to itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
 from forerun.bench.lane import Clock, Lane
+from forerun.bench.pace import Pace
 from forerun.draft.base import Drafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
@@ -40,41 +42,143 @@ class RaceStep:
     step_s: float
 
 
-def race(lanes: Mapping[Side, Lane], clock: Clock = time.perf_counter) -> Iterator[RaceStep]:
-    """Step all lanes to their ends, always the one with the least time on its clock. Closing it cancels them."""
-    try:
-        while running := [side for side, lane in lanes.items() if lane.engine.has_work]:
-            side = min(running, key=lambda side: lanes[side].clock_s)
-            timed = lanes[side].step(clock)
-            yield RaceStep(side, timed.deltas[0] if timed.deltas else None, timed.outcome, timed.step_s)
-    finally:
-        for lane in lanes.values():
-            lane.clear()
-
-
-class Track:
+class RaceSetup:
     """One LLM's weights, and over them an engine for each way to answer: plain, its own drafter, n-grams.
 
-    `shown` has the names of both drafters for people; `own` is that of the LLM's.
+    `shown` has the names of both drafters for people; `drafter_name` is that of the LLM's.
     """
 
-    def __init__(self, llm: LLM, own: str = "model") -> None:
+    def __init__(self, llm: LLM, drafter_name: str = "model") -> None:
         self.llm = llm
-        self.shown = {"model": own, "ngram": "ngram"}
+        self.shown = {"model": drafter_name, "ngram": "ngram"}
         self.plain = engine_beside(llm, None)
         self.drafted = {"model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}
 
     def race(
         self, prompt: str | Sequence[int], params: SamplingParams, drafter: str, clock: Clock = time.perf_counter
     ) -> Iterator[RaceStep]:
-        """Answer a prompt plain and with `drafter`, "model" (the LLM's own) or "ngram"."""
-        plain = Lane(self.plain, self.llm.requests.sequences(Request.of(prompt, params, speculation=False)))
-        drafted = Lane(self.drafted[drafter], self.llm.requests.sequences(Request.of(prompt, params)))
-        yield from race({Side.PLAIN: plain, Side.SPECULATIVE: drafted}, clock)
+        """Answer a prompt plain and with `drafter`, "model" (the LLM's own) or "ngram". Closing it cancels both."""
+        ways = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.drafted[drafter], None)}
+        lanes = {
+            side: Lane(engine, self.llm.requests.sequences(Request.of(prompt, params, speculation)))
+            for side, (engine, speculation) in ways.items()
+        }
+        try:
+            while running := [side for side, lane in lanes.items() if lane.engine.has_work]:
+                side = min(running, key=lambda side: lanes[side].clock_s)
+                timed = lanes[side].step(clock)
+                yield RaceStep(side, timed.deltas[0] if timed.deltas else None, timed.outcome, timed.step_s)
+        finally:
+            for lane in lanes.values():
+                lane.clear()
 
 
 def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
     """Another engine over an LLM's weights, with a cache of its own."""
-    runner = type(llm.engine.runner).of(llm.engine.runner.decoder, llm.plan.cache_tokens)
     engine = llm.engine
+    runner = type(engine.runner).of(engine.runner.decoder, llm.plan.cache_tokens)
     return Engine(runner, drafter, options=engine.options, num_ids=engine.num_ids, kernels=engine.kernels)
+
+
+@dataclass(slots=True)
+class Tally(Pace):
+    """The totals of one side's steps, in one race or many, and their texts."""
+
+    token_ids: list[int] = field(default_factory=list)
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "num_tokens": len(self.token_ids),
+            "token_ids": self.token_ids,
+            "tokens_per_s": self.tokens_per_s,
+            "decode_s": self.decode_s,
+            "read_s": self.read_s,
+            "num_rounds": self.stats.num_rounds,
+            "draft_s": self.stats.draft_s,
+            "pass_s": self.stats.pass_s,
+        }
+
+
+@dataclass(slots=True)
+class Score:
+    """Both sides of one race, or of many added up."""
+
+    plain: Tally = field(default_factory=Tally)
+    speculative: Tally = field(default_factory=Tally)
+
+    def add(self, step: RaceStep) -> None:
+        """One more step of either side."""
+        tally = self.of(step.side)
+        tally.token_ids += step.delta.token_ids if step.delta else ()
+        tally.count(step.outcome, step.step_s)
+
+    def of(self, side: Side) -> Tally:
+        """One side."""
+        return self.plain if side is Side.PLAIN else self.speculative
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast speculation decodes; 0 before there is something to compare."""
+        return self.speculative.tokens_per_s / self.plain.tokens_per_s if self.plain.tokens_per_s else 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether speculation is faster."""
+        return self.speed_up > 1
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether both sides gave the same tokens, all of them."""
+        return self.plain.token_ids == self.speculative.token_ids
+
+    @property
+    def pass_cost(self) -> float:
+        """A drafted pass in units of a plain one; 0 before there is something to compare."""
+        return self.speculative.pass_s / self.plain.pass_s if self.plain.pass_s else 0.0
+
+    @property
+    def pass_tokens(self) -> float:
+        """Tokens in a drafted pass, on average: the root and its guesses."""
+        stats = self.speculative.stats
+        return 1 + stats.num_drafted / stats.num_rounds if stats.num_rounds else 1.0
+
+    @property
+    def draft_share(self) -> float:
+        """The drafter's part of the speculative side's time."""
+        return self.speculative.stats.draft_s / self.speculative.decode_s if self.speculative.decode_s else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """Whether speculation pays on this machine, in a sentence."""
+        if not self.speed_up:
+            return "There is too little text to compare speeds."
+        plain, speculative = self.plain.tokens_per_s, self.speculative.tokens_per_s
+        speeds = f"{self.speed_up:.2f} times as fast, {speculative:.1f} instead of {plain:.1f} tokens/s"
+        return f"Speculation {'pays' if self.pays else 'does not pay'} on this machine with these models: {speeds}."
+
+    @property
+    def costs(self) -> str:
+        """What a round costs and gives: a drafted pass against a plain one, the drafter's share, the tokens."""
+        return (
+            f"a pass over {self.pass_tokens:.1f} tokens takes {self.pass_cost:.2f} times as long as over one, "
+            f"the drafter {self.draft_share:.0%} of the time; "
+            f"a round gives {self.speculative.stats.tokens_per_round or 0:.2f} tokens"
+        )
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        stats = self.speculative.stats
+        return {
+            "plain": self.plain.as_object(),
+            "speculative": self.speculative.as_object(),
+            "speed_up": self.speed_up,
+            "pays": self.pays,
+            "same_tokens": self.same_tokens,
+            "tokens_per_round": stats.tokens_per_round,
+            "acceptance_rate": stats.acceptance_rate,
+            "acceptance_at_depth": list(stats.acceptance_at_depth),
+            "pass_cost": self.pass_cost,
+            "pass_tokens": self.pass_tokens,
+            "draft_share": self.draft_share,
+        }

@@ -6,8 +6,7 @@ This file decides layout and wording. Every number comes from a Score.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,10 +16,9 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.card import STYLES
-from forerun.demo.meet import Heat
-from forerun.demo.race import RaceStep, Side
-from forerun.demo.score import Score, Tally, costs, verdict
-from forerun.figure_table import FigureTable
+from forerun.demo.comparison import PromptScore
+from forerun.demo.race import RaceStep, Score, Side, Tally
+from forerun.figure_table import FigureTable, fact_table
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little
 MOST_LINES = 20
@@ -29,23 +27,11 @@ FRAME_S = 0.05
 NAMES = {Origin.DRAFTED: "guessed, accepted", Origin.RECOVERED: "guess rejected: recovered", Origin.BONUS: "bonus"}
 
 
-def view_of(console: Console, raw: bool, heading: str, prompt: str) -> Panels | FinalAnswers:
+def view_of(console: Console, raw: bool, heading: str, prompt: str) -> FinalAnswers:
     """Panels on a colour terminal that is large enough, a transcript anywhere else."""
     colours = console.is_terminal and console.color_system is not None and not console.no_color
     large = console.width >= LEAST_WIDTH and console.height >= LEAST_HEIGHT
     return Panels(console, heading, prompt) if colours and large and not raw else FinalAnswers(console, heading)
-
-
-class Texts:
-    """The text of each side, coloured by origin."""
-
-    def __init__(self) -> None:
-        self.of = {side: Text() for side in Side}
-
-    def add(self, step: RaceStep) -> None:
-        """One more step."""
-        for segment in step.delta.segments if step.delta else ():
-            self.of[step.side].append(segment.text, STYLES[segment.origin])
 
 
 class FinalAnswers:
@@ -54,7 +40,7 @@ class FinalAnswers:
     def __init__(self, console: Console, heading: str) -> None:
         self._console = console
         self._heading = heading
-        self._texts = Texts()
+        self._texts = {side: Text() for side in Side}  # coloured by origin
         self._score = Score()
 
     def __enter__(self) -> FinalAnswers:
@@ -63,14 +49,13 @@ class FinalAnswers:
 
     def show(self, step: RaceStep, score: Score) -> None:
         """One more step."""
-        self._texts.add(step)
+        for segment in step.delta.segments if step.delta else ():
+            self._texts[step.side].append(segment.text, STYLES[segment.origin])
         self._score = score
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            for side, text in self._texts.of.items():
+            for side, text in self._texts.items():
                 self._print(f"\n--- {side}: {progress_line(self._score.of(side))}\n{text.plain}")
             self._print(f"\n{result_line(self._score)}")
 
@@ -78,15 +63,12 @@ class FinalAnswers:
         self._console.print(text, style=None, markup=False, highlight=False, soft_wrap=True)
 
 
-class Panels:
+class Panels(FinalAnswers):
     """Both answers side by side as they grow; the end of each, where it is longer than the panel."""
 
     def __init__(self, console: Console, heading: str, prompt: str) -> None:
-        self._console = console
-        self._heading = heading
+        super().__init__(console, heading)
         self._prompt = "\n".join(prompt.splitlines()[-PROMPT_LINES:]) + "\n" * prompt.endswith("\n")
-        self._texts = Texts()
-        self._score = Score()
         self._lines = min(MOST_LINES, console.height - 8)
         self._live = Live(self._frame(), console=console, auto_refresh=False, vertical_overflow="crop")
         self._shown_s = 0.0
@@ -97,15 +79,12 @@ class Panels:
 
     def show(self, step: RaceStep, score: Score) -> None:
         """One more step; the screen follows at its own pace."""
-        self._texts.add(step)
-        self._score = score
+        super().show(step, score)
         if time.monotonic() - self._shown_s >= FRAME_S:
             self._live.update(self._frame(), refresh=True)
             self._shown_s = time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._live.update(self._frame(result_line(self._score) if kind is None else ""), refresh=True)
         self._live.stop()
 
@@ -114,19 +93,15 @@ class Panels:
         for _ in Side:
             sides.add_column(ratio=1)
         sides.add_row(*(self._panel(side) for side in Side))
-        return Group(Text(f"\n{self._heading}", "bold", no_wrap=True), sides, legend(), Text(result))
+        legend = Text(" · ").join(Text(name, STYLES[origin]) for origin, name in NAMES.items())
+        return Group(Text(f"\n{self._heading}", "bold", no_wrap=True), sides, legend, Text(result))
 
     def _panel(self, side: Side) -> Panel:
-        text = Text.assemble((self._prompt, "dim"), self._texts.of[side])
+        text = Text.assemble((self._prompt, "dim"), self._texts[side])
         width = self._console.width // len(Side) - 4
         lines = text.wrap(self._console, width, overflow="fold", tab_size=4)[-self._lines :]
         footer = progress_line(self._score.of(side))
         return Panel(Text("\n").join(lines), title=side, subtitle=footer, height=self._lines + 2)
-
-
-def legend() -> Text:
-    """What the colours mean."""
-    return Text(" · ").join(Text(name, STYLES[origin]) for origin, name in NAMES.items())
 
 
 def progress_line(tally: Tally) -> str:
@@ -139,17 +114,12 @@ def progress_line(tally: Tally) -> str:
 def result_line(score: Score) -> str:
     """How a race ended."""
     rounds = score.speculative.stats.tokens_per_round or 0.0
-    return f"{factor(score)}, {rounds:.2f} tokens per round; same tokens: {same(score)}"
+    return f"×{score.speed_up:.2f}, {rounds:.2f} tokens per round; same tokens: {same(score)}"
 
 
-def short(heat: Heat) -> str:
-    """A heat's file without its folders."""
-    return heat.source.rpartition("/")[2]
-
-
-def factor(score: Score) -> str:
-    """The speed-up, spelled."""
-    return f"×{score.speed_up:.2f}"
+def short(race: PromptScore) -> str:
+    """A prompt's file without its folders."""
+    return race.source.rpartition("/")[2]
 
 
 def same(score: Score) -> str:
@@ -157,16 +127,16 @@ def same(score: Score) -> str:
     return "yes" if score.same_tokens else "NO"
 
 
-def card(title: str, heats: Sequence[Heat], total: Score, about: Sequence[tuple[str, str]]) -> RenderableType:
+def card(title: str, races: Sequence[PromptScore], total: Score, about: Sequence[tuple[str, str]]) -> RenderableType:
     """All numbers of a demo: a table by prompt, what drafting gave and cost, `about` it, and the verdict."""
-    parts: list[RenderableType] = [Text(title, "bold"), Text(), table(heats, total), Text()]
-    parts += [facts(heats, total, about), Text()]
-    parts.append(Text(verdict(total), "bold green" if total.pays else "bold yellow"))
+    parts: list[RenderableType] = [Text(title, "bold"), Text(), table(races, total), Text()]
+    parts += [facts(races, total, about), Text()]
+    parts.append(Text(total.verdict, "bold green" if total.pays else "bold yellow"))
     if total.speed_up and not total.pays:
-        parts.append(Text(f"A round: {costs(total)}."))
-    for heat in heats:
-        if total.pays and heat.score.speed_up and not heat.score.pays:
-            parts.append(Text(f"It does not pay on {short(heat)} with {heat.drafter}: {costs(heat.score)}."))
+        parts.append(Text(f"A round: {total.costs}."))
+    for race in races:
+        if total.pays and race.score.speed_up and not race.score.pays:
+            parts.append(Text(f"It does not pay on {short(race)} with {race.drafter}: {race.score.costs}."))
     if total.same_tokens:
         parts.append(Text(f"All {len(total.plain.token_ids)} tokens are the same, drafted or not.", "bold"))
     else:
@@ -174,38 +144,38 @@ def card(title: str, heats: Sequence[Heat], total: Score, about: Sequence[tuple[
     return Group(*parts)
 
 
-def table(heats: Sequence[Heat], total: Score) -> FigureTable:
+def table(races: Sequence[PromptScore], total: Score) -> FigureTable:
     """One line per prompt, and one for all."""
-    lines = [*heats, Heat("in all", "", 0, total)]
+    lines = [*races, PromptScore("in all", "", 0, total)]
     heads = (
         *("prompt", "drafter", "plain\ntokens/s", "speculative\ntokens/s"),
         *("speed-up", "tokens\nper round", "same\ntokens"),
     )
-    styles = ["" if heat.drafter else "bold" for heat in lines]
-    return FigureTable(heads, [list(row(heat)) for heat in lines], num_names=2, styles=styles)
+    styles = ["" if race.drafter else "bold" for race in lines]
+    return FigureTable(heads, [row(race) for race in lines], num_names=2, styles=styles)
 
 
-def row(heat: Heat) -> Iterator[str | Text]:
+def row(race: PromptScore) -> list[str | Text]:
     """The figures of one prompt, or of all."""
-    score = heat.score
-    yield short(heat)
-    yield heat.drafter
-    yield f"{score.plain.tokens_per_s:.1f}"
-    yield f"{score.speculative.tokens_per_s:.1f}"
-    yield Text(factor(score), "green" if score.pays else "yellow")
-    yield f"{score.speculative.stats.tokens_per_round or 0:.2f}"
-    yield Text(same(score), "" if score.same_tokens else "bold red")
+    score = race.score
+    return [
+        short(race),
+        race.drafter,
+        f"{score.plain.tokens_per_s:.1f}",
+        f"{score.speculative.tokens_per_s:.1f}",
+        Text(f"×{score.speed_up:.2f}", "green" if score.pays else "yellow"),
+        f"{score.speculative.stats.tokens_per_round or 0:.2f}",
+        Text(same(score), "" if score.same_tokens else "bold red"),
+    ]
 
 
-def facts(heats: Sequence[Heat], total: Score, about: Sequence[tuple[str, str]]) -> Table:
+def facts(races: Sequence[PromptScore], total: Score, about: Sequence[tuple[str, str]]) -> Table:
     """What lies behind the table, as two columns."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for i, heat in enumerate(heats):
-        rates = " ".join(f"{rate:.2f}" for rate in heat.score.speculative.stats.acceptance_at_depth)
-        grid.add_row("" if i else "acceptance by depth", f"{rates or 'nothing drafted'} ({short(heat)})")
-    grid.add_row("a drafted round", costs(total))
+    grid = fact_table()
+    for i, race in enumerate(races):
+        rates = " ".join(f"{rate:.2f}" for rate in race.score.speculative.stats.acceptance_at_depth)
+        grid.add_row("" if i else "acceptance by depth", f"{rates or 'nothing drafted'} ({short(race)})")
+    grid.add_row("a drafted round", total.costs)
     waits = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
     reads = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for reading the prompts"
     grid.add_row("time in all", f"{waits}; {reads}")

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from forerun.figure_table import fact_table
 from forerun.prove.difference import ChosenToken, Divergence
 from forerun.prove.equality import Equality
 from forerun.prove.law import LawResult
@@ -22,9 +23,7 @@ MOST_SHOWN = 3
 
 def proof_card(report: ProofReport) -> RenderableType:
     """The whole report as a table of two columns, and the verdict below it."""
-    card = Table.grid(padding=(0, 2))
-    card.add_column(style="dim", no_wrap=True)
-    card.add_column(overflow="fold")
+    card = fact_table()
     card.add_row("model", report.place.model)
     card.add_row("draft", report.place.draft)
     card.add_row("fingerprint", place_line(report.place))
