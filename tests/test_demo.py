@@ -218,9 +218,7 @@ def test_answers_are_as_long_as_time_allows(left_s: float) -> None:
     assert affordable_tokens(seen, 16, left_s, most=3) == 3
 
 
-def test_a_comparison_leaves_out_its_warm_up_and_ends_in_time(
-    setup: RaceSetup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_leaves_out_its_warm_up_and_ends(setup: RaceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s=1.0, drafted_s=0.125)
     comparison = Comparison(setup, params(), 40, deadline_s=45.0, clock=clock)

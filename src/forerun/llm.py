@@ -116,10 +116,8 @@ class LLM:
         draft, speculation = drafting_of(draft, speculation, speculative_config)
         default = Speculation.of(speculation, Speculation())
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default, prefix_cache)
-        require_limits(threads, max_model_len, memory_bytes)
         seed = SamplingParams(seed=seed).seed
-        if threads is not None:
-            torch.set_num_threads(threads)
+        apply_limits(threads, max_model_len, memory_bytes)
         with reporting(progress, use_tqdm_on_load) as report:
             target = Blueprint.of(spec, report)
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
@@ -337,14 +335,16 @@ def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
     raise InvalidRequest("generation_config", problem)
 
 
-def require_limits(threads: int | None, max_model_len: int | None, memory_bytes: int | None) -> None:
-    """Raise InvalidRequest for a limit that is too small or not a whole number, and for far too many threads."""
+def apply_limits(threads: int | None, max_model_len: int | None, memory_bytes: int | None) -> None:
+    """Set torch's number of threads. Raises InvalidRequest for limits that are no whole numbers or out of range."""
     limits = (("threads", threads, 1), ("max_model_len", max_model_len, 2), ("memory_bytes", memory_bytes, 0))
     for name, value, least in limits:
         if value is not None:
             require_whole(name, value, least)
     if threads is not None and threads > MOST_THREADS:
         raise InvalidRequest("threads", f"{shown(threads)} is above {MOST_THREADS}: give as many as there are cores.")
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
