@@ -117,7 +117,7 @@ def alone(sides: Sides) -> None:
         size = cache.blocks.block_size
         for number in range(cache.blocks.num_blocks // 8 if engine.options.prefix_cache else 0):
             cache.reserve([-2], [8 * size])
-            cache.keep([-2], range(8 * size), [0, 8 * size])
+            cache.keep([-2], [range(8 * size)])
             cache.retire(-2, random_text(8 * size, -number - 1), "")
         times = []
         for length in lengths:

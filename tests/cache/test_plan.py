@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import LEAST_LEN, USUAL_LEN, MemoryPlan, ModelMemory, plan_memory, size
+from forerun.cache.plan import LEAST_LEN, USUAL_LEN, MemoryPlan, MemoryShares, ModelMemory, size
 from forerun.errors import NotEnoughMemory
 
 BLOCK, PAD = 4, 8
@@ -40,6 +40,10 @@ UNASKED = st.fixed_dictionaries(  # a context of its own choice: halves of 16,38
         "max_num_seqs": st.integers(1, 4),
     }
 )
+
+
+def plan_memory(*models, max_model_len=None, **asked) -> MemoryPlan:
+    return MemoryShares(*models, **asked).plan(max_model_len)
 
 
 def plan(**asked) -> MemoryPlan:

@@ -37,7 +37,7 @@ def read_chain(cache: PagedCache, seq_id: int, tokens: list[int]) -> None:
     length = cache.length(seq_id)
     for i, token in enumerate(tokens):
         write(cache, first + length + i, list(range(first, first + length + i)), token)
-    cache.keep([seq_id], list(range(len(tokens))), [0, len(tokens)])
+    cache.keep([seq_id], [range(len(tokens))])
 
 
 def draw_parents(rng: random.Random, nodes: int) -> list[int]:
@@ -91,8 +91,7 @@ class Rounds:
         before = {s: cache.start(s) for s in self.texts}
         counts = self.reserve({s: rng.randint(1, 12) for s in self.texts})
         self.num_moved += sum(cache.start(s) != before[s] for s in counts)
-        rows: list[int] = []
-        offsets = [0]
+        paths: list[list[int]] = []
         for seq_id, nodes in counts.items():
             parents = draw_parents(rng, nodes)
             tokens = [rng.randrange(1000) for _ in range(nodes)]
@@ -102,10 +101,9 @@ class Rounds:
                 write(cache, first + length + node, [*range(first, first + length), *above], tokens[node])
             kept = path_to(parents, rng.randrange(nodes))
             kept = rng.choice([kept, kept, path_to(parents, nodes - 1), []])  # partial, full and none
-            rows += kept
-            offsets.append(len(rows))
+            paths.append(kept)
             self.texts[seq_id] += [tokens[n] for n in kept]
-        cache.keep(list(counts), rows, offsets)
+        cache.keep(list(counts), paths)
         for seq_id in [s for s in counts if len(self.texts[s]) > MAX_LEN or rng.random() < 0.01]:
             cache.release([seq_id])
             del self.texts[seq_id]

@@ -57,7 +57,7 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
         rounds.append((min((s.id for s in scheduler.running), default=-1), ids, [s.id for s in preempted]))
         for row, count in zip(rows, counts, strict=True):
             sequence = row.sequence
-            cache.keep([sequence.id], range(count), [0, count])
+            cache.keep([sequence.id], [range(count)])
             sequence.num_read += count
             assert row.draws == (sequence.num_read == len(sequence.tokens))
             if not row.draws:

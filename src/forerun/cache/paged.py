@@ -112,10 +112,9 @@ class PagedCache:
         row = self._rows.get(seq_id)
         return 0 if row is None else row.tail
 
-    def reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+    def reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
         """Make room for `counts[i]` more tokens behind the tail of each row; unknown ids become new, empty rows.
 
-        Returns for each row the tail index at which this reservation begins: a repeated call extends the same tail.
         Any row may have been moved, committed tokens and tail alike, so ask `start` afterwards. OutOfBlocks changes
         nothing, for none of the rows.
         """
@@ -125,14 +124,10 @@ class PagedCache:
             taken = [self.blocks.run(seq_id) for seq_id in num_blocks_of]
             self.kept.make_way([*taken, *(BlockRange(move.target, move.count) for move in moves)], moves)
             self._move(moves)
-        begins = []
         for seq_id, count in zip(seq_ids, counts, strict=True):
-            row = self._rows.setdefault(seq_id, Row())
-            begins.append(row.tail)
-            row.tail += count
+            self._rows.setdefault(seq_id, Row()).tail += count
         for seq_id, num_blocks in num_blocks_of.items():
             self._rows[seq_id].room = num_blocks * self.blocks.block_size
-        return begins
 
     def can_reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether `reserve` would find room."""
@@ -149,18 +144,16 @@ class PagedCache:
         taken = sum(n - self.blocks.run(seq_id).count for seq_id, n in num_blocks_of.items())
         return Spare(slots, self.blocks.num_free - taken, size)
 
-    def keep(self, seq_ids: Sequence[int], rows: Sequence[int], offsets: Sequence[int]) -> None:
+    def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Commit a path of each row's tail and drop the rest of it.
 
-        Row `seq_ids[i]` keeps the tail indices `rows[offsets[i]:offsets[i+1]]`, which become its next tokens in this
-        order. Tokens that are in place already (chains, prompt chunks) are not copied. Blocks left over are freed.
+        Row `seq_ids[i]` keeps the tail indices `paths[i]`, which become its next tokens in this order. Tokens that are
+        in place already (chains, prompt chunks) are not copied. Blocks left over are freed.
         """
-        assert len(offsets) == len(seq_ids) + 1, f"{len(offsets)} offsets for {len(seq_ids)} rows"
         sources: list[int] = []
         targets: list[int] = []
-        for i, seq_id in enumerate(seq_ids):
+        for seq_id, path in zip(seq_ids, paths, strict=True):
             row = self._row(seq_id)
-            path = rows[offsets[i] : offsets[i + 1]]
             assert len(path) <= row.tail, f"{len(path)} tokens kept of a tail of {row.tail}"
             assert not path or 0 <= min(path) <= max(path) < row.tail, f"{path} leaves a tail of {row.tail}"
             first = self.start(seq_id) + row.length
@@ -170,12 +163,6 @@ class PagedCache:
             self._settle(seq_id, row.length + len(path))
         if sources:
             self._gather(sources, targets)
-
-    def drop(self, seq_ids: Sequence[int]) -> None:
-        """Forget the tails of these rows; ids without a row have none."""
-        for seq_id in seq_ids:
-            if seq_id in self._rows:
-                self._settle(seq_id, self._rows[seq_id].length)
 
     def cut(self, seq_ids: Sequence[int], tails: Sequence[int]) -> None:
         """Forget all but the first `tails[i]` tokens of each row's tail."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from forerun.errors import NotEnoughMemory
 
@@ -115,58 +115,38 @@ class MemoryPlan:
         return f"{self.num_sequences_plain} sequence{plural} of {self.max_model_len:,} tokens"
 
 
-def plan_memory(
-    target: ModelMemory,
-    drafters: Mapping[str, ModelMemory] | None = None,
-    *,
-    budget_bytes: int,
-    max_model_len: int | None = None,
-    max_num_seqs: int,
-    tail_tokens: int = 0,
-    remembered_bytes: Mapping[str, int] | None = None,
-    block_size: int = 64,
-    key_pad: int = 512,
-) -> MemoryPlan:
-    """Share out the budget among weights, caches, and what drafters remember.
+@dataclass(frozen=True, slots=True)
+class MemoryShares:
+    """What the budget is shared out among: weights, caches, and what drafters remember.
 
     `drafters` are the models that draft, by the names of their caches; drafters that are no models have no entry.
-    Without a `max_model_len` texts may be as long as one sequence fits with its drafts, down to USUAL_LEN; and below
-    that, as long as one sequence fits. `tail_tokens` are the slots that a sequence's guesses take beyond
-    `max_model_len`. `remembered_bytes` is what drafters would like to remember at most, by name. Raises
-    NotEnoughMemory where not one sequence fits.
+    `tail_tokens` are the slots that a sequence's guesses take beyond the context length. `remembered_bytes` is what
+    drafters would like to remember at most, by name.
     """
-    shares = Shares(
-        target=target,
-        drafters=drafters or {},
-        remembered=remembered_bytes or {},
-        budget_bytes=budget_bytes,
-        max_num_seqs=max_num_seqs,
-        tail_tokens=tail_tokens,
-        block_size=block_size,
-        key_pad=key_pad,
-    )
-    length = shares.context() if max_model_len is None else max_model_len
-    if not shares.serves(length):
-        raise NotEnoughMemory(shares.refusal(length))
-    plan = shares.plan(length)
-    without = replace(shares, drafters={name: replace(m, bytes_per_token=0) for name, m in shares.drafters.items()})
-    alone = without.plan(without.context() if max_model_len is None else length)
-    more = (alone.max_model_len, alone.num_sequences_plain) != (plan.max_model_len, plan.num_sequences_plain)
-    return replace(plan, alone=alone if more else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The numbers of a plan whose context length is still to be chosen; `plan_memory` says what they mean."""
 
     target: ModelMemory
-    drafters: Mapping[str, ModelMemory]
-    remembered: Mapping[str, int]
+    drafters: Mapping[str, ModelMemory] = field(default_factory=dict)
+    _: KW_ONLY
     budget_bytes: int
     max_num_seqs: int
-    tail_tokens: int
-    block_size: int
-    key_pad: int
+    tail_tokens: int = 0
+    remembered_bytes: Mapping[str, int] = field(default_factory=dict)
+    block_size: int = 64
+    key_pad: int = 512
+
+    def plan(self, max_model_len: int | None = None) -> MemoryPlan:
+        """The plan for texts of this length; where None, for the longest that `context` allows.
+
+        Raises NotEnoughMemory where not one sequence fits.
+        """
+        length = self.context() if max_model_len is None else max_model_len
+        if not self.serves(length):
+            raise NotEnoughMemory(self.refusal(length))
+        plan = self.plan_for(length)
+        without = replace(self, drafters={name: replace(m, bytes_per_token=0) for name, m in self.drafters.items()})
+        alone = without.plan_for(without.context() if max_model_len is None else length)
+        more = (alone.max_model_len, alone.num_sequences_plain) != (plan.max_model_len, plan.num_sequences_plain)
+        return replace(plan, alone=alone if more else None)
 
     def context(self) -> int:
         """The longest context, by halves, at which a sequence fits with its drafts; if that is below USUAL_LEN, alone.
@@ -191,7 +171,7 @@ class Shares:
         needed = self.caches_bytes(self.blocks_of(length), self.blocks_of(read), length)
         return self.serves(length) and needed <= self.caches_left(length)
 
-    def plan(self, length: int) -> MemoryPlan:
+    def plan_for(self, length: int) -> MemoryPlan:
         """The plan for texts of this length, of which one sequence fits."""
         rest, size, one = self.caches_left(length), self.block_size, self.blocks_of(length)
         drafted = self.blocks_of(length + self.tail_tokens)
@@ -203,7 +183,7 @@ class Shares:
         rows = {name: self.row_blocks(name, length) for name in self.drafters}
         drafter_blocks = {name: min(of_drafters, self.max_num_seqs * row) for name, row in rows.items()}
         num_plain = min(self.max_num_seqs, blocks // one)
-        aside, wanted = self.aside_bytes(length), max(1, sum(self.remembered.values()))
+        aside, wanted = self.aside_bytes(length), max(1, sum(self.remembered_bytes.values()))
         cached = {name: model for name, model in self.drafters.items() if model.bytes_per_token}
         full_rows = [drafter_blocks[name] // rows[name] for name in cached]
         return MemoryPlan(
@@ -217,7 +197,7 @@ class Shares:
             num_sequences_plain=num_plain,
             num_sequences_speculative=min(num_plain, blocks // drafted, *full_rows),
             key_pad=self.key_pad,
-            remembered_bytes={name: aside * most // wanted for name, most in self.remembered.items()},
+            remembered_bytes={name: aside * most // wanted for name, most in self.remembered_bytes.items()},
         )
 
     def left(self, length: int) -> int:
@@ -227,9 +207,9 @@ class Shares:
 
     def aside_bytes(self, length: int) -> int:
         """What is set aside for what drafters remember: a small share, unless one sequence needs it."""
-        left, wanted = self.left(length), sum(self.remembered.values())
+        left, wanted = self.left(length), sum(self.remembered_bytes.values())
         spare = left - self.caches_bytes(self.blocks_of(length), 0, length)
-        return max(0, min(wanted, left * len(self.remembered) // REMEMBERED_SHARE, spare))
+        return max(0, min(wanted, left * len(self.remembered_bytes) // REMEMBERED_SHARE, spare))
 
     def caches_left(self, length: int) -> int:
         """What is left for all caches."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from forerun.cache.budget import BUDGET_SHARE, default_budget
-from forerun.cache.plan import MemoryPlan, plan_memory
+from forerun.cache.plan import MemoryPlan, MemoryShares
 from forerun.config import Speculation
 from forerun.control.controller import slots_of
 from forerun.device import free_bytes
@@ -41,15 +41,15 @@ def plan_engine(
         )
     if memory_bytes is None:
         memory_bytes = int(free_bytes(device) * BUDGET_SHARE) if device.type == "cuda" else default_budget()
-    plan = plan_memory(
+    shares = MemoryShares(
         target.memory,
         drafter.models,
         budget_bytes=memory_bytes,
-        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         tail_tokens=tail_tokens(wish, drafter.num_members, max_model_len or limit),
         remembered_bytes=drafter.remembered_bytes if device.type == "cpu" else {},
     )
+    plan = shares.plan(max_model_len)
     for name in plan.silent_drafters:
         LOGGER.warning(
             "%s will not draft: there is no memory left for its cache; raise memory_bytes, or lower max_model_len "

@@ -9,7 +9,7 @@ about the model and not defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +59,12 @@ KNOWN = {*SERVED, *UNSERVED, *" ".join(HARMLESS.values()).split()}
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A model's own defaults for requests, None where it has none. `problems` are full sentences for the user."""
+    """A model's own defaults for requests: `given` by the names of SamplingParams, with the values of JSON.
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
+    `problems` are full sentences for the user.
+    """
+
+    given: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @classmethod
@@ -87,7 +84,7 @@ class GenerationDefaults:
                 continue
             try:
                 checked = getattr(SamplingParams(**{name: value}), name)
-                defaults[name] = checked if name in COUNTS or name == "stop" else float(value)
+                defaults[name] = [*checked] if name == "stop" else checked if name in COUNTS else float(value)
             except (InvalidRequest, OverflowError) as error:
                 problems.append(f"{path}: {key} is not used as a default ({short(error)}).")
         if values.get("do_sample") is False:
@@ -101,13 +98,7 @@ class GenerationDefaults:
         unknown = [short(key) for key in values if key not in KNOWN]
         if unknown:
             problems.append(f"{path}: forerun does not know {', '.join(unknown[:5])}: ignored.")
-        return cls(**defaults, problems=tuple(problems))
-
-    @property
-    def given(self) -> Mapping[str, Any]:
-        """The parameters that the model sets, by the names of SamplingParams, as JSON has them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "problems"}
-        return {name: [*value] if name == "stop" else value for name, value in values.items() if value is not None}
+        return cls(defaults, tuple(problems))
 
     def params(self) -> SamplingParams:
         """The parameters of a request without any."""

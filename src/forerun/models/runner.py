@@ -276,13 +276,8 @@ class Runner:
 
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Make a path of each sequence's tail final, node numbers in order, and forget the rest of the tail."""
-        rows: list[int] = []
-        offsets = [0]
-        for seq_id, path in zip(seq_ids, paths, strict=True):
-            scratch = self.tails.pop(seq_id).scratch
-            rows += [scratch + node for node in path]
-            offsets.append(len(rows))
-        self.cache.keep(seq_ids, rows, offsets)
+        firsts = [self.tails.pop(seq_id).scratch for seq_id in seq_ids]
+        self.cache.keep(seq_ids, [[first + n for n in path] for first, path in zip(firsts, paths, strict=True)])
 
     def hand_over(self, seq_ids: Sequence[int]) -> None:
         """Forget the tails of these sequences but leave what was read, for another runner over the same cache."""
@@ -306,9 +301,7 @@ class Runner:
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forget the tails of these sequences."""
-        for seq_id in seq_ids:
-            self.tails.pop(seq_id, None)
-        self.cache.drop([s for s in seq_ids if s in self.cache])
+        self.cut(seq_ids, [0] * len(seq_ids))
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Forget a sequence's tail, and its committed tokens from `length` on."""
@@ -327,9 +320,8 @@ class Runner:
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Drop these sequences and free their slots; unknown ones are ignored."""
-        for seq_id in seq_ids:
-            self.tails.pop(seq_id, None)
-        self.cache.release([s for s in seq_ids if s in self.cache])
+        self.hand_over(seq_ids)
+        self.cache.release(seq_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
     limits = [given[name] for name in LIMITS if name in given]
     if len(limits) == 2 and limits[0] != limits[1]:
         raise refused("max_tokens", "max_tokens: max_completion_tokens says otherwise; use that one alone.")
-    own = llm.generation_defaults.max_tokens
+    own = llm.generation_defaults.given.get("max_tokens")
     values["max_tokens"] = limits[0] if limits else own or (MAX_TOKENS if endpoint == "completions" else None)
     if asks_for_nothing(given, endpoint):
         values["max_tokens"] = 1  # no round gives less; it is not told
