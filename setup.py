@@ -12,8 +12,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))
 
-from forerun.kernels.build import NoKernels, compiler
-from forerun.kernels.wheel import compile_all, platform_tag
+from forerun.kernels.build import NoKernels, compile_all, compiler, platform_tag
 
 
 class KernelWheel(bdist_wheel):

@@ -23,7 +23,7 @@ from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.accept.stop import StopChecker
-from forerun.cache.plan import ModelMemory, plan_memory
+from forerun.cache.plan import MemoryShares, ModelMemory
 from forerun.commands.bench import BenchOptions
 from forerun.commands.prove import ProveOptions
 from forerun.errors import ModelNotFound
@@ -46,7 +46,7 @@ class ScriptedLLM(LLM):
         self.tokenizer = TOKENIZER
         self.fingerprint, self.format, self.kernels = "0123456789abcdef", "bfloat16, int8 weights", "AVX2 kernels"
         self.measured = "measured here: 1.3 times as fast as torch's operators, float32"
-        self.plan = plan_memory(ModelMemory(1, 1, 0, 64), max_num_seqs=1, budget_bytes=10**6)
+        self.plan = MemoryShares(ModelMemory(1, 1, 0, 64), max_num_seqs=1, budget_bytes=10**6).plan()
         self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
         self.interrupt_at = interrupt_at
         self.closed = 0

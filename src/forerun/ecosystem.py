@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from forerun.cache.budget import available_bytes
 from forerun.config import Speculation, require_whole
 from forerun.device import free_bytes
 from forerun.draft.base import Drafter
@@ -23,6 +22,7 @@ from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import shown
+from forerun.machine import available_bytes
 from forerun.near import nearest
 
 YES_OR_NO = (True, False, None)

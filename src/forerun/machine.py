@@ -1,7 +1,8 @@
 """The machine: the facts that a measurement must report, and those on which the last bits of results depend.
 
-This file decides how a processor is named, how memory bandwidth and peak memory are measured, which versions of the
-source are told apart, and which properties of a machine change the order of sums in torch's libraries.
+This file decides how a processor is named, how memory is measured (its bandwidth, what is available, what was taken at
+most), which versions of the source are told apart, and which properties of a machine change the order of sums in
+torch's libraries.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from forerun.device import CPU
 
 CPUINFO = Path("/proc/cpuinfo")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
 PACKAGE = Path(__file__).parent
 SOURCES = (".py", ".cpp", ".hpp")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -113,6 +116,28 @@ def wait_for(device: torch.device) -> None:
     """Wait until a GPU has finished its work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
+    """What can be allocated without swapping, on this machine and within this container's limit.
+
+    Where the system does not tell (macOS), half of the physical memory.
+    """
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    available = columns(meminfo)["MemAvailable:"] * 1024
+    limit = cgroup / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        # Pages of files that were read once are given back when needed: they count as used, but are not.
+        reclaimable = columns(cgroup / "memory.stat")["inactive_file"]
+        used = int((cgroup / "memory.current").read_text()) - reclaimable
+        available = min(available, max(0, int(most) - used))
+    return available
+
+
+def columns(path: Path) -> dict[str, int]:
+    """First and second column of a file of the kernel's."""
+    return {words[0]: int(words[1]) for words in (line.split() for line in path.read_text().splitlines())}
 
 
 def peak_rss_bytes() -> int | None:

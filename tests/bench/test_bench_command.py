@@ -212,7 +212,7 @@ def test_mistakes_are_one_line_and_status_2(
 
 
 def test_too_little_memory_is_said(run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.cache.budget.available_bytes", lambda: 8_000_000)
+    monkeypatch.setattr("forerun.engine.memory.available_bytes", lambda: 8_000_000)
     result = run("--prompts", str(files / "tales.txt"), "--batch", "64", "--max-tokens", "200")
     assert result.exit_code == 2
     assert "batch 64 does not fit" in result.stderr

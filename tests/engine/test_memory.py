@@ -52,6 +52,11 @@ def none_drafts() -> DraftPlan:
     return DraftPlan({}, lambda _tokens, _progress, _target: None)
 
 
+def test_a_budget_that_nobody_gave_leaves_a_fifth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.engine.memory.available_bytes", lambda: 10**9)
+    assert planned(TARGET, memory_bytes=None).budget_bytes == 8 * 10**8
+
+
 def test_deep_chains_take_no_more_memory_than_the_context() -> None:
     for draft in (None, f"model:{SMALL}"):
         plans = [planned(TARGET, draft, Speculation(depth)) for depth in (0, 4, 256)]

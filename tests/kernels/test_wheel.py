@@ -12,9 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from forerun.kernels.build import NoKernels
+from forerun.kernels.build import NoKernels, compile_all, platform_tag, target
 from forerun.kernels.variants import VARIANTS, architecture, runnable
-from forerun.kernels.wheel import compile_all, platform_tag, target
 from kit.checkpoints import ROOT
 from kit.compiled import require_compiler
 from kit.computer import Computer, script

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from forerun.cache.budget import BUDGET_SHARE, default_budget
 from forerun.cache.plan import MemoryPlan, MemoryShares
 from forerun.config import Speculation
 from forerun.control.controller import slots_of
@@ -16,8 +15,10 @@ from forerun.device import free_bytes
 from forerun.draft.base import Budget
 from forerun.draft.plan import DraftPlan
 from forerun.errors import InvalidRequest
+from forerun.machine import available_bytes
 from forerun.models.loading import Blueprint
 
+BUDGET_SHARE = 0.8  # of what is available; activations, logits and the rest of the machine live on the other fifth
 LOGGER = logging.getLogger("forerun")
 
 
@@ -40,7 +41,8 @@ def plan_engine(
             "max_model_len", f"{max_model_len} must be at most {limit}, the positions of {target.name}."
         )
     if memory_bytes is None:
-        memory_bytes = int(free_bytes(device) * BUDGET_SHARE) if device.type == "cuda" else default_budget()
+        available = free_bytes(device) if device.type == "cuda" else available_bytes()
+        memory_bytes = int(available * BUDGET_SHARE)
     shares = MemoryShares(
         target.memory,
         drafter.models,

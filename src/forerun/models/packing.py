@@ -34,7 +34,7 @@ class LayerMaker:
 
     def load(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
-        c, table = self.config, LayerTable.of(self.config, index)
+        c, e, table = self.config, self.config.experts, LayerTable.of(self.config, index)
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
             return take(f"model.layers.{index}.{name}", shape).to(self.dtype)
@@ -43,8 +43,11 @@ class LayerMaker:
             return fetch(name, (table.vectors[name],))
 
         qkv, out = (linear(p, self.make, fetch) for p in (table.qkv, table.out))
-        held = cache(fetch) if c.experts and c.experts.names.is_stacked else fetch
-        every, router, experts = self.every(table, fetch), self.router(table, fetch), self.experts(table, held)
+        router, experts = None, list[GatedMlp]()
+        if table.router is not None and e is not None:
+            router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
+            held = cache(fetch) if e.names.is_stacked else fetch
+            experts = [self.gated(expert, held, e.clamp) for expert in table.experts]
         attention = Attention(
             norm=vector("input_layernorm.weight"),
             qkv=qkv,
@@ -53,23 +56,12 @@ class LayerMaker:
             sinks=vector("self_attn.sinks") if c.sinks else None,
             window=c.windows[index],
         )
-        return Layer(attention, Mlp(vector("post_attention_layernorm.weight"), every, router, experts))
+        norm = vector("post_attention_layernorm.weight")
+        return Layer(attention, Mlp(norm, self.every(table, fetch), router, tuple(experts)))
 
     def every(self, table: LayerTable, fetch: Fetch) -> GatedMlp | None:
         """The MLP that all tokens take."""
         return None if table.every is None else self.gated(table.every, fetch, None)
-
-    def router(self, table: LayerTable, fetch: Fetch) -> Router | None:
-        """What chooses experts, where there are any."""
-        e = self.config.experts
-        if table.router is None or e is None:
-            return None
-        return Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
-
-    def experts(self, table: LayerTable, fetch: Fetch) -> tuple[GatedMlp, ...]:
-        """All experts of the layer."""
-        e = self.config.experts
-        return tuple(self.gated(expert, fetch, e.clamp) for expert in table.experts) if e else ()
 
     def gated(self, table: GatedTable, fetch: Fetch, clamp: Clamp | None) -> GatedMlp:
         """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""

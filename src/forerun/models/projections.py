@@ -65,24 +65,24 @@ class Projection:
 
     def weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
         """The parts of its weight, one of each of `sizes`."""
-        found = [fetch(name, shape) for name, shape in self.weights().items()]
+        tensors = [fetch(name, shape) for name, shape in self.weights().items()]
         if self.stack is None:
-            return found
-        own = found[0][self.stack.expert]
-        return self.parts(own.T if self.stack.transposed else own, self.stack)
+            return tensors
+        rows = tensors[0][self.stack.expert]
+        return self.parts(rows.T if self.stack.transposed else rows)
 
     def bias_of(self, fetch: Fetch) -> list[Float[Tensor, " part"]] | None:
         """The parts of its bias, likewise; None where it has none."""
-        found = [fetch(name, shape) for name, shape in self.biases().items()]
-        if self.stack is None or not found:
-            return found or None
-        return self.parts(found[0][self.stack.expert], self.stack)
+        tensors = [fetch(name, shape) for name, shape in self.biases().items()]
+        if self.stack is None or not tensors:
+            return tensors or None
+        return self.parts(tensors[0][self.stack.expert])
 
-    def parts(self, own: Tensor, stack: Stack) -> list[Tensor]:
-        """An expert's rows, by turns or one part after the other, as parts."""
-        if stack.transposed:
-            return [own[i :: len(self.sizes)] for i in range(len(self.sizes))]
-        return list(own.split(self.sizes))
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """An expert's rows of a stack, by turns or one part after the other, as parts."""
+        if self.stack and self.stack.transposed:
+            return [rows[i :: len(self.sizes)] for i in range(len(self.sizes))]
+        return list(rows.split(self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +129,14 @@ class LayerTable:
         router = Projection(routers, (e.count, 1)[: len(routers)], c.hidden, e.bias)
         return cls(vectors, qkv, out, every, router, tuple(expert(c, e, i) for i in range(e.count)))
 
-    def projections(self) -> Iterator[Projection]:
-        """All of them, in the order of computation."""
+    def projections(self, num_experts: int | None = None) -> Iterator[Projection]:
+        """All of them, or those of so many experts, in the order of computation."""
         yield from (self.qkv, self.out)
         if self.router is not None:
             yield self.router
-        for mlp in (*((self.every,) if self.every else ()), *self.experts):
-            yield from (mlp.gate_up, mlp.down)
+        for mlp in (self.every, *self.experts[:num_experts]):
+            if mlp is not None:
+                yield from (mlp.gate_up, mlp.down)
 
     def tensors(self) -> Shapes:
         """Name and shape of every tensor: vectors, then weights, then biases."""
@@ -179,7 +180,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """The same as `promised_tensors`, all at once, in the order of computation."""
+    """What `promised_tensors` gives, all at once, in the order of computation."""
     return dict(promised_tensors(config))
 
 
@@ -202,14 +203,10 @@ def products(config: ModelConfig) -> Mapping[tuple[int, int], int]:
 
     Of the experts of a layer it needs those that it takes.
     """
-    found: Counter[tuple[int, int]] = Counter()
+    counts, active = Counter[tuple[int, int]](), config.experts.active if config.experts else None
     for layer in range(config.layers):
-        table = LayerTable.of(config, layer)
-        needed = [table.qkv, table.out, *((table.router,) if table.router else ())]
-        active = table.experts[: config.experts.active] if config.experts else ()
-        for mlp in (*((table.every,) if table.every else ()), *active):
-            needed += [mlp.gate_up, mlp.down]
-        found.update((p.outputs, p.inputs) for p in needed)
+        taken = LayerTable.of(config, layer).projections(active)
+        counts.update((projection.outputs, projection.inputs) for projection in taken)
     if config.vocab_size:
-        found[config.vocab_size, config.hidden] += 1
-    return found
+        counts[config.vocab_size, config.hidden] += 1
+    return counts

@@ -49,7 +49,7 @@ def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "
     """Rows in a number that `padded_rows` gives."""
     gate, up = mlp.gate_up(x).chunk(2, dim=1)
     if mlp.clamp is None:
-        return mlp.down(silu_rows(gate) * up)
+        return mlp.down(by_rows(functional.silu, gate) * up)
     gate = gate.clamp(max=mlp.clamp.limit)
     turned = gate * by_rows(torch.sigmoid, gate * mlp.clamp.alpha)
     return mlp.down(turned * (up.clamp(-mlp.clamp.limit, mlp.clamp.limit) + 1))
@@ -93,11 +93,6 @@ def sum_columns(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows 1"]:
     for column in range(1, x.shape[1]):
         total = total + x[:, column : column + 1]
     return total
-
-
-def silu_rows(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-    """SiLU whose bits are a row's own; the width is a multiple of LANES."""
-    return by_rows(functional.silu, x)
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
