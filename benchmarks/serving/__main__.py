@@ -31,7 +31,7 @@ from benchmarks.serving.tables import different_answers, markdown, picture, rows
 
 from forerun.bench.picture import check_picture
 from forerun.machine import sources_digest
-from forerun.prove.report import jsonable
+from forerun.prove.proof import jsonable
 from forerun.traffic.client import require_client
 
 CELLS_LEFT = 75  # the exit status of a run that is to be continued

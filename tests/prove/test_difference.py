@@ -8,9 +8,9 @@ import torch
 from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.output import CompletionOutput
-from forerun.prove.difference import Divergence, ProofRequest, compare, find_difference
+from forerun.prove.difference import Divergence, ProofRequest, find_difference
 from forerun.prove.equality import PLAIN, answers
-from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, row_of, scores_after
+from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, scores_after
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
 
@@ -50,7 +50,7 @@ def test_scores_are_what_plain_decoding_takes_the_largest_of(llm: LLM, temperatu
     answer = plain(llm, asked)
     for i, token in enumerate(answer.token_ids):
         text = asked.prompt + answer.token_ids[:i]
-        scores = scores_after(llm, row_of(llm, text, 3, asked.params), last_logits(llm, [text]).float())
+        scores = scores_after(llm, text, 3, asked.params, last_logits(llm, [text]).float())
         assert scores.argmax() == token
 
 
@@ -60,7 +60,7 @@ def test_place_logits_and_gap(llm: LLM, temperature: float) -> None:
     answer = plain(llm, asked)
     text = asked.prompt + answer.token_ids[:7]
     logits = last_logits(llm, [text]).float()
-    scores = scores_after(llm, row_of(llm, text, 3, asked.params), logits)
+    scores = scores_after(llm, text, 3, asked.params, logits)
     second = int(scores.topk(2).indices[1])
     logprob = float(logits[0].log_softmax(0)[second])
     other = changed(answer, 7, second, logprob)
@@ -101,9 +101,9 @@ def test_log_probabilities_alone(llm: LLM) -> None:
     assert found(llm, asked, answer, answer) is None
     off = replace(answer.logprobs[3], logprob=answer.logprobs[3].logprob + 0.25)
     other = replace(answer, logprobs=(*answer.logprobs[:3], off, *answer.logprobs[4:]))
-    assert compare(answer, other).drift == pytest.approx(0.25)
     difference = found(llm, asked, answer, other)
     assert difference is not None
+    assert difference.drift == pytest.approx(0.25)
     assert (difference.position, difference.drift_from) == (3, 3)
     assert difference.plain == difference.drafted
     assert not difference.explained

@@ -7,8 +7,7 @@ import pytest
 from tiny import tiny_llm
 
 from forerun.config import Speculation
-from forerun.prove.estimate import ProofPace, spoken
-from forerun.prove.workload import ProofWorkload
+from forerun.prove.workload import ProofPace, ProofWorkload, spoken
 from kit.unchecked import unchecked
 
 

@@ -14,7 +14,7 @@ from forerun.bench.figures import CellFigures, GroupFigures, Mismatch
 from forerun.bench.plan import CHOSEN
 from forerun.config import AUTO
 from forerun.device import CPU, Placement
-from forerun.prove.report import jsonable
+from forerun.prove.proof import jsonable
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,10 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
 
         from forerun.llm import LLM
         from forerun.progress import LoadingBar
-        from forerun.prove.estimate import ProofPace, spoken
         from forerun.prove.prompts import check_lengths, read_prompts
-        from forerun.prove.proof import largest_shape
         from forerun.prove.proof import prove as run
         from forerun.prove.show import proof_card
-        from forerun.prove.workload import ProofWorkload
+        from forerun.prove.workload import ProofPace, ProofWorkload, spoken
         from forerun.request import Request
     workload = ProofWorkload(
         num_prompts=options.num_prompts,
@@ -90,7 +88,7 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
         llm = LLM(
             options.loading.spec(options.model),
             options.draft,
-            speculation=largest_shape(workload),
+            speculation=workload.largest_shape,
             max_model_len=options.max_model_len,
             max_num_seqs=2 * max(workload.batches),
             threads=options.loading.threads,

@@ -12,7 +12,7 @@ from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.output import CompletionOutput
 from forerun.prove.cells import TokenIds
-from forerun.prove.plain import last_logits, row_of, scores_after
+from forerun.prove.plain import last_logits, scores_after
 from forerun.sampling.params import SamplingParams
 
 
@@ -58,25 +58,6 @@ class Divergence:
     explained: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Clash:
-    """How two answers compare: where their tokens part, None nowhere, and how log-probabilities drift before."""
-
-    position: int | None
-    drift: float
-    drift_from: int | None
-
-
-def compare(plain: CompletionOutput, drafted: CompletionOutput) -> Clash:
-    """The first tokens that differ, and the log-probabilities of those before."""
-    pairs = enumerate(zip_longest(plain.token_ids, drafted.token_ids))
-    position = next((i for i, (one, other) in pairs if one != other), None)
-    both = zip(plain.logprobs[:position], drafted.logprobs[:position], strict=True)
-    drifts = [abs(one.logprob - other.logprob) for one, other in both]
-    drift_from = next((i for i, drift in enumerate(drifts) if drift != 0), None)
-    return Clash(position, max(drifts, default=0.0), drift_from)
-
-
 def find_difference(
     llm: LLM,
     request: ProofRequest,
@@ -87,21 +68,24 @@ def find_difference(
     tolerance: float,
 ) -> Divergence | None:
     """What differs, looked into; None where nothing does. Logits closer than `tolerance` count as equal."""
-    clash = compare(plain, drafted)
-    steady = clash.drift <= 2 * tolerance  # a log-probability is a logit less the logarithm of a sum of logits
-    position = clash.drift_from if clash.position is None else clash.position
-    if position is None or (clash.position is None and steady):
+    pairs = enumerate(zip_longest(plain.token_ids, drafted.token_ids))
+    parting = next((i for i, (one, other) in pairs if one != other), None)
+    both = zip(plain.logprobs[:parting], drafted.logprobs[:parting], strict=True)
+    drifts = [abs(one.logprob - other.logprob) for one, other in both]
+    drift, drift_from = max(drifts, default=0.0), next((i for i, drift in enumerate(drifts) if drift), None)
+    steady = drift <= 2 * tolerance  # a log-probability is a logit less the logarithm of a sum of logits
+    position = drift_from if parting is None else parting
+    if position is None or (parting is None and steady):
         return None
     text = request.prompt + plain.token_ids[:position]
     logits = last_logits(llm, [text]).float()
     ours, theirs = (answer.token_ids[position : position + 1] for answer in (plain, drafted))
-    drift_from = clash.drift_from
     if drift_from is None and theirs:  # all agrees before: does it where the choice was made?
-        told = drafted.logprobs[position].logprob
-        drift_from = position if abs(told - float(logits[0].log_softmax(0)[theirs[0]])) > 2 * tolerance else None
+        off = drafted.logprobs[position].logprob - float(logits[0].log_softmax(0)[theirs[0]])
+        drift_from = position if abs(off) > 2 * tolerance else None
     gap = None
     if ours and theirs:
-        scores = scores_after(llm, row_of(llm, text, len(request.prompt), request.params), logits)
+        scores = scores_after(llm, text, len(request.prompt), request.params, logits)
         scale = 1.0 if request.params.greedy else request.params.temperature
         gap = scale * float(scores[ours[0]] - scores[theirs[0]])
     return Divergence(
@@ -114,7 +98,7 @@ def find_difference(
         plain=choice(llm, ours, logits[0].tolist()),
         drafted=choice(llm, theirs, logits[0].tolist()),
         gap=gap if gap is not None and gap < float("inf") else None,
-        drift=clash.drift,
+        drift=drift,
         drift_from=drift_from,
         explained=steady and gap is not None and gap <= tolerance,
     )

@@ -6,8 +6,8 @@ request at a time. `difference.py` compares the answers and says what a differen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from forerun.annotations import ProgressCallback
@@ -53,36 +53,38 @@ class Equality:
         return all(difference.explained for difference in self.differences)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedRun:
-    """One drafted run beside its plain one, answer by answer."""
-
-    requests: Sequence[ProofRequest]
-    batch: int
-    shape: Speculation
-    plain: Sequence[CompletionOutput]
-    drafted: Sequence[CompletionOutput]
-
-
 def prove_equality(
     llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
 ) -> Equality:
-    """Run everything plain and drafted, and compare."""
+    """Run every temperature plain, and drafted with every batch size and shape, and compare the answers."""
     exact = llm.engine.runner.device.type == "cpu"
     before = llm.stats.num_drafted, llm.stats.num_accepted
+    drafted_runs = list(product(workload.batches, workload.shapes))
+    step, num_steps = 0, len(workload.temperatures) * (1 + len(drafted_runs))
     noise: float | None = None
-    num_runs = num_tokens = 0
-    differences: list[Divergence] = []
-    for run in runs(llm, prompts, workload, progress):
+    num_tokens, differences = 0, list[Divergence]()
+
+    def report(_what: str, done: float) -> None:
+        progress("equality", (step + done) / num_steps)
+
+    for temperature in workload.temperatures:
+        common = SamplingParams(temperature=temperature, max_tokens=workload.max_tokens, logprobs=0)
+        requests = [
+            ProofRequest(i, prompt, replace(common, seed=workload.seed + i)) for i, prompt in enumerate(prompts)
+        ]
+        plain = answers(llm, requests, 1, PLAIN, report)
+        step += 1
         if noise is None:
-            texts = [request.prompt + one.token_ids for request, one in zip(run.requests, run.plain, strict=True)]
+            texts = [request.prompt + one.token_ids for request, one in zip(requests, plain, strict=True)]
             noise = rounding_noise(llm, [text[:NOISE_TOKENS] for text in texts[:NOISE_TEXTS]])
-        num_runs += 1
-        num_tokens += sum(len(answer.token_ids) for answer in run.drafted)
         tolerance = 0.0 if exact else 2 * noise
-        for request, plain, drafted in zip(run.requests, run.plain, run.drafted, strict=True):
-            found = find_difference(llm, request, run.batch, run.shape, plain, drafted, tolerance)
-            differences += [found] if found else []
+        for batch, shape in drafted_runs:
+            drafted = answers(llm, requests, batch, shape, report)
+            step += 1
+            num_tokens += sum(len(answer.token_ids) for answer in drafted)
+            for request, one, other in zip(requests, plain, drafted, strict=True):
+                difference = find_difference(llm, request, batch, shape, one, other, tolerance)
+                differences += [difference] if difference else []
     num_drafted = llm.stats.num_drafted - before[0]
     if num_drafted == 0:
         raise InvalidRequest(
@@ -91,7 +93,7 @@ def prove_equality(
             " or another drafter",
         )
     return Equality(
-        num_runs=num_runs,
+        num_runs=len(workload.temperatures) * len(drafted_runs),
         num_requests=len(prompts),
         num_tokens=num_tokens,
         num_drafted=num_drafted,
@@ -99,33 +101,6 @@ def prove_equality(
         exact_backend=exact,
         rounding_noise=noise or 0.0,
         differences=tuple(differences),
-    )
-
-
-def runs(
-    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
-) -> Iterator[DraftedRun]:
-    """Every temperature, batch size and shape, drafted, beside the plain run of that temperature."""
-    ways = list(product(workload.batches, workload.shapes))
-    step, num_steps = 0, len(workload.temperatures) * (1 + len(ways))
-
-    def report(_what: str, done: float) -> None:
-        progress("equality", (step + done) / num_steps)
-
-    for temperature in workload.temperatures:
-        requests = [ProofRequest(i, prompt, params(workload, temperature, i)) for i, prompt in enumerate(prompts)]
-        plain = answers(llm, requests, 1, PLAIN, report)
-        step += 1
-        for batch, shape in ways:
-            drafted = answers(llm, requests, batch, shape, report)
-            step += 1
-            yield DraftedRun(requests, batch, shape, plain, drafted)
-
-
-def params(workload: ProofWorkload, temperature: float, number: int) -> SamplingParams:
-    """The parameters of one request."""
-    return SamplingParams(
-        temperature=temperature, seed=workload.seed + number, max_tokens=workload.max_tokens, logprobs=0
     )
 
 

@@ -45,29 +45,27 @@ def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]
     return groups
 
 
-def row_of(llm: LLM, text: TokenIds, num_prompt: int, params: SamplingParams, sample: int = 0) -> RowSampling:
-    """A text as a round's draws see it; `params` has a seed."""
-    return RowSampling(0, params, params.resolve_seed(), sample, text, num_prompt, llm.requests.eos_ids)
-
-
 def law_after(
     llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: SamplingParams
 ) -> Float[Tensor, "texts vocab"]:
     """The exact law of the token after each text, all transforms applied, in float64."""
     logits = last_logits(llm, texts).double()
-    draws = draws_of(llm, [row_of(llm, text, num_prompt, params) for text in texts])
+    draws = draws_after(llm, texts, num_prompt, params)
     return draws.law(logits, draws.roots()).exp()
 
 
-def scores_after(llm: LLM, row: RowSampling, logits: Float[Tensor, "1 vocab"]) -> Float[Tensor, " vocab"]:
+def scores_after(
+    llm: LLM, text: TokenIds, num_prompt: int, params: SamplingParams, logits: Float[Tensor, "1 vocab"]
+) -> Float[Tensor, " vocab"]:
     """What plain decoding takes the largest of after a text: its law's logits, and its noise unless it is greedy."""
-    draws = draws_of(llm, [row])
+    draws = draws_after(llm, [text], num_prompt, params)
     return draws.scores(logits, draws.roots())[0]
 
 
-def draws_of(llm: LLM, rows: Sequence[RowSampling]) -> Draws:
-    """The sampling of these texts."""
-    runner = llm.engine.runner
+def draws_after(llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: SamplingParams) -> Draws:
+    """The sampling of the token after each text, as in a round; `params` has a seed."""
+    runner, seed, eos_ids = llm.engine.runner, params.resolve_seed(), llm.requests.eos_ids
+    rows = [RowSampling(0, params, seed, 0, text, num_prompt, eos_ids) for text in texts]
     return Draws(rows, runner.vocab_size, num_ids=llm.requests.num_ids, device=runner.device)
 
 

@@ -1,22 +1,120 @@
-"""prove: runs a workload on a loaded model and reports the result.
+"""The proof: it runs a workload on a loaded model, and reports what was proven, what was not, and on which machine.
 
-This file decides the order of the parts. The caller loads the model and its drafter once; speculation is switched on
-and off per request.
+The caller loads the model and its drafter once; speculation is switched on and off per request. This file decides the
+order of the parts, the sentences, and the form as JSON. A report holds no times and nothing else that differs from run
+to run, so the same seed gives the same report.
 """
 
 from __future__ import annotations
 
+import math
+import platform
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
+
+from forerun import __version__
 from forerun.annotations import ProgressCallback
-from forerun.config import Speculation
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.prove.equality import prove_equality
-from forerun.prove.law import prove_laws
-from forerun.prove.report import Environment, ProofReport
+from forerun.prove.chi_square import LEVEL
+from forerun.prove.equality import Equality, prove_equality
+from forerun.prove.law import LawResult, prove_laws
 from forerun.prove.workload import ProofWorkload
 from forerun.request import Prompt, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the proof is bound to. Equal fingerprints give equal tokens."""
+
+    model: str
+    draft: str
+    fingerprint: str
+    dtype: str
+    device: str
+    kernels: str
+    forerun: str
+    torch: str
+    python: str
+
+    @classmethod
+    def of(cls, llm: LLM) -> Environment:
+        """Where this model runs."""
+        return cls(
+            model=llm.name,
+            draft=llm.draft_name,
+            fingerprint=llm.fingerprint,
+            dtype=llm.format,
+            device=llm.engine.runner.device.type,
+            kernels=llm.kernels,
+            forerun=__version__,
+            torch=torch.__version__,
+            python=platform.python_version(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """The whole proof. `holds` only if every part of it does."""
+
+    place: Environment
+    workload: ProofWorkload
+    equality: Equality
+    laws: tuple[LawResult, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against any of the promises."""
+        return self.equality.same_tokens and self.equality.same_logits and all(law.holds for law in self.laws)
+
+    @property
+    def proven(self) -> list[str]:
+        """What this run shows, in sentences."""
+        said, e = [], self.equality
+        if e.same_tokens:
+            same = "the same tokens and log-probabilities" if not e.differences else "the same tokens up to rounding"
+            said.append(f"coupled verification gave {same} as plain decoding, for the requests that were run")
+        if e.same_logits and e.exact_backend:
+            said.append("the target's logits did not depend on how a text is cut and batched, on two of the texts")
+        for rule in dict.fromkeys(law.verification for law in self.laws):
+            own = [law for law in self.laws if law.verification == rule]
+            if all(law.holds and law.num_drafted for law in own):
+                least = max(law.smallest_bias for law in own)
+                said.append(
+                    f"{rule} verification emitted the target's law: chances that are off by {least:.0%} or more would"
+                    " have shown in 95 of 100 runs"
+                )
+        return said
+
+    @property
+    def not_proven(self) -> list[str]:
+        """What it leaves open, in sentences."""
+        left = [
+            "other prompts, lengths, sampling parameters, batch sizes and draft shapes: more of them with --thorough",
+            "other machines, versions, weights and number formats: the fingerprint says which these were",
+            "token and block verification beyond the first tokens of a text: a smaller bias needs more texts",
+        ]
+        idle = dict.fromkeys(law.verification for law in self.laws if not law.num_drafted)
+        return left + [f"the law of {rule} verification: nothing was guessed in one of its tests" for rule in idle]
+
+    def as_object(self) -> dict[str, Any]:
+        """The report as JSON has it: finite numbers, lists and names only."""
+        found: dict[str, Any] = jsonable(
+            {
+                "holds": self.holds,
+                "level": LEVEL,
+                **asdict(self),
+                "proven": self.proven,
+                "not_proven": self.not_proven,
+            }
+        )
+        found["equality"] |= {"same_tokens": self.equality.same_tokens, "same_logits": self.equality.same_logits}
+        for entry, law in zip(found["laws"], self.laws, strict=True):
+            entry["holds"] = law.holds
+        return found
 
 
 def prove(
@@ -41,6 +139,10 @@ def prove(
     return ProofReport(Environment.of(llm), workload, equality, laws)
 
 
-def largest_shape(workload: ProofWorkload) -> Speculation:
-    """The shape to plan an LLM's memory for."""
-    return max(workload.shapes, key=lambda shape: shape.depth * shape.width)
+def jsonable(value: Any) -> Any:
+    """Tuples as lists, and null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: jsonable(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,7 @@ from forerun.figure_table import fact_table
 from forerun.prove.difference import ChosenToken, Divergence
 from forerun.prove.equality import Equality
 from forerun.prove.law import LawResult
-from forerun.prove.report import Environment, ProofReport
+from forerun.prove.proof import Environment, ProofReport
 from forerun.prove.workload import shape_name
 
 MOST_SHOWN = 3

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.table import Table
@@ -64,33 +62,10 @@ SVG_FORMAT = """\
 """
 
 
-@dataclass(frozen=True, slots=True)
-class TableLine:
-    """A line of a round's table: a guess, or the token behind the guesses."""
-
-    branch: str
-    name: str
-    style: Style
-    q: str
-    p: float
-    mark: str
-    reason: str
-
-    @property
-    def width(self) -> int:
-        """Columns of its first cell."""
-        return cell_len(INDENT + self.branch + self.name)
-
-    def cells(self) -> list[Text]:
-        """The line as its table's cells."""
-        first = Text.assemble(INDENT, (self.branch, DIM), (self.name, self.style))
-        return [first, Text(self.q), Text(f"{self.p:.3f}"), Text.assemble((self.mark, self.style), " " + self.reason)]
-
-
 def picture(trace: Trace, styles: Styles) -> RenderableType:
     """The whole trace: how to read it, the rounds, and what they came to."""
     tables = [list(lines_of(round_, styles)) for round_ in trace.rounds]
-    width = min(MOST_TOKEN, max([LEAST_TOKEN, *(line.width for lines in tables for line in lines)]))
+    width = min(MOST_TOKEN, max([LEAST_TOKEN, *(line[0].cell_len for lines in tables for line in lines)]))
     before = trace.prompt
     parts: list[RenderableType] = [*legend(trace)]
     for round_, lines in zip(trace.rounds, tables, strict=True):
@@ -118,16 +93,18 @@ def legend(trace: Trace) -> Iterator[Text]:
         yield Text(SHARED_NOISE)
 
 
-def lines_of(round_: TracedRound, styles: Styles) -> Iterator[TableLine]:
-    """The round's guesses, each below the one it follows, then the token behind them."""
+def lines_of(round_: TracedRound, styles: Styles) -> Iterator[list[Text]]:
+    """The cells of the round's guesses, each below the one it follows, then those of the token behind them."""
     look = {"accepted": styles[Origin.DRAFTED], "rejected": WRONG, "not judged": DIM}
     for branch, guess in laid_out(round_):
         q = "-" if guess.q is None else f"{guess.q:.3f}"
-        mark, style = MARKS[guess.verdict], look[guess.verdict]
-        yield TableLine(branch, quote(guess.text), style, q, guess.p, mark, guess.reason)
+        first = Text.assemble(INDENT, (branch, DIM), (quote(guess.text), look[guess.verdict]))
+        verdict = Text.assemble((MARKS[guess.verdict], look[guess.verdict]), " " + guess.reason)
+        yield [first, Text(q), Text(f"{guess.p:.3f}"), verdict]
     for token in round_.emitted:
         if token.origin is not Origin.DRAFTED:
-            yield TableLine("", quote(token.text), styles[token.origin], "", token.p, "+", ORIGINS[token.origin])
+            first, style = Text.assemble(INDENT, (quote(token.text), styles[token.origin])), styles[token.origin]
+            yield [first, Text(), Text(f"{token.p:.3f}"), Text.assemble(("+", style), " " + ORIGINS[token.origin])]
 
 
 def laid_out(round_: TracedRound, node: int = 0, indent: str = "") -> Iterator[tuple[str, Guess]]:
@@ -140,7 +117,7 @@ def laid_out(round_: TracedRound, node: int = 0, indent: str = "") -> Iterator[t
         yield from laid_out(round_, guess.node, indent + below)
 
 
-def as_table(round_: TracedRound, lines: Sequence[TableLine], width: int) -> Table:
+def as_table(round_: TracedRound, lines: Sequence[list[Text]], width: int) -> Table:
     """The lines in columns, the first of this width in every round, below what the round did."""
     done = f"{len(round_.guesses)} guessed, {round_.num_accepted} accepted" if round_.guesses else ""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=Style())
@@ -149,7 +126,7 @@ def as_table(round_: TracedRound, lines: Sequence[TableLine], width: int) -> Tab
     table.add_column(Text("p", DIM), justify="right", width=5, no_wrap=True)
     table.add_column("reads the prompt" if round_.num_prompt_tokens else done, overflow="fold")
     for line in lines:
-        table.add_row(*line.cells())
+        table.add_row(*line)
     return table
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.prove.report import jsonable
+from forerun.prove.proof import jsonable
 from forerun.traffic.client import ServedModel
 from forerun.traffic.figures import OtherAnswer, ServiceLevel, TrafficFigures, capacity
 from forerun.traffic.plan import SpeculationMode, TrafficPlan

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.config import AUTO
-from forerun.prove.report import jsonable
+from forerun.prove.proof import jsonable
 from forerun.tune.settings import TuneSettings
 from forerun.tune.study import Studied, TuneCell
 from forerun.tune.translate import Translation, translations
