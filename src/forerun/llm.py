@@ -28,7 +28,7 @@ from forerun.config import (
     require_whole,
 )
 from forerun.control.controller import Controller
-from forerun.control.forecast import Forecast, forecasts, told
+from forerun.control.forecast import Forecast, forecast_line, forecasts
 from forerun.device import Placement
 from forerun.draft.auto import settled_draft
 from forerun.draft.base import MERGED, Drafter
@@ -159,7 +159,7 @@ class LLM:
         """Let the controller begin with what rounds of these models take on this machine, and forecast the gain."""
         key, params = f"{models} {engine.options} {Machine.here()}", self.generation_defaults.params()
         engine.controller = own = calibrate(engine, self.requests, params, key, report)
-        self.forecasts = forecasts(own.costs, own.arms, engine.options.max_num_seqs)
+        self.forecasts = forecasts(own.costs, own.records, engine.options.max_num_seqs)
 
     def _log_start(self) -> None:
         """Tell the log what was started: the plan for who wants to know, and what is not as it was asked for."""
@@ -168,7 +168,7 @@ class LLM:
             logger.info("%s", line)
         if self.forecasts:
             level = logging.INFO if any(each.depth for each in self.forecasts) else logging.WARNING
-            logger.log(level, "%s", told(self.forecasts))
+            logger.log(level, "%s", forecast_line(self.forecasts))
         if self.generation_defaults.given:
             given = described(self.generation_defaults.given, "=")
             logger.info("defaults of requests: %s, from the model's generation_config.json", given)

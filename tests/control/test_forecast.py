@@ -7,8 +7,7 @@ import pytest
 
 from control.worlds import World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.control.advice import FEW, PLANS, TEXTS, WINDOW, Advice
-from forerun.control.forecast import PAYS, Forecast, forecast, told
+from forerun.control.forecast import FEW, PAYS, PLANS, TEXTS, WINDOW, Advice, Forecast, forecast, forecast_line
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
@@ -33,13 +32,13 @@ def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
     for seed in range(5):
         controller = calibrated(world, batch)
         list(rounds(controller, world, 200, batch, seed=seed))
-        seen.append(forecast(controller.costs, controller.arms, batch))
+        seen.append(forecast(controller.costs, controller.records, batch))
     found = sorted((each for each in seen if each is not None), key=lambda each: each.gain)[2]
     plain = world.speed([Budget(0)] * batch)
     best = max(
-        world.speed([Budget(depth, 1, depth, arm)] * batch) / plain
+        world.speed([Budget(depth, 1, depth, drafter)] * batch) / plain
         for depth in range(1, 17)
-        for arm in range(len(world.chances) + world.is_mix)
+        for drafter in range(len(world.chances) + world.is_mix)
     )
     assert found.gain == pytest.approx(best, rel=0.1)
     assert (found.depth > 0) == (found.gain >= PAYS)
@@ -47,16 +46,16 @@ def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
 
 def test_nothing_is_forecast_without_measurements() -> None:
     controller = MeasuredDepth()
-    assert forecast(controller.costs, controller.arms, 1) is None
+    assert forecast(controller.costs, controller.records, 1) is None
     assert controller.plain_s(1) is None
 
 
 def test_an_arm_that_seldom_has_anything_to_say_gains_seldom() -> None:
     world = World([0.9], [0.0])
     controller = calibrated(world, 1)
-    full = forecast(controller.costs, controller.arms, 1)
-    controller.arms.arms[0].covered = 0.1
-    seldom = forecast(controller.costs, controller.arms, 1)
+    full = forecast(controller.costs, controller.records, 1)
+    controller.records.all[0].covered = 0.1
+    seldom = forecast(controller.costs, controller.records, 1)
     assert full is not None
     assert seldom is not None
     assert seldom.gain - 1 == pytest.approx(0.1 * (full.gain - 1), rel=0.05)
@@ -67,12 +66,12 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
     """The same good guesses that pay where a pass costs the same for any few tokens do not where each reads experts."""
     dense = World([0.6], [0.002])
     sparse = World([0.6], [0.002], lambda num_tokens: 0.4 * expected_distinct(count, active, num_tokens) / count)
-    pays, does_not = (forecast(each.costs, each.arms, 1) for each in (calibrated(dense, 1), calibrated(sparse, 1)))
+    pays, does_not = (forecast(each.costs, each.records, 1) for each in (calibrated(dense, 1), calibrated(sparse, 1)))
     assert pays is not None
     assert pays.depth > 1
     assert does_not is not None
     assert does_not.depth == 0
-    assert told([does_not]).startswith("drafting is not expected to pay: ×")
+    assert forecast_line([does_not]).startswith("drafting is not expected to pay: ×")
     played = list(rounds(calibrated(sparse, 1), sparse, 200, 1))
     assert share_of_best(sparse, played) > 0.95
     assert sum(any(budget.depth for budget in budgets) for budgets in played) < 20
@@ -81,10 +80,13 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
 def test_it_is_told_in_a_line() -> None:
     pays, plain = Forecast(1, "", 5, 1.912), Forecast(32, "", 0, 0.8)
     assert (
-        told([pays, plain])
+        forecast_line([pays, plain])
         == "expected on texts like the samples: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
     )
-    assert told([Forecast(1, "b", 0, 0.97), plain]) == "drafting is not expected to pay: ×0.97 at best, at batch 1"
+    assert (
+        forecast_line([Forecast(1, "b", 0, 0.97), plain])
+        == "drafting is not expected to pay: ×0.97 at best, at batch 1"
+    )
 
 
 def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixture) -> None:

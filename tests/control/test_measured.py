@@ -11,11 +11,11 @@ from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, s
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.control.arms import BEHIND, LONGEST, RETRY, TRIES, Arm, Arms, RetryTimer
 from forerun.control.choices import Drafts
 from forerun.control.controller import Load, slots_of
-from forerun.control.measured import ALWAYS_READING, HOLD, LONGER, OTHER_DEPTH, MeasuredDepth
+from forerun.control.measured import ALWAYS_READING, HOLD, LONGER, NOTHING, OTHER_DEPTH, MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCosts
+from forerun.control.records import BEHIND, LONGEST, RETRY, TRIES, Assignment, DrafterRecord, DrafterRecords, RetryTimer
 from forerun.draft.base import MERGED, Budget, Outlook
 
 
@@ -24,17 +24,24 @@ def used() -> RetryTimer:
     return RetryTimer(num_rounds=TRIES)
 
 
+def known(names: Sequence[str]) -> DrafterRecords:
+    """Drafters that need no trial."""
+    return DrafterRecords([DrafterRecord(retry=used()) for _ in names], list(names))
+
+
 def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = None) -> MeasuredDepth:
-    """All arms known, at so much for a level; passes cost the same for any number of tokens."""
+    """All drafters known, at so much for a level; passes cost the same for any number of tokens."""
     names = [*NAMES[: len(level_s)], MERGED] if len(level_s) > 1 else [""]
-    controller = MeasuredDepth(arms=Arms([Arm(retry=used()) for _ in names], names), plain=used())
+    controller = MeasuredDepth(
+        records=DrafterRecords([DrafterRecord(retry=used()) for _ in names], names), plain=used()
+    )
     controller.costs.record(Kind.of(1, 0), 4, pass_s)
     if merging_s is not None:
         controller.costs.record(Kind.of(1, 0, merged=True), 4, merging_s)
-    for arm, each_s in enumerate(level_s):
+    for number, each_s in enumerate(level_s):
         for rows in (1, 2, 4):
             for depth in (1, 8):
-                controller.arms.arms[arm].time(depth, [0] * rows, depth * each_s)
+                controller.records.all[number].time(depth, [0] * rows, depth * each_s)
     return controller
 
 
@@ -55,7 +62,7 @@ def budgets(controller: MeasuredDepth, wishes: Sequence[Speculation], outlook: O
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(60))
 def test_no_other_choice_gives_more_per_second(seed: int) -> None:
-    """By brute force over all arms and depths of every row, drafting nothing included; chances differ by row."""
+    """By brute force over all drafters and depths of every row, drafting nothing included; chances differ by row."""
     rng = random.Random(seed)
     num, batch, most = rng.randint(1, 3), rng.randint(1, 2), 3
     expected = [[rng.choice([0.2, 1.0, 3.0, 6.0]) for _ in range(batch)] for _ in range(num)]
@@ -64,14 +71,16 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     for num_tokens in range(1, 20):
         controller.costs.record(Kind.of(1, 0), num_tokens, 0.1 + (most_s - 0.1) * (num_tokens - 1) / 8)
     if num > 1:
-        controller.arms.arms[-1].accepted = rng.choice([0.0, 30.0])
+        controller.records.all[-1].accepted = rng.choice([0.0, 30.0])
     outlook, wish = outlook_of([[most] * batch] * num, expected), Speculation(most, auto=True)
     found = budgets(controller, [wish] * batch, outlook)
-    ways = [controller.arms.ways(row, row, wish, AMPLE, outlook) for row in range(batch)]
-    options = [[None, *itertools.product(own.values(), range(1, most + 1))] for own in ways]
+    rows = [controller.records.options(row, row, wish, AMPLE, outlook) for row in range(batch)]
+    pairs = [itertools.product(options.values(), range(1, most + 1)) for options in rows]
     value = controller.tokens_per_s
-    taken = [(own[b.drafter], b.depth) if b.depth else None for own, b in zip(ways, found, strict=True)]
-    best = max(value(choice) for choice in itertools.product(*options))
+    taken = [
+        Assignment(options[b.drafter], b.depth) if b.depth else None for options, b in zip(rows, found, strict=True)
+    ]
+    best = max(map(value, itertools.product(*([None, *itertools.starmap(Assignment, each)] for each in pairs))))
     assert value(taken) >= 0.96 * best  # guess by guess is not always the best of all at once
 
 
@@ -123,21 +132,8 @@ def test_passes_larger_than_any_seen_take_what_tokens_of_prompts_take_at_least(t
             costs.record(kind, num_tokens, 0.06 + 0.002 * (num_tokens - 8))
         costs.record_reading(kind, 8, 8 + 500, 0.06 + token_s * 500)
     for num_tokens in (1, 8, 8.5, 9, 12):
-        assert costs.alone(kind).expect_between(num_tokens) == costs.of(kind).expect_between(num_tokens)
-    assert costs.alone(kind).expect(40) == pytest.approx(0.068 + max(token_s, 0.002) * 28, rel=0.02)
-
-
-def test_rows_are_not_drafted_deep_where_that_is_cheap_by_small_passes_alone() -> None:
-    """Passes are limited by arithmetic from 12 tokens on, and none so large was seen: a trial of one row went well."""
-    controller = MeasuredDepth(arms=Arms([Arm(retry=used())], [""]), plain=used())
-    for _ in range(20):
-        for num_tokens in (8, 9, 12):
-            controller.costs.record(Kind.of(8, 0), num_tokens, 0.06 + 0.001 * (num_tokens - 8))
-        controller.costs.record_reading(Kind.of(8, 0), 8, 8 + 500, 0.06 + 0.008 * 500)
-    controller.arms.arms[0].time(4, [0] * 8, 0.01)
-    controller.arms.arms[0].acceptance.count([(4, 4)] * 6)
-    found = budgets(controller, [AUTO_WISH] * 8, outlook_of([[16] * 8], [[None] * 8]))
-    assert 8 + sum(budget.nodes for budget in found) <= 16
+        assert costs.of_rows(kind).expect(num_tokens) == costs.of(kind).expect(num_tokens)
+    assert costs.of_rows(kind).expect(40) == pytest.approx(0.068 + max(token_s, 0.002) * 28, rel=0.02)
 
 
 def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> None:
@@ -145,14 +141,14 @@ def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> Non
     controller = calibrated(world, 2)
     tried = []
     for _ in range(ALWAYS_READING + 1):
-        controller.plain, controller.arms.arms[0].retry = RetryTimer(), RetryTimer()  # both are due
+        controller.plain, controller.records.all[0].retry = RetryTimer(), RetryTimer()  # both are due
         budgets = planned(controller, world, 2, 64)
         tried.append(controller.tried)
         rows = [RowOutcome(row, budget.depth, 0, 0, 1) for row, budget in enumerate(budgets)]
         controller.record(Outcome(rows, 64, 0.01, 0.2))
     assert tried == [None] * ALWAYS_READING + [0]
     planned(controller, world, 2, 0)
-    assert controller.tried == -1
+    assert controller.tried == NOTHING
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -164,8 +160,8 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     world = World([0.0], [0.002], lambda num_tokens: max(0.1, token_s * num_tokens), noise=0.0)
     controller = calibrated(world, batch)
     list(rounds(controller, world, 40, batch))
-    controller.arms.arms[0].reading_s = reading_s
-    controller.arms.arms[0].retry, controller.plain, controller.held = RetryTimer(), used(), HOLD
+    controller.records.all[0].reading_s = reading_s
+    controller.records.all[0].retry, controller.plain, controller.held = RetryTimer(), used(), HOLD
     unread = [15 * (batch - row) for row in range(batch)]
     outlook = Outlook(unread, [AMPLE] * batch, [None] * batch)
     found = budgets(controller, [AUTO_WISH] * batch, outlook)
@@ -185,7 +181,7 @@ def test_another_depth_is_tried_by_rows_that_are_drafted_already_in_a_round_litt
     world, batch = World([0.8], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=0.0), 8
     controller, wish = calibrated(world, batch), Speculation(8, auto=True)
     list(rounds(controller, world, 60, batch))
-    controller.other_depth, controller.plain, controller.arms.arms[0].retry = RetryTimer(), used(), used()
+    controller.other_depth, controller.plain, controller.records.all[0].retry = RetryTimer(), used(), used()
 
     def found(unread: int) -> Sequence[Budget]:
         controller.held, controller.deeper = HOLD, False
@@ -237,7 +233,7 @@ def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -
         for _ in range(20):
             controller.costs.record(Kind.of(1, 0), num_tokens, pass_s)
     for _ in range(40):
-        controller.arms.arms[0].acceptance.count([(4, 0)])
+        controller.records.all[0].acceptance.count([(4, 0)])
     (budget,) = budgets(controller, [AUTO_WISH], Outlook([0], [AMPLE], [None]))
     assert budget.depth == 0
 
@@ -245,27 +241,27 @@ def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -
 def test_gains_are_what_is_expected_and_what_came_of_that() -> None:
     """A member's own expectation by how much of it came true; without one, acceptance by depth."""
     controller = priced(0.1, [0.01, 0.01])
-    knowing, silent = controller.arms.arms[:2]
+    knowing, silent = controller.records.all[:2]
     knowing.promised, knowing.accepted = 40.0, 18.0
     silent.acceptance.count([(1, 0)] * 300 + [(4, 4)] * 100)
-    ways = controller.arms.ways(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[6.0], [None]]))
-    assert ways[0].survival == pytest.approx([22 / 44 * chance for chance in ways[0].promised])
-    assert sum((ways[0].promised[0]) ** j for j in range(1, 9)) == pytest.approx(6.0, rel=0.02)
-    assert ways[1].survival == pytest.approx([0.25] * 3, rel=0.05)
-    assert ways[2].gain == pytest.approx(ways[0].gain)
-    assert ways[2].budget == Budget(3, 2, 3, 2)
+    options = controller.records.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[6.0], [None]]))
+    assert options[0].survival == pytest.approx([22 / 44 * chance for chance in options[0].promised])
+    assert sum((options[0].promised[0]) ** j for j in range(1, 9)) == pytest.approx(6.0, rel=0.02)
+    assert options[1].survival == pytest.approx([0.25] * 3, rel=0.05)
+    assert options[2].gain == pytest.approx(options[0].gain)
+    assert options[2].budget == Budget(3, 2, 3, 2)
 
 
 def test_a_sequences_own_past_counts_for_it() -> None:
-    arm = Arm()
+    record = DrafterRecord()
     rows = [(RowOutcome(seq_id, 4, 4 if seq_id else 1, 4 if seq_id else 0, 1), None) for seq_id in (0, 1, 2, 3)]
     for _ in range(50):
-        arm.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
+        record.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
         for row, _ in rows:
-            arm.by_row.setdefault(row.seq_id, type(arm.acceptance)()).count([(row.offered, row.accepted)])
-    assert arm.promises(None, 0, 4)[0] < 0.4
-    assert arm.promises(None, 1, 4)[0] > 0.85
-    assert 0.6 < arm.promises(None, 99, 4)[0] < 0.9
+            record.by_row.setdefault(row.seq_id, type(record.acceptance)()).count([(row.offered, row.accepted)])
+    assert record.promises(None, 0, 4)[0] < 0.4
+    assert record.promises(None, 1, 4)[0] > 0.85
+    assert 0.6 < record.promises(None, 99, 4)[0] < 0.9
 
 
 def test_a_request_that_names_an_arm_is_held_to_it() -> None:
@@ -288,7 +284,7 @@ def test_a_fixed_depth_is_the_depth_even_where_it_does_not_pay() -> None:
 
 def test_what_is_unread_is_paid_for_in_part() -> None:
     controller = priced(0.1, [0.01, 0.005])
-    controller.arms.arms[1].reading_s = 0.01
+    controller.records.all[1].reading_s = 0.01
     for unread, taken in ((0, 1), (400, 0)):
         outlook = outlook_of([[4], [4]], [[2.0], [2.0]], unread)
         assert budgets(controller, [Speculation(4)], outlook)[0].drafter == taken
@@ -310,6 +306,8 @@ def of_experts(num_tokens: int) -> float:
 WORLDS = {
     "good and cheap": World([0.8], [0.002]),
     "useless": World([0.0], [0.01]),
+    "useless and dear": World([0.0], [0.05], compute_bound),
+    "useless experts": World([0.0], [0.001], of_experts),
     "poor and dear": World([0.3], [0.05]),
     "limited by arithmetic": World([0.7], [0.01], compute_bound),
     "experts": World([0.6], [0.01], of_experts),
@@ -338,7 +336,7 @@ def test_members_are_known_while_their_trees_are_merged() -> None:
     world = World([0.2, 0.9], [0.001, 0.01], merged=0.9)
     controller = calibrated(world, 1)
     for _ in range(8):
-        controller.arms.arms[1].acceptance.count([(4, 0)])
+        controller.records.all[1].acceptance.count([(4, 0)])
     taken = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 300, 1)]
     assert taken[0] == 2, "the merged one comes first here, or this shows nothing"
     assert taken.count(1) > 100
@@ -367,7 +365,7 @@ def test_what_came_true_in_a_round_counts_once() -> None:
     counts = []
     for _ in range(3):
         budgets(controller, [Speculation(4, drafter=MERGED)], told)
-        counts.append([sum(arm.acceptance.offered) for arm in controller.arms.arms[:2]])
+        counts.append([sum(record.acceptance.offered) for record in controller.records.all[:2]])
     assert counts[0] == counts[1] == counts[2]
     assert counts[0][0] > 0
 
@@ -378,7 +376,7 @@ CHANGES = {
     "passes get dear": (World([0.8], [0.005]), World([0.8], [0.005], lambda n: 0.2 + 0.1 * n)),
     "drafts get dear": (World([0.8], [0.005]), World([0.8], [0.05])),
     "a busy machine": (World([0.8], [0.005]), World([0.8], [0.01], lambda n: 0.2)),
-    "arms change": (World([0.9, 0.3], [0.005, 0.01], merged=0.9), World([0.1, 0.8], [0.005, 0.01], merged=0.8)),
+    "drafters change": (World([0.9, 0.3], [0.005, 0.01], merged=0.9), World([0.1, 0.8], [0.005, 0.01], merged=0.8)),
     "experts": (World([0.7], [0.005]), World([0.6], [0.01], of_experts)),
     "other shapes of cost": (World([0.6], [0.01], of_experts), World([0.75], [0.01], in_blocks)),
 }
@@ -420,21 +418,11 @@ def test_a_busy_neighbour_is_followed_within_50_rounds(batch: int) -> None:
     assert share_of_best(after, then[50:]) >= 0.97
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("cost", [lambda n: 0.1, compute_bound, of_experts], ids=["memory", "arithmetic", "experts"])
-@pytest.mark.parametrize("level_s", [0.001, 0.05])
-def test_with_a_drafter_that_is_always_wrong_hardly_anything_is_lost(cost, level_s: float, batch: int) -> None:  # type: ignore[no-untyped-def]
-    world = World([0.0], [level_s], cost)
-    played = list(rounds(MeasuredDepth(), world, 1500, batch))
-    assert share_of_best(world, played) >= 0.97
-
-
 def test_what_was_given_up_is_tried_again_and_no_more_than_that() -> None:
     world, controller = World([0.1, 0.8], [0.01, 0.01], merged=0.8), MeasuredDepth()
     before = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 3 * LONGEST)]
-    for arm in (-1, 0):
-        tries = [i for i, taken in enumerate(before) if taken == arm]
+    for drafter in (-1, 0):
+        tries = [i for i, taken in enumerate(before) if taken == drafter]
         gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 2]
         assert 4 <= len(tries) <= TRIES + 3 * LONGEST // RETRY
         assert gaps[-1] >= RETRY
@@ -450,21 +438,21 @@ def test_a_round_that_failed_is_forgotten() -> None:
     load = [Load([seq_id], [Speculation(4, drafter="a")], [9], 0) for seq_id in (3, 4)]
     for each in load:
         controller.budgets(each, outlook, Spare(dict.fromkeys(each.seq_ids, AMPLE), AMPLE, 16))
-    before = controller.arms.arms[0].promised
+    before = controller.records.all[0].promised
     controller.record(Outcome([RowOutcome(3, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    assert controller.arms.arms[0].promised == before
+    assert controller.records.all[0].promised == before
     controller.record(Outcome([RowOutcome(4, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    after = controller.arms.arms[0].promised
+    after = controller.records.all[0].promised
     assert after != before
     controller.record(Outcome([RowOutcome(4, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    assert controller.arms.arms[0].promised == after  # of a round that was not planned
+    assert controller.records.all[0].promised == after  # of a round that was not planned
 
 
 @pytest.mark.parametrize("num_blocks", range(4))
 def test_a_merged_tree_without_room_gives_way_to_its_best_member(num_blocks: int) -> None:
     """Blocks of 4: chains of 4 take one, a merged tree of 4 takes 9 slots, and so three."""
     controller = priced(0.1, [0.0, 0.0])
-    controller.arms.arms[2].accepted, controller.arms.arms[2].promised = 30.0, 20.0
+    controller.records.all[2].accepted, controller.records.all[2].promised = 30.0, 20.0
     outlook = outlook_of([[9, 9], [9, 9]], [[1.0, 1.0], [2.0, 2.0]])
     load = Load([0, 1], [Speculation(4)] * 2, [9, 9], 0)
     found = controller.budgets(load, outlook, Spare({0: 0, 1: 0}, num_blocks, 4))
@@ -477,23 +465,25 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     names = "abcdefg"
     own = {name: Outlook([0], [4], [1.0]) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
-    controller = MeasuredDepth(arms=Arms([Arm(retry=used()) for _ in range(8)], [*names, MERGED]), plain=used())
+    controller = MeasuredDepth(
+        records=DrafterRecords([DrafterRecord(retry=used()) for _ in range(8)], [*names, MERGED]), plain=used()
+    )
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
-    for arm, each_s in enumerate(levels):
-        controller.arms.arms[arm].time(4, [0], 4 * each_s)
+    for number, each_s in enumerate(levels):
+        controller.records.all[number].time(4, [0], 4 * each_s)
     assert budgets(controller, [Speculation(4)], Outlook([0], [4], [None], own))[0].drafter == 3
 
 
 def test_drafts_add_up() -> None:
     controller = priced(0.1, [0.01, 0.02])
-    way = controller.arms.ways(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
-    drafts = Drafts.none(controller.arms, controller.costs.alone(Kind.of(1, 0)), 2)
+    options = controller.records.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
+    drafts = Drafts.none(controller.records, controller.costs.of_rows(Kind.of(1, 0)), 2)
     for depth in (1, 2, 3):
-        drafts.deepen(0, way[0], depth, 0.5)
-    drafts.deepen(1, way[2], 2, 0.7)
-    assert drafts.num_tokens == 2 + 3 + way[2].nodes(2)
+        drafts.deepen(0, options[0], depth, 0.5)
+    drafts.deepen(1, options[2], 2, 0.7)
+    assert drafts.num_tokens == 2 + 3 + options[2].num_nodes(2)
     assert drafts.gain == pytest.approx(2 + 1.5 + 0.7)
-    expected_s = 0.1 + controller.arms.arms[0].drafting_s(3, 2) + controller.arms.arms[1].drafting_s(2, 1)
+    expected_s = 0.1 + controller.records.all[0].drafting_s(3, 2) + controller.records.all[1].drafting_s(2, 1)
     assert drafts.tokens_per_s() == pytest.approx(drafts.gain / expected_s)
 
 
@@ -508,3 +498,20 @@ def test_what_captures_of_graphs_take_teaches_nothing(batch: int) -> None:
         shares[noticed] = share_of_best(world, played[10:])
     assert shares[True] >= 0.9
     assert shares[False] < shares[True], "unnoticed captures would have been learned from"
+
+
+def test_a_second_depth_is_believed_though_it_is_not_in_proportion() -> None:
+    """A draft of one guess often takes more than a quarter of one of four: that is a price, not an outlier."""
+    record = DrafterRecord()
+    for depth, taken_s in ((4, 4e-3), (1, 2.2e-3)):
+        for _ in range(3):
+            record.time(depth, [0], taken_s)
+    assert record.drafting_s(4, 1) == pytest.approx(4e-3, rel=0.02)
+    assert record.drafting_s(1, 1) == pytest.approx(2.2e-3, rel=0.02)
+
+
+def test_at_a_depth_that_is_known_a_single_long_draft_is_not_believed() -> None:
+    record = DrafterRecord()
+    for taken_s in (1e-3, 1e-3, 3e-3):
+        record.time(4, [0], taken_s)
+    assert record.drafting_s(4, 1) == pytest.approx(1e-3)

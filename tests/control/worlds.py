@@ -41,11 +41,11 @@ class World:
     def is_mix(self) -> bool:
         return len(self.chances) > 1
 
-    def chance(self, arm: int) -> float:
-        return self.merged if arm == len(self.chances) else self.chances[arm]
+    def chance(self, drafter: int) -> float:
+        return self.merged if drafter == len(self.chances) else self.chances[drafter]
 
-    def members(self, arm: int) -> Sequence[int]:
-        return range(len(self.chances)) if arm == len(self.chances) else [arm]
+    def members(self, drafter: int) -> Sequence[int]:
+        return range(len(self.chances)) if drafter == len(self.chances) else [drafter]
 
     def outlook(self, batch: int, came_true: Sequence[Sequence[Run]] = ()) -> Outlook:
         """`came_true` is what came of each member's guesses in the last round, by row."""
@@ -89,8 +89,8 @@ class World:
 
     def best_speed(self, batch: int, most: int = 16) -> float:
         """That of the best choice that is the same for all rows."""
-        arms = range(len(self.chances) + self.is_mix)
-        choices = [Budget(0), *(Budget(d, 1, d, a) for d, a in itertools.product(range(1, most + 1), arms))]
+        drafters = range(len(self.chances) + self.is_mix)
+        choices = [Budget(0), *(Budget(d, 1, d, a) for d, a in itertools.product(range(1, most + 1), drafters))]
         return max(self.speed([budget] * batch) for budget in choices)
 
 
@@ -120,30 +120,30 @@ def rounds(
         for row, budget in enumerate(budgets):
             depth = budget.depth
             accepted = next((i for i in range(depth) if dice.random() >= world.chance(budget.drafter)), depth)
-            arm = budget.drafter if world.is_mix and depth else -1
-            if arm == len(world.chances):
+            drafter = budget.drafter if world.is_mix and depth else -1
+            if drafter == len(world.chances):
                 came_true[row] = world.runs(depth, accepted, members_dice)
-            rows.append(RowOutcome(row, budget.nodes, min(depth, accepted + 1), accepted, accepted + 1, arm))
+            rows.append(RowOutcome(row, budget.nodes, min(depth, accepted + 1), accepted, accepted + 1, drafter))
         pass_s, draft_s = world.round_s(budgets)
         pass_s *= dice.uniform(1 - world.noise, 1 + world.noise)
         draft_s = [each * dice.uniform(1 - world.noise, 1 + world.noise) for each in draft_s]
-        arm_s = draft_s if world.is_mix and any(budget.depth for budget in budgets) else ()
+        drafter_s = draft_s if world.is_mix and any(budget.depth for budget in budgets) else ()
         num_guesses = sum(budget.nodes for budget in budgets)
         new = capture_s > 0 and num_guesses not in captured
         captured.add(num_guesses)
         taken_s = pass_s + capture_s * new
-        controller.record(Outcome(rows, 0, sum(draft_s), taken_s, 0.0, arm_s, captured=new and noticed))
+        controller.record(Outcome(rows, 0, sum(draft_s), taken_s, 0.0, drafter_s, captured=new and noticed))
         yield budgets
 
 
 def calibrated(world: World, batch: int) -> MeasuredDepth:
-    """A controller that has seen every depth of every arm, as at the start of an engine."""
+    """A controller that has seen every depth of every drafter, as at the start of an engine."""
     script = Script(MeasuredDepth(), counts=True)
-    arms = range(len(world.chances) + world.is_mix)
+    drafters = range(len(world.chances) + world.is_mix)
     for rows in sorted({1, batch}):
-        for depth, arm in itertools.product((4, 0, 8, 1, 2, 16), arms):
-            script.depth, script.arm = depth, arm
-            if depth or not arm:
+        for depth, drafter in itertools.product((4, 0, 8, 1, 2, 16), drafters):
+            script.depth, script.drafter = depth, drafter
+            if depth or not drafter:
                 list(rounds(script, world, 4, rows, seed=depth))
                 script.finish()
     script.controller.begin()

@@ -88,7 +88,7 @@ def controller_of(llm: LLM) -> MeasuredDepth:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list[int]) -> None:
-    """Every arm at batch 1 and at the largest; nothing of it is left in the engine."""
+    """Every drafter at batch 1 and at the largest; nothing of it is left in the engine."""
     first = started(draft)
     assert len(steps) > 20
     assert set(steps) == {1, 8, 16}
@@ -97,7 +97,7 @@ def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list
     known = controller_of(first)
     assert {kind.rows for kind in known.costs.kinds} == {1, 4, 5}
     assert all(cost.expect(size) > 0 for cost in known.costs.kinds.values() for size in cost.sizes)
-    assert known.arms.names == (list(first.arms) if len(first.arms) > 1 else [""])
+    assert known.records.names == (list(first.drafter_names) if len(first.drafter_names) > 1 else [""])
     assert [each.batch for each in first.forecasts] == [1, 8, 16]
     steps.clear()
     again = started(draft)
@@ -146,10 +146,10 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
 def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
     """Of those who read the text themselves, and kept for the next start."""
     first, again = (controller_of(started(draft)) for _ in range(2))
-    measured = [arm.reading_s for arm in first.arms.arms]
+    measured = [record.reading_s for record in first.records.all]
     assert sum(each == pytest.approx(TOKEN_S, rel=0.1) for each in measured) == readers
     assert sum(each == 0 for each in measured) == len(measured) - readers
-    assert [arm.reading_s for arm in again.arms.arms] == measured
+    assert [record.reading_s for record in again.records.all] == measured
 
 
 def test_samples_are_not_remembered(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured:
             continue
         for cost in controller.costs.kinds.values():
             assert all(0 <= cost.expect(size) < float("inf") for size in (1, 7, 300))
-        assert all(0 <= arm.cost_s(4, 2, 0) < float("inf") for arm in controller.arms.arms)
+        assert all(0 <= record.cost_s(4, 2, 0) < float("inf") for record in controller.records.all)
 
 
 def test_where_nothing_can_be_kept_every_start_measures(

@@ -112,7 +112,7 @@ class Watched(FixedDepth):
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Seq[Budget]:
         found = super().budgets(load, outlook, spare)
-        self.wished.append([min(wish.depth, room) for wish, room in zip(load.wishes, load.rooms, strict=True)])
+        self.wished.append([min(wish.depth, room) for wish, room in zip(load.speculations, load.rooms, strict=True)])
         self.given.append([budget.depth for budget in found])
         return found
 

@@ -20,7 +20,7 @@ from forerun.accept.outcome import Stats
 from forerun.card import AnswerTiming, Painter, Setting, run_card
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import patient_interrupt
-from forerun.control.forecast import told
+from forerun.control.forecast import forecast_line
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, ModelOptions
 from forerun.progress import LoadingBar
@@ -60,7 +60,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
         measured=llm.measured,
         num_threads=torch.get_num_threads(),
         fingerprint=llm.fingerprint,
-        forecast=told(llm.forecasts) if llm.forecasts else "",
+        forecast=forecast_line(llm.forecasts) if llm.forecasts else "",
         defaults=llm.generation_defaults.given,
     )
 

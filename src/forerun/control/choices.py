@@ -1,6 +1,6 @@
-"""Choices for a round: which way each row is drafted and how far, and what such a round gives and takes.
+"""Choices for a round: which option each row is drafted by and how far, and what such a round gives and takes.
 
-`measured.py` weighs the choices and takes one; `arms.py` knows the ways that a row has.
+`measured.py` weighs the choices and takes one; `records.py` knows the options that a row has.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.control.arms import BEHIND, SPREAD, Arms, Way
-from forerun.control.pass_costs import PassesAlone, PassesBesidePrompts
+from forerun.control.pass_costs import RowCosts
+from forerun.control.records import BEHIND, SPREAD, Assignment, DrafterRecords, DraftOption
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
@@ -18,8 +18,8 @@ FAVOR = 0.02  # by which drafting must be better than plain decoding to be chose
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
 MANY = 5  # members, above which sets of some of them are not looked at
 
-Ways = Mapping[int, Way]
-Choice = Sequence[tuple[Way, int] | None]  # a way and its depth, for every row
+Options = Mapping[int, DraftOption]  # of a row, by drafter
+Choice = Sequence[Assignment | None]  # for every row
 
 
 @dataclass(slots=True)
@@ -32,26 +32,25 @@ class Planned:
     @property
     def under_way(self) -> bool:
         """Whether something is drafted, and nobody has much to read for it first."""
-        taken = [way for way, _ in filter(None, self.choice)]
-        return bool(taken) and all(num <= BEHIND for way in taken for num in way.num_unread.values())
+        unread = [num for each in self.choice if each for num in each.option.num_unread.values()]
+        return bool(unread) and max(unread) <= BEHIND
 
+    def value(self, scatter: float) -> float:
+        """What it is worth beside others, where rounds are off by `scatter`.
 
-def favoring_plain(planned: Planned, scatter: float) -> float:
-    """What a plan is worth beside others, where rounds are off by `scatter`.
-
-    The best of many noisy estimates is too high; that of plain is not.
-    """
-    if any(planned.choice):
-        return planned.tokens_per_s
-    return planned.tokens_per_s * (1 + max(FAVOR, scatter if len(planned.choice) > 1 else ALONE * scatter))
+        The best of many noisy estimates is too high; that of plain decoding is not, so it counts as a little better.
+        """
+        if any(self.choice):
+            return self.tokens_per_s
+        return self.tokens_per_s * (1 + max(FAVOR, scatter if len(self.choice) > 1 else ALONE * scatter))
 
 
 @dataclass(slots=True)
 class Drafts:
     """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
 
-    arms: Arms
-    passes: PassesAlone | PassesBesidePrompts  # what the target's pass takes
+    records: DrafterRecords
+    costs: RowCosts  # of the target's pass
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
@@ -60,30 +59,30 @@ class Drafts:
     num_unread: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def none(cls, arms: Arms, passes: PassesAlone | PassesBesidePrompts, num_rows: int) -> Drafts:
+    def none(cls, records: DrafterRecords, costs: RowCosts, num_rows: int) -> Drafts:
         """Of a round in which nothing is drafted."""
-        return cls(arms, passes, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
+        return cls(records, costs, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
 
-    def deepen(self, row: int, way: Way, depth: int, gain: float) -> None:
+    def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
         before, self.depths[row] = self.depths[row], depth
-        self.num_tokens += way.num_made(depth) - way.num_made(before)
+        self.num_tokens += option.num_made(depth) - option.num_made(before)
         self.gain += gain
-        for member in way.members:
+        for member in option.members:
             idle = self.idle.setdefault(member, [])
             idle += [1.0] * (depth - len(idle))
             for at in range(before, depth):  # it draws there if it made the guess above
-                idle[at] *= 1.0 - way.made[at - 1] if way.made and at else 0.0
+                idle[at] *= 1.0 - option.made[at - 1] if option.made and at else 0.0
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
-                self.num_unread[member] = self.num_unread.get(member, 0) + way.num_unread.get(member, 0)
+                self.num_unread[member] = self.num_unread.get(member, 0) + option.num_unread.get(member, 0)
 
     def drafting_s(self) -> float:
         """Seconds that drafting takes."""
         taken_s = 0.0
         for member, idle in self.idle.items():
             steps = len(idle) - sum(idle)
-            taken_s += self.arms.arms[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
+            taken_s += self.records.all[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
         return taken_s
 
     def round_s(self) -> float:
@@ -91,12 +90,11 @@ class Drafts:
 
         Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
         """
-        pass_s = max(self.passes.expect_between(self.num_tokens), self.passes.expect(len(self.depths)))
-        return pass_s + self.drafting_s()
+        return max(self.costs.expect(self.num_tokens), self.costs.expect(len(self.depths))) + self.drafting_s()
 
     def whole_s(self) -> float:
         """Seconds of the round with all that members have to read first, which serves later rounds too."""
-        reading_s = sum(self.arms.arms[member].reading_s * num for member, num in self.num_unread.items())
+        reading_s = sum(self.records.all[member].reading_s * num for member, num in self.num_unread.items())
         return self.round_s() + (1 - 1 / SPREAD) * reading_s
 
     def tokens_per_s(self) -> float:
@@ -111,7 +109,7 @@ class Drafts:
         num_rows = len(self.depths)
         half = max(1.0, (self.num_tokens - num_rows) / 2)
         fewer, more = max(float(num_rows), self.num_tokens - half), self.num_tokens + half
-        pass_s = (self.passes.expect_between(more) - self.passes.expect_between(fewer)) / (more - fewer)
+        pass_s = (self.costs.expect(more) - self.costs.expect(fewer)) / (more - fewer)
         return max(0.0, pass_s) + self.drafting_s() / num_drawn
 
 
@@ -123,24 +121,25 @@ def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
 
 def tokens_of(choice: Choice) -> float:
     """What a round of this choice gives."""
-    return float(len(choice)) + sum(sum(each[0].survival[: each[1]]) for each in choice if each is not None)
+    return float(len(choice)) + sum(each.gain for each in choice if each is not None)
 
 
-def best_of(own: Ways, among: frozenset[int] | range, merging: bool) -> Way | None:
-    """The way with the most gain among those that these members can draft, the first of several; None if none.
+def best_of(options: Options, among: frozenset[int], merging: bool) -> DraftOption | None:
+    """The option with the most gain among those that these members can draft, the first of several; None if none.
 
-    A row that must be drafted has a way in every set.
+    A row that must be drafted has an option in every set.
     """
-    possible = [way for way in own.values() if merging or len(way.members) == 1]
-    inside = [way for way in possible if way.members <= frozenset(among)]
-    forced = [way for way in possible or own.values() if not way.free]
-    return max(inside or forced, key=lambda way: way.gain, default=None)
+    possible = [option for option in options.values() if merging or len(option.members) == 1]
+    inside = [option for option in possible if option.members <= among]
+    forced = [option for option in possible or options.values() if not option.free]
+    return max(inside or forced, key=lambda option: option.gain, default=None)
 
 
-def fallbacks(taken: tuple[Way, int] | None, own: Ways) -> list[Budget]:
+def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
     """The budget that was chosen; behind a merged one, which takes the most room, that of its best member."""
-    if taken is None:
+    if assigned is None:
         return [NO_DRAFT]
-    way, depth = taken
-    single = best_of(own, way.members, merging=False) if len(way.members) > 1 else None
-    return [way.to(depth)] + ([single.to(min(depth, single.budget.depth))] if single else [])
+    members = assigned.option.members
+    single = best_of(options, members, merging=False) if len(members) > 1 else None
+    smaller = [Assignment(single, min(assigned.depth, single.budget.depth))] if single else []
+    return [each.budget for each in (assigned, *smaller)]

@@ -21,12 +21,12 @@ from forerun.tree import DraftTree
 class Load:
     """The round to come: one entry per sequence that will draw tokens.
 
-    `wishes` is what each request asked for; `rooms` the deepest draft that could still be emitted in full;
+    `speculations` is what each request asked for; `rooms` the deepest draft that could still be emitted in full;
     `num_prompt_tokens` are read in the same pass, and `num_context` are in the texts together.
     """
 
     seq_ids: Sequence[int]
-    wishes: Sequence[Speculation]
+    speculations: Sequence[Speculation]
     rooms: Sequence[int]
     num_prompt_tokens: int
     num_context: int = 0
@@ -66,17 +66,17 @@ class FixedDepth:
 
     def skips(self, load: Load) -> bool:
         """Where nobody wishes for anything."""
-        return not any(wish.depth for wish in load.wishes)
+        return not any(each.depth for each in load.speculations)
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
-        arms = [*outlook.drafters, MERGED] if outlook.drafters else []
+        names = [*outlook.drafters, MERGED] if outlook.drafters else []
         budgets = []
-        for wish, room, limit in zip(load.wishes, load.rooms, outlook.limit, strict=True):
-            budget = Budget.of(wish, min(room, limit))
-            if arms and budget.depth > 0:
-                arm = arms.index(wish.drafter) if wish.drafter in arms else len(outlook.drafters)
-                budget = budget.merging(arm) if arm == len(outlook.drafters) else replace(budget, drafter=arm)
+        for each, room, limit in zip(load.speculations, load.rooms, outlook.limit, strict=True):
+            budget = Budget.of(each, min(room, limit))
+            if names and budget.depth > 0:
+                number = names.index(each.drafter) if each.drafter in names else len(outlook.drafters)
+                budget = budget.merging(number) if number == len(outlook.drafters) else replace(budget, drafter=number)
             budgets.append([budget])
         return fitting(load.seq_ids, budgets, spare)
 

@@ -1,61 +1,72 @@
-"""Forecast: how much faster than plain decoding drafting would be, by what the controller knows.
+"""Forecasts: what users are told of drafting, before an engine runs and while it does.
 
-It is made for rows that are all drafted alike, as far as pays most. At the start it goes by sample texts; later by the
-texts of late.
+`forecast` says how much faster than plain decoding drafting would be, by what the controller knows, for rows that are
+all drafted alike, as far as pays most: at the start by sample texts, later by the texts of late. `Advice` decides when
+the log says that drafting counts as given up because it costs more than it gives, and when that a draft model looks as
+if something were wrong with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
+from forerun.accept.outcome import Outcome
 from forerun.config import AUTO_DEPTH
-from forerun.control.arms import Arms
 from forerun.control.pass_costs import Kind, PassCosts, size_class
+from forerun.control.records import DrafterRecords
 
 BATCHES = (1, 8, 32)
 PAYS = 1.02  # times as fast, below which drafting is as good as none
+PLANS = 8  # in a row that draft nothing, or something: this is how it is now
+WINDOW = 512  # guesses of a draft model
+FEW = 0.01  # of them
+TEXTS = 4  # from which they must be: one text may repeat itself
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The most that drafting gives at a batch size: times as fast as plain decoding, by this arm, this far.
+    """The most that drafting gives at a batch size: times as fast as plain decoding, by this drafter, this far.
 
     At depth 0 drafting does not pay, and the gain is that of the best way to draft all the same.
     """
 
     batch: int
-    arm: str
+    drafter: str
     depth: int
     gain: float
 
     def __str__(self) -> str:
-        arm = f"{self.arm}, " if self.arm else ""
-        return f"×{self.gain:.2f} at batch {self.batch}" + (f" ({arm}depth {self.depth})" if self.depth else "")
+        drafter = f"{self.drafter}, " if self.drafter else ""
+        return f"×{self.gain:.2f} at batch {self.batch}" + (f" ({drafter}depth {self.depth})" if self.depth else "")
 
 
-def forecast(costs: PassCosts, arms: Arms, batch: int, num_context: int = 0) -> Forecast | None:
+def forecast(costs: PassCosts, records: DrafterRecords, batch: int, num_context: int = 0) -> Forecast | None:
     """The forecast for so many rows with so many tokens of text together; None where nothing was measured."""
-    if not costs.kinds or not arms.arms:
+    if not costs.kinds or not records.all:
         return None
-    ways = [(arm, depth) for depth in range(1, AUTO_DEPTH + 1) for arm in range(len(arms.arms))]
-    ways = [way for way in ways if measured(costs, arms, *way, batch, num_context)] or ways
-    gains = {(arm, depth): gain(costs, arms, arm, depth, batch, num_context) for arm, depth in ways}
-    arm, depth = max(ways, key=gains.__getitem__)
-    best = gains[arm, depth]
-    return Forecast(batch, arms.names[arm], depth if best >= PAYS else 0, best)
+    ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(records.all))]
+    ways = [way for way in ways if measured(costs, records, *way, batch, num_context)] or ways
+    gains = {(drafter, depth): gain(costs, records, drafter, depth, batch, num_context) for drafter, depth in ways}
+    drafter, depth = max(ways, key=gains.__getitem__)
+    best = gains[drafter, depth]
+    return Forecast(batch, records.names[drafter], depth if best >= PAYS else 0, best)
 
 
-def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_context: int) -> float:
-    """Of drafting all rows by one arm, so far: tokens per second over those of plain rounds."""
-    chosen, merged = arms.arms[arm], arms.is_mix and arm == len(arms.arms) - 1
-    members = arms.arms[:-1] if merged else [chosen]
+def gain(costs: PassCosts, records: DrafterRecords, drafter: int, depth: int, batch: int, num_context: int) -> float:
+    """Of drafting all rows by one drafter, so far: tokens per second over those of plain rounds."""
+    chosen, merged = records.all[drafter], records.is_mix and drafter == len(records.all) - 1
+    members = records.all[:-1] if merged else [chosen]
     tokens: float = 1 + chosen.covered * sum(accumulate(chosen.acceptance.rates()[:depth], mul))
     rows, made = max(1, round(chosen.covered * batch)), chosen.cut_off.reached(depth)
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
-    pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect_between(batch + rows * sum(made)))
+    pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * sum(made)))
     if chosen.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = chosen.covered * pass_s + (1 - chosen.covered) * plain_s
     steps = 1 + sum(made[:-1])
@@ -63,23 +74,83 @@ def gain(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_con
     return tokens * plain_s / (pass_s + draft_s)
 
 
-def measured(costs: PassCosts, arms: Arms, arm: int, depth: int, batch: int, num_context: int) -> bool:
+def measured(costs: PassCosts, records: DrafterRecords, drafter: int, depth: int, batch: int, num_context: int) -> bool:
     """Whether passes of this size were seen: between sizes, a target with experts costs more than a line says."""
-    kind = Kind.of(batch, num_context, arms.is_mix and arm == len(arms.arms) - 1)
-    num_tokens = batch + max(1, round(arms.arms[arm].covered * batch)) * depth
+    kind = Kind.of(batch, num_context, records.is_mix and drafter == len(records.all) - 1)
+    num_tokens = batch + max(1, round(records.all[drafter].covered * batch)) * depth
     return size_class(num_tokens) in costs.of(kind).sizes
 
 
-def forecasts(costs: PassCosts, arms: Arms, most_rows: int) -> Sequence[Forecast]:
+def forecasts(costs: PassCosts, records: DrafterRecords, most_rows: int) -> Sequence[Forecast]:
     """Those for few, some and many rows, as far as an engine with so many places has them."""
     sizes = sorted({min(batch, most_rows) for batch in BATCHES})
-    return tuple(each for batch in sizes if (each := forecast(costs, arms, batch)) is not None)
+    return tuple(each for batch in sizes if (each := forecast(costs, records, batch)) is not None)
 
 
-def told(found: Sequence[Forecast]) -> str:
-    """Them in one line."""
+def forecast_line(found: Sequence[Forecast]) -> str:
+    """Forecasts in one line."""
     if not any(each.depth for each in found):
         best = max(found, key=lambda each: each.gain)
         return f"drafting is not expected to pay: ×{best.gain:.2f} at best, at batch {best.batch}"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]
     return "expected on texts like the samples: " + ", ".join([*(str(each) for each in found if each.depth), *plain])
+
+
+@dataclass(slots=True)
+class Advice:
+    """What was told last, and what has been seen since."""
+
+    off: bool = False
+    num_otherwise: int = 0  # plans in a row that were not as `off` says
+    num_offered: int = 0
+    num_accepted: int = 0
+    texts: set[int] = field(default_factory=set)
+    suspected: bool = False
+
+    def planned(self, drafting: bool) -> bool:
+        """Note a plan of rows that could be drafted; whether that they are, or are not, is new."""
+        self.num_otherwise = self.num_otherwise + 1 if drafting == self.off else 0
+        if self.num_otherwise < PLANS:
+            return False
+        self.off, self.num_otherwise = not self.off, 0
+        return True
+
+    def suspect(self, outcome: Outcome) -> None:
+        """Count the guesses of a draft model, and say so where all or hardly any of very many were accepted."""
+        if self.suspected or not outcome.draft_pass_s:
+            return
+        for row in outcome.rows:
+            if row.offered:
+                self.num_offered += row.offered
+                self.num_accepted += row.accepted
+                self.texts.add(row.seq_id)
+        if self.num_offered < WINDOW or len(self.texts) < TEXTS:
+            return
+        if self.num_accepted == self.num_offered:
+            self.suspected = True
+            log.warning(
+                "All %d guesses of the draft model were accepted. Is it the target itself? A smaller model would draft "
+                "faster.",
+                self.num_offered,
+            )
+        elif self.num_accepted <= FEW * self.num_offered:
+            self.suspected = True
+            log.warning(
+                "Of %d guesses of the draft model %d were accepted. It probably has the wrong weights, or the prompts "
+                "have a chat template that it was not trained with.",
+                self.num_offered,
+                self.num_accepted,
+            )
+        self.num_offered, self.num_accepted, self.texts = 0, 0, set()
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Within it the controller does not say that drafting does not pay, where that is being found out or no matter."""
+    log = logging.getLogger("forerun.control.measured")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from forerun.control.arms import Arm
 from forerun.control.measured import MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCost
+from forerun.control.records import DrafterRecord
 from forerun.economy import MOST, Acceptance, LinearCost
 from forerun.store import cache_folder, replace_file
 
@@ -31,22 +31,22 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
     ]
     arms = [
         {
-            "drafts": {str(rows): asdict(line) for rows, line in arm.drafts.items()},
-            "offered": [n / arm.acceptance.unit for n in arm.acceptance.offered],
-            "accepted": [n / arm.acceptance.unit for n in arm.acceptance.accepted],
-            "covered": arm.covered,
-            "trust": [arm.promised, arm.accepted],
-            "reading_s": arm.reading_s,
+            "drafts": {str(rows): asdict(line) for rows, line in record.drafts.items()},
+            "offered": [n / record.acceptance.unit for n in record.acceptance.offered],
+            "accepted": [n / record.acceptance.unit for n in record.acceptance.accepted],
+            "covered": record.covered,
+            "trust": [record.promised, record.accepted],
+            "reading_s": record.reading_s,
         }
-        for arm in controller.arms.arms
+        for record in controller.records.all
     ]
-    return {"version": VERSION, "names": controller.arms.names, "passes": passes, "arms": arms}
+    return {"version": VERSION, "names": controller.records.names, "passes": passes, "arms": arms}
 
 
 def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
     """The controller of an earlier start. Raises ValueError, TypeError or LookupError for anything else."""
     if found["version"] != VERSION or found["names"] != (list(names) if len(names) > 1 else [""]):
-        raise ValueError("it is of other arms")
+        raise ValueError("it is of other drafters")
     controller = MeasuredDepth()
     for entry in found["passes"]:
         rows, context, merged = entry["kind"]
@@ -55,25 +55,25 @@ def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
             cost.record(int(size), number(usual_s))
             cost.sizes[int(size)].num_seen = SEEN
         controller.costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = cost
-    controller.arms.names = found["names"]
-    controller.arms.arms = [arm_of(entry) for entry in found["arms"]]
-    if len(controller.arms.arms) != len(found["names"]) or not controller.costs.kinds:
+    controller.records.names = found["names"]
+    controller.records.all = [record_of(entry) for entry in found["arms"]]
+    if len(controller.records.all) != len(found["names"]) or not controller.costs.kinds:
         raise ValueError("it is not whole")
     controller.begin()
     return controller
 
 
-def arm_of(entry: Any) -> Arm:
-    """One arm of the file."""
+def record_of(entry: Any) -> DrafterRecord:
+    """One drafter of the file."""
     names = [field.name for field in fields(LinearCost) if field.name != "flat"]
     lines = {int(n): LinearCost(False, *(number(line[name]) for name in names)) for n, line in entry["drafts"].items()}
     offered, right = ([number(value) for value in entry[name]] for name in ("offered", "accepted"))
     if len(offered) != MOST or len(right) != MOST:
         raise ValueError("it has other depths")
     promised, accepted = (number(value) for value in entry["trust"])
-    arm = Arm(Acceptance(offered, right), promised=promised, accepted=accepted, drafts=lines)
-    arm.reading_s, arm.covered = number(entry["reading_s"]), number(entry["covered"])
-    return arm
+    record = DrafterRecord(Acceptance(offered, right), promised=promised, accepted=accepted, drafts=lines)
+    record.reading_s, record.covered = number(entry["reading_s"]), number(entry["covered"])
+    return record
 
 
 def number(value: Any) -> float:

@@ -1,7 +1,7 @@
 """Pass costs: how long the target's part of a round takes, by its tokens, as rounds were seen to take.
 
 This file decides which rounds are priced together, how sizes that were not seen are priced, and what a round that took
-much longer or shorter than expected says of all others. What drafting takes is in `arms.py`.
+much longer or shorter than expected says of all others. What drafting takes is in `records.py`.
 """
 
 from __future__ import annotations
@@ -62,24 +62,17 @@ class PassCost:
     largest: int = 0  # size since then
     num_passes: int = 0
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self.sizes)
-
-    def expect(self, num_tokens: int) -> float:
-        """Seconds with so many tokens; 0 as long as nothing was seen."""
-        seen = self.sizes.get(size_class(num_tokens))
-        if seen is not None and (seen.num_jumps == self.level.num_jumps or not self.line_holds(num_tokens)):
-            return self.level.factor * seen.usual_s
-        line = self.line if self.line_holds(num_tokens) or not self.before.weight else self.before
-        return self.level.factor * line.expect(num_tokens)
-
-    def expect_between(self, num_tokens: float | int) -> float:
-        """Seconds with so many tokens on average."""
+    def expect(self, num_tokens: float | int) -> float:
+        """Seconds with so many tokens, or so many on average; 0 as long as nothing was seen."""
         whole = int(num_tokens)
         more = num_tokens - whole
-        return self.expect(whole) if more == 0 else (1 - more) * self.expect(whole) + more * self.expect(whole + 1)
+        if more:
+            return (1 - more) * self.expect(whole) + more * self.expect(whole + 1)
+        seen = self.sizes.get(size_class(whole))
+        if seen is not None and (seen.num_jumps == self.level.num_jumps or not self.line_holds(whole)):
+            return self.level.factor * seen.usual_s
+        line = self.line if self.line_holds(whole) or not self.before.weight else self.before
+        return self.level.factor * line.expect(whole)
 
     def line_holds(self, num_tokens: int) -> bool:
         """Whether what was seen since the level changed says something of this size.
@@ -128,46 +121,24 @@ class PassCost:
 
 
 @dataclass(frozen=True, slots=True)
-class PassesBesidePrompts:
-    """Seconds of rounds that read prompts too, without the prompts, by the tokens of `num_rows` texts and guesses.
+class RowCosts:
+    """Seconds of a round's pass without the prompts that it may read, by the tokens of its texts and guesses.
 
-    A pass over many tokens is limited by arithmetic: a guess takes `token_s` there, as every token of a prompt does,
-    even where a few guesses alone would be as good as free.
-    """
-
-    passes: PassCost
-    num_rows: int
-    token_s: float
-
-    def expect(self, num_tokens: int) -> float:
-        """Seconds with so many tokens."""
-        return self.expect_between(num_tokens)
-
-    def expect_between(self, num_tokens: float | int) -> float:
-        """Seconds with so many tokens on average."""
-        least_s = self.passes.expect(self.num_rows) + self.token_s * max(0.0, num_tokens - self.num_rows)
-        return max(least_s, self.passes.expect_between(num_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class PassesAlone:
-    """Seconds of rounds that read no prompts. Larger passes than were seen cost what a line through those says, and
-    `token_s` at least for every token more: at some size passes become limited by arithmetic, as those of prompts are.
+    A pass over many tokens is limited by arithmetic: there a guess takes `token_s`, as every token of a prompt does.
+    So each token above `num_free` counts as that much at least: beside prompts all guesses, elsewhere what is more than
+    the largest pass that was seen.
     """
 
     passes: PassCost
     token_s: float
+    num_free: int
 
-    def expect(self, num_tokens: int) -> float:
-        """Seconds with so many tokens."""
-        return self.expect_between(num_tokens)
-
-    def expect_between(self, num_tokens: float | int) -> float:
-        """Seconds with so many tokens on average."""
-        expected_s, largest = self.passes.expect_between(num_tokens), max(self.passes.sizes, default=0)
-        if num_tokens <= largest:
+    def expect(self, num_tokens: float | int) -> float:
+        """Seconds with so many tokens, or so many on average."""
+        expected_s = self.passes.expect(num_tokens)
+        if num_tokens <= self.num_free:
             return expected_s
-        return max(expected_s, self.passes.expect(largest) + self.token_s * (num_tokens - largest))
+        return max(expected_s, self.passes.expect(self.num_free) + self.token_s * (num_tokens - self.num_free))
 
 
 class Kind(NamedTuple):
@@ -218,13 +189,11 @@ class PassCosts:
         each_s = max(0.0, more_s) / (num_tokens - num_rows)
         self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
 
-    def alone(self, kind: Kind) -> PassesAlone:
-        """What rounds of this kind are taken to cost where no prompts are read."""
-        return PassesAlone(self.of(kind), self.level.factor * self.prompt_s)
-
-    def beside_prompts(self, kind: Kind, num_rows: int) -> PassesBesidePrompts:
-        """What rounds of this kind are taken to cost where prompts are read in the same pass, without the prompts."""
-        return PassesBesidePrompts(self.of(kind), num_rows, self.level.factor * self.prompt_s)
+    def of_rows(self, kind: Kind, num_beside_prompts: int | None = None) -> RowCosts:
+        """What rows and guesses are taken to cost in rounds of this kind; `num_beside_prompts` rows with prompts."""
+        passes = self.of(kind)
+        num_free = max(passes.sizes, default=0) if num_beside_prompts is None else num_beside_prompts
+        return RowCosts(passes, self.level.factor * self.prompt_s, num_free)
 
 
 def size_class(num_tokens: int) -> int:

@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from forerun.accept.outcome import Outcome, Stats
+from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.annotations import ProgressCallback
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
-from forerun.control.arms import BEHIND, TakenWays
 from forerun.control.controller import Load
 from forerun.control.kept_costs import as_json, from_json, keep, read_kept
 from forerun.control.measured import MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCost
+from forerun.control.records import BEHIND, Assignment
 from forerun.device import Captures
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.engine.engine import Engine
@@ -48,17 +48,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Script:
-    """The controller of an engine that is being measured: all sequences are drafted by one arm, equally far.
+    """The controller of an engine that is being measured: all sequences are drafted by one drafter, equally far.
 
     Of rounds of the same kind and size the shortest one counts: neighbours on the same cores only make times longer.
     """
 
     controller: MeasuredDepth
-    arm: int = 0
+    drafter: int = 0
     depth: int = 0
     counts: bool = False
     reads: bool = False  # whether what counts is how long drafters take for a text that is new to them
-    rounds: dict[tuple[Kind, int], tuple[TakenWays, Outcome]] = field(default_factory=dict)
+    rounds: dict[tuple[Kind, int], tuple[Sequence[tuple[RowOutcome, Assignment]], Outcome]] = field(
+        default_factory=dict
+    )
 
     def skips(self, load: Load) -> bool:
         """Never: every round is to be measured."""
@@ -66,7 +68,7 @@ class Script:
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         """What the script says, as far as it fits."""
-        return self.controller.follow(load, outlook, spare, self.arm, self.depth)
+        return self.controller.follow(load, outlook, spare, self.drafter, self.depth)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """All of it is verified."""
@@ -76,18 +78,20 @@ class Script:
         """Learn what was accepted in rounds that count, and remember the shortest."""
         if not self.counts or outcome.num_prompt_tokens or outcome.captured:
             return
+        if not self.reads:
+            for record in self.controller.records.all:
+                record.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
+        drafted = self.controller.accepted(outcome)
+        options = [each.option for _, each in drafted]
         if self.reads:
-            taken = self.controller.accepted(outcome)
-            if any(max(way.num_unread.values()) > BEHIND for way, _ in taken):
-                self.controller.arms.time(taken, outcome, self.controller.planning_s)
+            if any(max(option.num_unread.values()) > BEHIND for option in options):
+                steps = [(each.option, each.depth) for _, each in drafted]
+                self.controller.records.time(steps, outcome, self.controller.planning_s)
             return
-        for arm in self.controller.arms.arms:
-            arm.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
-        taken = self.controller.accepted(outcome)
-        place = self.controller.kind(len(outcome.rows), [way for way, _ in taken]), outcome.num_tokens
+        place = self.controller.kind(len(outcome.rows), options), outcome.num_tokens
         shortest = self.rounds.get(place)
         if shortest is None or outcome.round_s < shortest[1].round_s:
-            self.rounds[place] = taken, outcome
+            self.rounds[place] = drafted, outcome
 
     def plain_s(self, num_rows: int) -> float | None:
         """It is not known yet."""
@@ -95,9 +99,9 @@ class Script:
 
     def finish(self) -> None:
         """Learn what the rounds so far took."""
-        for (kind, _), (taken, outcome) in self.rounds.items():
+        for (kind, _), (drafted, outcome) in self.rounds.items():
             self.controller.costs.kinds.setdefault(kind, PassCost(level=self.controller.costs.level))
-            self.controller.time(taken, outcome)
+            self.controller.time(drafted, outcome)
         self.rounds = {}
 
 
@@ -164,9 +168,9 @@ def play(
 ) -> Iterator[float]:
     """Play the script of this batch size; yields the share that is done. Ends early where there is no time or room."""
     assert engine.drafter is not None, "something drafts"
-    arms = range(len(engine.drafter.names))
-    lines = [(depth, arm) for depth in DEPTHS[like] for arm in arms if depth or not arm]
-    script.counts, (script.depth, script.arm) = False, max(lines[:2])
+    drafters = range(len(engine.drafter.names))
+    lines = [(depth, drafter) for depth in DEPTHS[like] for drafter in drafters if depth or not drafter]
+    script.counts, (script.depth, script.drafter) = False, max(lines[:2])
     num_left = len(sequences) + 1  # rounds at most in which prompts are read
     while num_left and any(sequence.unread for sequence in sequences):
         num_left -= 1
@@ -175,7 +179,7 @@ def play(
     for _ in range(WARM):
         if clock_s() > ends_s or not advanced(engine):
             return
-    for number, (script.depth, script.arm) in enumerate(lines, 1):
+    for number, (script.depth, script.drafter) in enumerate(lines, 1):
         for turn in range(1 + NUM_ROUNDS[like]):
             script.counts = turn > 0
             late = clock_s() > ends_s or min(each.room for each in sequences) <= script.depth + 1
@@ -187,7 +191,7 @@ def play(
 
 def read(engine: Engine, script: Script, requests: RequestChecker, params: SamplingParams, ends_s: float) -> None:
     """Find out how fast drafters read: each of them drafts texts that it has seen nothing of."""
-    arms = range(len(script.controller.arms.arms))
+    drafters = range(len(script.controller.records.all))
     script.reads = True
     for number, sequence in enumerate(itertools.islice(samples(requests, params, READ_TOKENS), NUM_READ)):
         engine.submit(sequence)
@@ -195,7 +199,7 @@ def read(engine: Engine, script: Script, requests: RequestChecker, params: Sampl
         while sequence.unread and clock_s() < ends_s and advanced(engine):
             pass
         script.counts, script.depth = number > 0, 1
-        for script.arm in arms:
+        for script.drafter in drafters:
             if clock_s() > ends_s or not advanced(engine):
                 break
         engine.cancel(sequence.request_id)

@@ -131,7 +131,7 @@ class Rounds:
         seq_ids, controller = plan.draws.seq_ids, self.controller
         load = Load(
             seq_ids=seq_ids,
-            wishes=[row.sequence.speculation for row in plan.drawing],
+            speculations=[row.sequence.speculation for row in plan.drawing],
             rooms=[guessing_room(row, chain) for row, chain in zip(plan.drawing, forced, strict=True)],
             num_prompt_tokens=plan.num_prompt_tokens,
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forerun import __version__
-from forerun.control.advice import without_advice
+from forerun.control.forecast import without_advice
 from forerun.draft.record import RECORD, DrafterRecord
 from forerun.heads.student import Student, StudentSizes, TargetText
 from forerun.llm import LLM

@@ -13,7 +13,7 @@ import torch
 from forerun import __version__
 from forerun.bench.material import check_lengths
 from forerun.bench.measure import Bar
-from forerun.control.advice import without_advice
+from forerun.control.forecast import without_advice
 from forerun.machine import Machine, sources_digest
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec

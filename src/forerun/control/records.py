@@ -1,0 +1,429 @@
+"""Records: what is known of each drafter, and the options that a row has in the round to come.
+
+A drafter here is a member of a mix, the mix's merged tree, or a lone drafter; each is an option of a row. What is known
+comes from earlier rounds: how many guesses were accepted, by depth and by sequence, how many came true of those that a
+member expected, and what drafting cost. Drafters without measurements count as good and free, and those that were not
+used for long are tried again. `measured.py` chooses among the options.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.config import Speculation
+from forerun.control.pass_costs import row_class
+from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
+from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, Level, LinearCost, damped, likeness
+
+WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
+ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
+TRIES = 6  # rounds in which every drafter is tried at first
+FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which a drafter is tried: at first, and later
+RETRY = 24  # rounds out of use after which one is tried again
+SHORTEST, LONGEST = 6, 256  # the same behind a trial, by what it cost
+VAIN = 1  # times that this is doubled, while trials show nothing new
+BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
+AGAIN = 2  # rounds in which it is tried again where something has changed
+MANY_ROWS = 3  # that count for a round each
+SOON = 2  # the same behind a trial that went well
+SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
+CHANGED_GUESSES = 1.0  # the same where something has changed
+SURPRISED, SURPRISING = 0.9, 3.0  # what counts of earlier rounds, and how many deviations are no chance
+SCATTER = 2.5  # variance of accepted guesses over their number, in chains of such depths as pay
+COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
+LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
+NO_COST_S = 2e-5  # of drafting, below which it does not matter by how much it changes
+SPREAD = 16  # rounds over which the reading of such a text is spread: what is read once serves them all
+UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
+MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
+MODEST_WEIGHT = 1.0  # accepted guesses, as estimated, that this belief counts as
+NO_PRICE = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
+SLOWLY = 0.99  # what counts of earlier rounds in that comparison
+HIGHEST = 0.9  # survival above which no guess is cut
+STEPS = 128  # of chances that are told apart where a member says how much it expects
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOption:
+    """One way to draft a row: by `members`, in the name of the budget's drafter, at most as far as `budget` says.
+
+    `survival` is the chance that a guess is accepted, by depth, going by all that is known; `promised` the same going
+    by what the member says. `num_unread` is what a member would have to read first. Where the depth is not `free`, the
+    row is drafted as far as the budget says. `made` is the chance that a guess is made at all, by depth, where a price
+    ends chains; what survives is counted of all that are planned.
+    """
+
+    budget: Budget
+    members: frozenset[int]
+    survival: Sequence[float]
+    promised: Sequence[float]
+    num_unread: Mapping[int, int]
+    free: bool
+    made: Sequence[float] = ()
+
+    @property
+    def gain(self) -> float:
+        """Guesses that would be accepted."""
+        return sum(self.survival)
+
+    def num_nodes(self, depth: int) -> int:
+        """How many guesses it makes to go so far."""
+        return -(-self.budget.nodes * depth // self.budget.depth)
+
+    def num_made(self, depth: int) -> float | int:
+        """How many of these guesses are expected to be made, before the price ends the chain."""
+        return sum(self.made[:depth]) if self.made else self.num_nodes(depth)
+
+    def allows(self, depth: int) -> bool:
+        """Whether the row may be drafted so far."""
+        return depth == self.budget.depth or (self.free and depth < self.budget.depth)
+
+    def at_most(self, depth: int) -> Assignment:
+        """This option at this depth, where the row may be drafted so far and is free to; at no price."""
+        whole = replace(self, budget=replace(self.budget, price=NO_PRICE), made=()) if self.made else self
+        return Assignment(whole, min(depth, self.budget.depth) if self.free else self.budget.depth)
+
+
+class Assignment(NamedTuple):
+    """How a row is drafted: by which option, and how far."""
+
+    option: DraftOption
+    depth: int
+
+    @property
+    def gain(self) -> float:
+        """Guesses that are expected to be accepted."""
+        return sum(self.option.survival[: self.depth])
+
+    @property
+    def budget(self) -> Budget:
+        """What the drafter is told."""
+        full, depth = self.option.budget, self.depth
+        return full if depth == full.depth else replace(full, depth=depth, nodes=self.option.num_nodes(depth))
+
+    @property
+    def num_drawn(self) -> float | int:
+        """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
+        return 1 + self.option.num_made(self.depth - 1)
+
+    def steps(self, row: RowOutcome) -> int:
+        """How many guesses were drawn, one that was not made for its price among them."""
+        return min(self.depth, row.num_drafted + 1) if self.option.made else self.depth
+
+    def num_counted(self, row: RowOutcome) -> int:
+        """How many guesses count in what is expected: all that were planned where a price may end the chain."""
+        return self.depth if self.option.made else row.num_drafted
+
+    def num_judged(self, row: RowOutcome) -> int:
+        """How many guesses count as offered, if none more was accepted."""
+        return self.depth if self.option.made else row.offered
+
+
+@dataclass(slots=True)
+class RetryTimer:
+    """When something was last in use, and when it is due for a trial."""
+
+    num_rounds: int = 0  # in use; with many rows a round counts as several
+    num_idle: int = 0  # rounds since it was last in use, in which it could have been
+    patience: int = RETRY
+    num_vain: int = 0  # trials in a row that were no better than was thought
+    hopeful: bool = False  # the next trial is soon
+
+    @property
+    def new(self) -> bool:
+        """Whether it was not yet used often enough to be known."""
+        return self.num_rounds < TRIES
+
+    @property
+    def due(self) -> bool:
+        """Whether it should be tried."""
+        return self.new or self.num_idle >= (SOON if self.hopeful else self.patience)
+
+    def wake(self) -> None:
+        """Something has changed: it is tried again as if it were new, in fewer rounds."""
+        self.patience, self.num_vain = min(RETRY, self.patience), 0
+        self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
+
+    def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
+        """Learn from a round in which it drafted so many rows.
+
+        Behind a trial the next one waits for `patience`; `hopeful`: it was better than was thought.
+        """
+        if num_rows == 0:
+            self.num_idle += 1
+            return
+        self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
+        self.num_vain = 0 if patience is None or hopeful else min(self.num_vain + 1, VAIN)
+        longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
+        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.num_vain, longest)
+        self.hopeful = hopeful
+
+
+@dataclass(slots=True)
+class Surprise:
+    """Whether far more or far fewer guesses are accepted of late than was expected of them."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    def record(self, num_accepted: int, expected: float) -> bool:
+        """Learn from a round; True where chance does not explain what was accepted, once for each time."""
+        self.accepted = SURPRISED * self.accepted + num_accepted
+        self.expected = SURPRISED * self.expected + expected
+        far = (self.accepted - self.expected) ** 2 > SURPRISING**2 * SCATTER * (1 + max(self.accepted, self.expected))
+        if far:
+            self.accepted = self.expected = 0.0
+        return far
+
+
+@dataclass(slots=True)
+class CutOff:
+    """The survival below which a guess ends its chain, since it would cost more time than it would save: its `price`.
+
+    A guess pays where its chance to be accepted, times the tokens per second of rounds as they are, is more than the
+    seconds that a guess takes. A drafter's own estimate stands for the chance, set right by how often guesses that it
+    held unlikely were accepted, so drafters that are too modest lose nothing. Only a row that is drafted alone is cut:
+    a guess more of one row among several costs little, and cuts were measured to lose there. Where guesses are judged
+    by equality any cut is exact; where they are judged by their law, `draft/model/grower.py` sees to it that a cut
+    never looks at the guess that it ends. `made` counts by depth how many of the guesses that were planned were made.
+    """
+
+    price: float = NO_PRICE
+    made: Acceptance = field(default_factory=Acceptance)
+    estimated: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def modesty(self) -> float:
+        """How many times as often as it estimates guesses are accepted that it holds unlikely."""
+        return (self.accepted + MODEST_WEIGHT * MODEST) / (self.estimated + MODEST_WEIGHT)
+
+    def aim(self, tokens_per_s: float, guess_s: float) -> None:
+        """Set the price by what rounds are worth, and by what a guess takes."""
+        self.price = min(HIGHEST, max(NO_PRICE, tokens_per_s * guess_s / self.modesty))
+
+    def reached(self, depth: int) -> list[float]:
+        """By depth the chance that a guess is made at all."""
+        return list(accumulate(self.made.rates(belief=1.0)[:depth], mul))
+
+    def learn(self, survival: Sequence[float], num_offered: int, num_accepted: int) -> None:
+        """Compare the estimates of a chain's guesses with how many were accepted of those that were judged."""
+        before = 1.0
+        self.estimated, self.accepted = SLOWLY * self.estimated, SLOWLY * self.accepted
+        for depth, chance in enumerate(survival[:num_offered]):
+            share = chance / before if before > 0 else 0.0
+            if share < UNLIKELY:
+                self.estimated += share
+                self.accepted += depth < num_accepted
+            before = chance
+
+
+@dataclass(slots=True)
+class DrafterRecord:
+    """The measurements of a drafter. Counts fade with its own rounds, and stay as they are while it is not used."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    by_row: dict[int, Acceptance] = field(default_factory=dict)
+    likeness: float = ALL_WEIGHT
+    promised: float = 0.0
+    accepted: float = 0.0
+    retry: RetryTimer = field(default_factory=RetryTimer)
+    unseen: int = 0  # rounds since guesses of it were last judged, its own or those in merged trees
+    drafts: dict[int, LinearCost] = field(default_factory=dict)  # seconds by depth, for so many rows
+    level: Level = field(default_factory=Level)
+    reading_s: float = 0.0  # for a token of unread text
+    surprise: Surprise = field(default_factory=Surprise)
+    covered: float = 1.0  # of the rounds, in how many it has anything to draft
+    cut_off: CutOff = field(default_factory=CutOff)
+
+    @property
+    def trust(self) -> float:
+        """How many guesses are accepted for each that it promised."""
+        return (self.accepted + WEIGHT) / (self.promised + WEIGHT)
+
+    def promises(self, expected: float | None, seq_id: int, depth: int) -> list[float]:
+        """The chance of each depth: by what it expects itself, or else as before, above all in the same text."""
+        if expected is not None:
+            return geometric(expected)[:depth]
+        rates = self.acceptance.rates()
+        in_text = self.by_row.get(seq_id)
+        return list(accumulate((in_text.of_one(rates, self.likeness) if in_text else rates)[:depth], mul))
+
+    def count(self, rows: Sequence[tuple[RowOutcome, Assignment]]) -> None:
+        """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
+        runs = [(given.num_judged(row), row.accepted) for row, given in rows]
+        self.count_runs([row.seq_id for row, _ in rows], runs)
+        promised = sum(sum(given.option.promised[: given.num_counted(row)]) for row, given in rows)
+        self.promised = FADING * self.promised + promised
+        self.accepted = FADING * self.accepted + sum(row.accepted for row, _ in rows)
+        if cut := [(given.depth, row.num_drafted) for row, given in rows if given.option.made]:
+            self.cut_off.made.count(cut)
+
+    def count_runs(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Learn from how many guesses of each of these sequences were judged, and how many of them were right."""
+        if self.unseen > RETRY:
+            for counted in (self.acceptance, *self.by_row.values()):
+                counted.limit(LONG_AGO)
+        self.unseen = 0
+        self.acceptance.count(runs)
+        for seq_id, run in zip(seq_ids, runs, strict=True):
+            self.by_row.setdefault(seq_id, Acceptance()).count([run])
+        self.likeness = likeness(list(self.by_row.values()), ALL_WEIGHT)
+
+    def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
+        """Learn from how long it took, as one of those who drafted."""
+        expected_s = self.drafting_s(depth, len(num_unread))
+        if max(num_unread) <= BEHIND:
+            size = row_class(len(num_unread))
+            line = self.drafts.setdefault(size, LinearCost(flat=False))
+            # a depth of which nothing follows yet surprises nobody: its time is not an outlier
+            if not line.knows(depth) or expected_s < NO_COST_S or self.level.record(taken_s / expected_s):
+                line.record(depth, taken_s / self.level.factor)
+        else:
+            each_s = max(0.0, taken_s - expected_s) / sum(num_unread)
+            self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s
+
+    def drafting_s(self, depth: float | int, num_rows: int) -> float:
+        """What it would take to draft so many rows so far; by a batch of another size where it knows no other."""
+        if not self.drafts:
+            return 0.0
+        size = row_class(num_rows)
+        line = self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
+        return self.level.factor * line.expect(depth)
+
+    def cost_s(self, depth: float | int, num_rows: int, num_unread: int) -> float:
+        """Seconds of drafting, with its part of reading what is unread."""
+        return self.drafting_s(depth, num_rows) + self.reading_s * num_unread / SPREAD
+
+
+@dataclass(slots=True)
+class DrafterRecords:
+    """The members of a mix, or a lone drafter, and the drafter that merges. Rows are known by their sequences' ids."""
+
+    all: list[DrafterRecord] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def is_mix(self) -> bool:
+        """Whether there are several."""
+        return len(self.all) > 1
+
+    def meet(self, outlook: Outlook, judged: Sequence[int] = ()) -> None:
+        """Begin to know the drafters of an outlook, if they are new; learn what came of guesses in merged trees.
+
+        These are members' own guesses in the last round, whose sequences were `judged`. What a member tells itself is judged by what it promised, which is not known here. Trials become rare: all that
+        they show beside is what passes over a member's guesses alone take.
+        """
+        if not self.all:
+            self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
+            self.all = [DrafterRecord() for _ in self.names]
+        for learned, member in zip(self.all, outlook.drafters.values(), strict=False):
+            estimates = member.expected or [None] * len(judged)
+            rows = zip(judged, member.came_true, estimates, strict=False)
+            runs = {seq_id: run for seq_id, run, expected in rows if run[0] and expected is None}
+            if runs:
+                learned.count_runs(list(runs), list(runs.values()))
+                learned.retry.patience, learned.retry.hopeful = LONGEST, False
+
+    def options(
+        self, i: int, seq_id: int, speculation: Speculation, room: int, outlook: Outlook
+    ) -> dict[int, DraftOption]:
+        """All options of the i-th row of an outlook, by drafter; the merged one where more than one member has any.
+
+        A request that names a drafter has no other. Else chains of a mix are as long as pays, at most as asked for.
+        """
+        by_drafter: dict[int, DraftOption] = {}
+        for drafter, member in enumerate(outlook.drafters.values() if outlook.drafters else [outlook]):
+            budget = Budget.of(speculation, min(room, member.limit[i]))
+            if budget.depth == 0:
+                continue
+            learned, expected = self.all[drafter], member.expected[i] if member.expected else None
+            promised = learned.promises(expected, seq_id, budget.depth)
+            trust = 1.0 if expected is None else learned.trust
+            survival = [min(1.0, trust * chance) for chance in promised]
+            free = speculation.auto or (bool(outlook.drafters) and budget.width == 1 and speculation.drafter is None)
+            made: Sequence[float] = ()
+            if speculation.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
+                budget = replace(budget, price=learned.cut_off.price)
+                made = learned.cut_off.reached(budget.depth) if budget.price > NO_PRICE else ()
+            budget, unread = replace(budget, drafter=drafter), {drafter: member.unread[i]}
+            by_drafter[drafter] = DraftOption(budget, frozenset([drafter]), survival, promised, unread, free, made)
+        if len(by_drafter) > 1 or (speculation.drafter == MERGED and by_drafter):
+            estimated = any(member.expected and member.expected[i] is not None for member in outlook.drafters.values())
+            by_drafter[len(self.all) - 1] = self.merged(seq_id, list(by_drafter.values()), estimated)
+        if speculation.drafter not in self.names:
+            return by_drafter
+        return {drafter: option for drafter, option in by_drafter.items() if self.names[drafter] == speculation.drafter}
+
+    def merged(self, seq_id: int, options: Sequence[DraftOption], estimated: bool) -> DraftOption:
+        """All members together, as far as the one that goes furthest: no worse than the best of them."""
+        furthest = max(options, key=lambda option: (option.budget.depth, option.budget.nodes))
+        best = max(options, key=lambda option: option.gain)
+        promised = [*best.survival, *([0.0] * (furthest.budget.depth - len(best.survival)))]
+        learned = self.all[-1]
+        if estimated or learned.retry.new:
+            trust = max(1.0, learned.trust)
+            survival = [min(1.0, trust * chance) for chance in promised]
+        else:
+            survival = list(map(max, learned.promises(None, seq_id, len(promised)), promised))
+        return DraftOption(
+            budget=replace(furthest.budget, price=0.0).merging(len(self.all) - 1),
+            members=frozenset[int]().union(*(option.members for option in options)),
+            survival=survival,
+            promised=promised,
+            num_unread={member: num for option in options for member, num in option.num_unread.items()},
+            free=furthest.free,
+        )
+
+    def cover(self, rows: Sequence[Mapping[int, DraftOption]]) -> None:
+        """Learn which drafters had something to draft, and for how many rows."""
+        for number, record in enumerate(self.all):
+            share = sum(number in options for options in rows) / len(rows)
+            record.covered += COVER_SHARE * (share - record.covered)
+
+    def time(self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float) -> None:
+        """Learn what drafting rows by these options took, in so many steps each.
+
+        Finding out that nothing should be drafted takes `planning_s`.
+        """
+        active = {member for option, _ in rows for member in option.members}
+        drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s)
+        joining_s = max(0.0, drafting_s - sum(outcome.drafter_s)) / max(1, len(active))  # of a mix, beside its members
+        for drafter, each_s in enumerate(outcome.drafter_s or [drafting_s]):
+            taken_s = each_s + joining_s if outcome.drafter_s else each_s
+            used = [(option.num_unread.get(drafter, 0), steps) for option, steps in rows if drafter in option.members]
+            if used:
+                self.all[drafter].time(max(steps for _, steps in used), [unread for unread, _ in used], taken_s)
+
+    def wake(self) -> None:
+        """Something has changed: what is known of drafters that are not in use may be wrong, so they are tried soon."""
+        for record in self.all:
+            record.retry.wake()
+            if record.unseen > 1:
+                record.acceptance.limit(CHANGED_GUESSES)
+
+    def begin(self) -> None:
+        """Begin with what a calibration showed, held lightly."""
+        for record in self.all:
+            record.acceptance.limit(SAMPLED)
+            record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
+
+    def forget_others(self, seq_ids: Sequence[int]) -> None:
+        """Drop what is known of sequences that are none of these."""
+        for record in self.all:
+            record.by_row = {seq_id: record.by_row[seq_id] for seq_id in seq_ids if seq_id in record.by_row}
+
+
+def geometric(expected: float) -> list[float]:
+    """The chances by depth of a drafter that expects so many of AHEAD guesses to be accepted, each as likely."""
+    return CHANCES[min(STEPS - 1, bisect_left(EXPECTED, expected))]
+
+
+CHANCES = [[(step / STEPS) ** depth for depth in range(1, MOST + 1)] for step in range(STEPS)]
+EXPECTED = [sum(chances[:AHEAD]) for chances in CHANCES]
