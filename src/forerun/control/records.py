@@ -317,8 +317,9 @@ class DrafterRecords:
     def meet(self, outlook: Outlook, judged: Sequence[int] = ()) -> None:
         """Begin to know the drafters of an outlook, if they are new; learn what came of guesses in merged trees.
 
-        These are members' own guesses in the last round, whose sequences were `judged`. What a member tells itself is judged by what it promised, which is not known here. Trials become rare: all that
-        they show beside is what passes over a member's guesses alone take.
+        These are members' own guesses in the last round, whose sequences were `judged`. What a member tells itself is
+        judged by what it promised, which is not known here. Trials become rare: all that they show beside is what
+        passes over a member's guesses alone take.
         """
         if not self.all:
             self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
