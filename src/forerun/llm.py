@@ -159,7 +159,7 @@ class LLM:
         """Let the controller begin with what rounds of these models take on this machine, and forecast the gain."""
         key, params = f"{models} {engine.options} {Machine.here()}", self.generation_defaults.params()
         engine.controller = own = calibrate(engine, self.requests, params, key, report)
-        self.forecasts = forecasts(own.costs, own.records, engine.options.max_num_seqs)
+        self.forecasts = forecasts(own.costs, own.drafters, engine.options.max_num_seqs)
 
     def _log_start(self) -> None:
         """Tell the log what was started: the plan for who wants to know, and what is not as it was asked for."""

@@ -12,8 +12,8 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.controller import Load
+from forerun.control.drafters import CutOff
 from forerun.control.measured import MeasuredDepth
-from forerun.control.records import CutOff
 from forerun.draft.base import Draft, Outlook
 from forerun.tree import DraftTree
 
@@ -106,7 +106,7 @@ def test_estimates_that_are_wrong_cost_next_to_nothing(told: Sequence[float], le
 def test_rows_among_others_are_never_cut() -> None:
     controller, ids = MeasuredDepth(), [0, 1]
     SURE.played(controller, 1000)
-    assert controller.records.all[0].cut_off.price > 0.1
+    assert controller.drafters.all[0].cut_off.price > 0.1
     outlook = Outlook([0, 0], [AMPLE] * 2, [None] * 2, ends_early=True)
     load = Load(ids, [AUTO_WISH] * 2, [AMPLE] * 2, 0)
     found = controller.budgets(load, outlook, Spare(dict.fromkeys(ids, AMPLE), AMPLE, 16))
@@ -116,7 +116,7 @@ def test_rows_among_others_are_never_cut() -> None:
 def test_a_fixed_depth_is_never_cut() -> None:
     controller, load = MeasuredDepth(), Load([0], [Speculation(4)], [AMPLE], 0)
     SURE.played(controller, 1000)
-    assert controller.records.all[0].cut_off.price > 0.1
+    assert controller.drafters.all[0].cut_off.price > 0.1
     outlook = Outlook([0], [AMPLE], [None], ends_early=True)
     (budget,) = controller.budgets(load, outlook, Spare({0: AMPLE}, AMPLE, 16))
     assert (budget.depth, budget.price) == (4, 0.0)

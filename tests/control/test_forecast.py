@@ -32,7 +32,7 @@ def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
     for seed in range(5):
         controller = calibrated(world, batch)
         list(rounds(controller, world, 200, batch, seed=seed))
-        seen.append(forecast(controller.costs, controller.records, batch))
+        seen.append(forecast(controller.costs, controller.drafters, batch))
     found = sorted((each for each in seen if each is not None), key=lambda each: each.gain)[2]
     plain = world.speed([Budget(0)] * batch)
     best = max(
@@ -46,16 +46,16 @@ def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
 
 def test_nothing_is_forecast_without_measurements() -> None:
     controller = MeasuredDepth()
-    assert forecast(controller.costs, controller.records, 1) is None
+    assert forecast(controller.costs, controller.drafters, 1) is None
     assert controller.plain_s(1) is None
 
 
 def test_an_arm_that_seldom_has_anything_to_say_gains_seldom() -> None:
     world = World([0.9], [0.0])
     controller = calibrated(world, 1)
-    full = forecast(controller.costs, controller.records, 1)
-    controller.records.all[0].covered = 0.1
-    seldom = forecast(controller.costs, controller.records, 1)
+    full = forecast(controller.costs, controller.drafters, 1)
+    controller.drafters.all[0].covered = 0.1
+    seldom = forecast(controller.costs, controller.drafters, 1)
     assert full is not None
     assert seldom is not None
     assert seldom.gain - 1 == pytest.approx(0.1 * (full.gain - 1), rel=0.05)
@@ -66,7 +66,7 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
     """The same good guesses that pay where a pass costs the same for any few tokens do not where each reads experts."""
     dense = World([0.6], [0.002])
     sparse = World([0.6], [0.002], lambda num_tokens: 0.4 * expected_distinct(count, active, num_tokens) / count)
-    pays, does_not = (forecast(each.costs, each.records, 1) for each in (calibrated(dense, 1), calibrated(sparse, 1)))
+    pays, does_not = (forecast(each.costs, each.drafters, 1) for each in (calibrated(dense, 1), calibrated(sparse, 1)))
     assert pays is not None
     assert pays.depth > 1
     assert does_not is not None
@@ -96,9 +96,9 @@ def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, logger="forerun.control.measured"):
         for number, world in enumerate((good, bad, good, bad)):
             list(rounds(controller, world, 1200, 1, seed=number))
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert "Drafting is off for now, since it does not pay: ×" in caplog.records[0].getMessage()
-    assert "at batch 1" in caplog.records[0].getMessage()
+    assert [record.levelname for record in caplog.drafters] == ["WARNING", "INFO", "WARNING"]
+    assert "Drafting is off for now, since it does not pay: ×" in caplog.drafters[0].getMessage()
+    assert "at batch 1" in caplog.drafters[0].getMessage()
 
 
 def test_a_few_rounds_change_no_mood() -> None:
@@ -118,7 +118,7 @@ def test_a_suspicious_draft_model_is_named_once(accepted: int, word: str, caplog
     advice = Advice()
     for number in range(WINDOW):
         advice.suspect(outcome(number % TEXTS, 4 if accepted else 1, accepted))
-    (record,) = caplog.records
+    (record,) = caplog.drafters
     assert record.levelname == "WARNING"
     assert word in record.getMessage()
 
@@ -132,7 +132,7 @@ def test_an_ordinary_drafter_is_not_suspected(caplog: pytest.LogCaptureFixture) 
         usual.suspect(outcome(number % TEXTS, accepted or 1, accepted))
         copying.suspect(outcome(number % TEXTS, 1, 0, pass_s=0.0))
         alone.suspect(outcome(7, 4, 4))
-    assert caplog.records == []
+    assert caplog.drafters == []
 
 
 @pytest.mark.parametrize("num", [2, 8, 32])

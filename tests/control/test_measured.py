@@ -13,9 +13,18 @@ from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.choices import Drafts
 from forerun.control.controller import Load, slots_of
+from forerun.control.drafters import (
+    BEHIND,
+    LONGEST,
+    RETRY,
+    TRIES,
+    Assignment,
+    MeasuredDrafter,
+    MeasuredDrafters,
+    RetryTimer,
+)
 from forerun.control.measured import ALWAYS_READING, HOLD, LONGER, NOTHING, OTHER_DEPTH, MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCosts
-from forerun.control.records import BEHIND, LONGEST, RETRY, TRIES, Assignment, DrafterRecord, DrafterRecords, RetryTimer
 from forerun.draft.base import MERGED, Budget, Outlook
 
 
@@ -24,16 +33,16 @@ def used() -> RetryTimer:
     return RetryTimer(num_rounds=TRIES)
 
 
-def known(names: Sequence[str]) -> DrafterRecords:
+def known(names: Sequence[str]) -> MeasuredDrafters:
     """Drafters that need no trial."""
-    return DrafterRecords([DrafterRecord(retry=used()) for _ in names], list(names))
+    return MeasuredDrafters([MeasuredDrafter(retry=used()) for _ in names], list(names))
 
 
 def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = None) -> MeasuredDepth:
     """All drafters known, at so much for a level; passes cost the same for any number of tokens."""
     names = [*NAMES[: len(level_s)], MERGED] if len(level_s) > 1 else [""]
     controller = MeasuredDepth(
-        records=DrafterRecords([DrafterRecord(retry=used()) for _ in names], names), plain=used()
+        records=MeasuredDrafters([MeasuredDrafter(retry=used()) for _ in names], names), plain=used()
     )
     controller.costs.record(Kind.of(1, 0), 4, pass_s)
     if merging_s is not None:
@@ -41,7 +50,7 @@ def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = No
     for number, each_s in enumerate(level_s):
         for rows in (1, 2, 4):
             for depth in (1, 8):
-                controller.records.all[number].time(depth, [0] * rows, depth * each_s)
+                controller.drafters.all[number].time(depth, [0] * rows, depth * each_s)
     return controller
 
 
@@ -71,10 +80,10 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     for num_tokens in range(1, 20):
         controller.costs.record(Kind.of(1, 0), num_tokens, 0.1 + (most_s - 0.1) * (num_tokens - 1) / 8)
     if num > 1:
-        controller.records.all[-1].accepted = rng.choice([0.0, 30.0])
+        controller.drafters.all[-1].accepted = rng.choice([0.0, 30.0])
     outlook, wish = outlook_of([[most] * batch] * num, expected), Speculation(most, auto=True)
     found = budgets(controller, [wish] * batch, outlook)
-    rows = [controller.records.options(row, row, wish, AMPLE, outlook) for row in range(batch)]
+    rows = [controller.drafters.options(row, row, wish, AMPLE, outlook) for row in range(batch)]
     pairs = [itertools.product(options.values(), range(1, most + 1)) for options in rows]
     value = controller.tokens_per_s
     taken = [
@@ -141,7 +150,7 @@ def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> Non
     controller = calibrated(world, 2)
     tried = []
     for _ in range(ALWAYS_READING + 1):
-        controller.plain, controller.records.all[0].retry = RetryTimer(), RetryTimer()  # both are due
+        controller.plain, controller.drafters.all[0].retry = RetryTimer(), RetryTimer()  # both are due
         budgets = planned(controller, world, 2, 64)
         tried.append(controller.tried)
         rows = [RowOutcome(row, budget.depth, 0, 0, 1) for row, budget in enumerate(budgets)]
@@ -160,8 +169,8 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     world = World([0.0], [0.002], lambda num_tokens: max(0.1, token_s * num_tokens), noise=0.0)
     controller = calibrated(world, batch)
     list(rounds(controller, world, 40, batch))
-    controller.records.all[0].reading_s = reading_s
-    controller.records.all[0].retry, controller.plain, controller.held = RetryTimer(), used(), HOLD
+    controller.drafters.all[0].reading_s = reading_s
+    controller.drafters.all[0].retry, controller.plain, controller.held = RetryTimer(), used(), HOLD
     unread = [15 * (batch - row) for row in range(batch)]
     outlook = Outlook(unread, [AMPLE] * batch, [None] * batch)
     found = budgets(controller, [AUTO_WISH] * batch, outlook)
@@ -181,7 +190,7 @@ def test_another_depth_is_tried_by_rows_that_are_drafted_already_in_a_round_litt
     world, batch = World([0.8], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=0.0), 8
     controller, wish = calibrated(world, batch), Speculation(8, auto=True)
     list(rounds(controller, world, 60, batch))
-    controller.other_depth, controller.plain, controller.records.all[0].retry = RetryTimer(), used(), used()
+    controller.other_depth, controller.plain, controller.drafters.all[0].retry = RetryTimer(), used(), used()
 
     def found(unread: int) -> Sequence[Budget]:
         controller.held, controller.deeper = HOLD, False
@@ -233,7 +242,7 @@ def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -
         for _ in range(20):
             controller.costs.record(Kind.of(1, 0), num_tokens, pass_s)
     for _ in range(40):
-        controller.records.all[0].acceptance.count([(4, 0)])
+        controller.drafters.all[0].acceptance.count([(4, 0)])
     (budget,) = budgets(controller, [AUTO_WISH], Outlook([0], [AMPLE], [None]))
     assert budget.depth == 0
 
@@ -241,10 +250,10 @@ def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -
 def test_gains_are_what_is_expected_and_what_came_of_that() -> None:
     """A member's own expectation by how much of it came true; without one, acceptance by depth."""
     controller = priced(0.1, [0.01, 0.01])
-    knowing, silent = controller.records.all[:2]
+    knowing, silent = controller.drafters.all[:2]
     knowing.promised, knowing.accepted = 40.0, 18.0
     silent.acceptance.count([(1, 0)] * 300 + [(4, 4)] * 100)
-    options = controller.records.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[6.0], [None]]))
+    options = controller.drafters.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[6.0], [None]]))
     assert options[0].survival == pytest.approx([22 / 44 * chance for chance in options[0].promised])
     assert sum((options[0].promised[0]) ** j for j in range(1, 9)) == pytest.approx(6.0, rel=0.02)
     assert options[1].survival == pytest.approx([0.25] * 3, rel=0.05)
@@ -253,7 +262,7 @@ def test_gains_are_what_is_expected_and_what_came_of_that() -> None:
 
 
 def test_a_sequences_own_past_counts_for_it() -> None:
-    record = DrafterRecord()
+    record = MeasuredDrafter()
     rows = [(RowOutcome(seq_id, 4, 4 if seq_id else 1, 4 if seq_id else 0, 1), None) for seq_id in (0, 1, 2, 3)]
     for _ in range(50):
         record.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
@@ -284,7 +293,7 @@ def test_a_fixed_depth_is_the_depth_even_where_it_does_not_pay() -> None:
 
 def test_what_is_unread_is_paid_for_in_part() -> None:
     controller = priced(0.1, [0.01, 0.005])
-    controller.records.all[1].reading_s = 0.01
+    controller.drafters.all[1].reading_s = 0.01
     for unread, taken in ((0, 1), (400, 0)):
         outlook = outlook_of([[4], [4]], [[2.0], [2.0]], unread)
         assert budgets(controller, [Speculation(4)], outlook)[0].drafter == taken
@@ -336,7 +345,7 @@ def test_members_are_known_while_their_trees_are_merged() -> None:
     world = World([0.2, 0.9], [0.001, 0.01], merged=0.9)
     controller = calibrated(world, 1)
     for _ in range(8):
-        controller.records.all[1].acceptance.count([(4, 0)])
+        controller.drafters.all[1].acceptance.count([(4, 0)])
     taken = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 300, 1)]
     assert taken[0] == 2, "the merged one comes first here, or this shows nothing"
     assert taken.count(1) > 100
@@ -365,7 +374,7 @@ def test_what_came_true_in_a_round_counts_once() -> None:
     counts = []
     for _ in range(3):
         budgets(controller, [Speculation(4, drafter=MERGED)], told)
-        counts.append([sum(record.acceptance.offered) for record in controller.records.all[:2]])
+        counts.append([sum(record.acceptance.offered) for record in controller.drafters.all[:2]])
     assert counts[0] == counts[1] == counts[2]
     assert counts[0][0] > 0
 
@@ -438,21 +447,21 @@ def test_a_round_that_failed_is_forgotten() -> None:
     load = [Load([seq_id], [Speculation(4, drafter="a")], [9], 0) for seq_id in (3, 4)]
     for each in load:
         controller.budgets(each, outlook, Spare(dict.fromkeys(each.seq_ids, AMPLE), AMPLE, 16))
-    before = controller.records.all[0].promised
+    before = controller.drafters.all[0].promised
     controller.record(Outcome([RowOutcome(3, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    assert controller.records.all[0].promised == before
+    assert controller.drafters.all[0].promised == before
     controller.record(Outcome([RowOutcome(4, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    after = controller.records.all[0].promised
+    after = controller.drafters.all[0].promised
     assert after != before
     controller.record(Outcome([RowOutcome(4, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    assert controller.records.all[0].promised == after  # of a round that was not planned
+    assert controller.drafters.all[0].promised == after  # of a round that was not planned
 
 
 @pytest.mark.parametrize("num_blocks", range(4))
 def test_a_merged_tree_without_room_gives_way_to_its_best_member(num_blocks: int) -> None:
     """Blocks of 4: chains of 4 take one, a merged tree of 4 takes 9 slots, and so three."""
     controller = priced(0.1, [0.0, 0.0])
-    controller.records.all[2].accepted, controller.records.all[2].promised = 30.0, 20.0
+    controller.drafters.all[2].accepted, controller.drafters.all[2].promised = 30.0, 20.0
     outlook = outlook_of([[9, 9], [9, 9]], [[1.0, 1.0], [2.0, 2.0]])
     load = Load([0, 1], [Speculation(4)] * 2, [9, 9], 0)
     found = controller.budgets(load, outlook, Spare({0: 0, 1: 0}, num_blocks, 4))
@@ -466,24 +475,24 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     own = {name: Outlook([0], [4], [1.0]) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
     controller = MeasuredDepth(
-        records=DrafterRecords([DrafterRecord(retry=used()) for _ in range(8)], [*names, MERGED]), plain=used()
+        records=MeasuredDrafters([MeasuredDrafter(retry=used()) for _ in range(8)], [*names, MERGED]), plain=used()
     )
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for number, each_s in enumerate(levels):
-        controller.records.all[number].time(4, [0], 4 * each_s)
+        controller.drafters.all[number].time(4, [0], 4 * each_s)
     assert budgets(controller, [Speculation(4)], Outlook([0], [4], [None], own))[0].drafter == 3
 
 
 def test_drafts_add_up() -> None:
     controller = priced(0.1, [0.01, 0.02])
-    options = controller.records.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
-    drafts = Drafts.none(controller.records, controller.costs.of_rows(Kind.of(1, 0)), 2)
+    options = controller.drafters.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
+    drafts = Drafts.none(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), 2)
     for depth in (1, 2, 3):
         drafts.deepen(0, options[0], depth, 0.5)
     drafts.deepen(1, options[2], 2, 0.7)
     assert drafts.num_tokens == 2 + 3 + options[2].num_nodes(2)
     assert drafts.gain == pytest.approx(2 + 1.5 + 0.7)
-    expected_s = 0.1 + controller.records.all[0].drafting_s(3, 2) + controller.records.all[1].drafting_s(2, 1)
+    expected_s = 0.1 + controller.drafters.all[0].drafting_s(3, 2) + controller.drafters.all[1].drafting_s(2, 1)
     assert drafts.tokens_per_s() == pytest.approx(drafts.gain / expected_s)
 
 
@@ -502,7 +511,7 @@ def test_what_captures_of_graphs_take_teaches_nothing(batch: int) -> None:
 
 def test_a_second_depth_is_believed_though_it_is_not_in_proportion() -> None:
     """A draft of one guess often takes more than a quarter of one of four: that is a price, not an outlier."""
-    record = DrafterRecord()
+    record = MeasuredDrafter()
     for depth, taken_s in ((4, 4e-3), (1, 2.2e-3)):
         for _ in range(3):
             record.time(depth, [0], taken_s)
@@ -511,7 +520,7 @@ def test_a_second_depth_is_believed_though_it_is_not_in_proportion() -> None:
 
 
 def test_at_a_depth_that_is_known_a_single_long_draft_is_not_believed() -> None:
-    record = DrafterRecord()
+    record = MeasuredDrafter()
     for taken_s in (1e-3, 1e-3, 3e-3):
         record.time(4, [0], taken_s)
     assert record.drafting_s(4, 1) == pytest.approx(1e-3)

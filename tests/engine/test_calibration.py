@@ -97,7 +97,7 @@ def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list
     known = controller_of(first)
     assert {kind.rows for kind in known.costs.kinds} == {1, 4, 5}
     assert all(cost.expect(size) > 0 for cost in known.costs.kinds.values() for size in cost.sizes)
-    assert known.records.names == (list(first.drafter_names) if len(first.drafter_names) > 1 else [""])
+    assert known.drafters.names == (list(first.drafter_names) if len(first.drafter_names) > 1 else [""])
     assert [each.batch for each in first.forecasts] == [1, 8, 16]
     steps.clear()
     again = started(draft)
@@ -146,10 +146,10 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
 def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
     """Of those who read the text themselves, and kept for the next start."""
     first, again = (controller_of(started(draft)) for _ in range(2))
-    measured = [record.reading_s for record in first.records.all]
+    measured = [record.reading_s for record in first.drafters.all]
     assert sum(each == pytest.approx(TOKEN_S, rel=0.1) for each in measured) == readers
     assert sum(each == 0 for each in measured) == len(measured) - readers
-    assert [record.reading_s for record in again.records.all] == measured
+    assert [record.reading_s for record in again.drafters.all] == measured
 
 
 def test_samples_are_not_remembered(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured:
             continue
         for cost in controller.costs.kinds.values():
             assert all(0 <= cost.expect(size) < float("inf") for size in (1, 7, 300))
-        assert all(0 <= record.cost_s(4, 2, 0) < float("inf") for record in controller.records.all)
+        assert all(0 <= record.cost_s(4, 2, 0) < float("inf") for record in controller.drafters.all)
 
 
 def test_where_nothing_can_be_kept_every_start_measures(
@@ -274,7 +274,7 @@ def test_short_contexts_are_measured_as_far_as_they_go(max_model_len: int) -> No
 def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="forerun"):
         llm = started(f"model:{SMALL}")
-    lines = [record.getMessage() for record in caplog.records if "expected" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.drafters if "expected" in record.getMessage()]
     assert len(lines) == 1
     pays = any(each.depth for each in llm.forecasts)
     assert ("at batch 1" in lines[0]) if pays else ("not expected to pay" in lines[0])

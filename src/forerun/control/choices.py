@@ -1,6 +1,6 @@
 """Choices for a round: which option each row is drafted by and how far, and what such a round gives and takes.
 
-`measured.py` weighs the choices and takes one; `records.py` knows the options that a row has.
+`measured.py` weighs the choices and takes one; `drafters.py` knows the options that a row has.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.control.pass_costs import RowCosts
-from forerun.control.records import BEHIND, SPREAD, Assignment, DrafterRecords, DraftOption
+from forerun.control.drafters import BEHIND, SPREAD, Assignment, DraftOption, MeasuredDrafters
+from forerun.control.pass_costs import RowPassCosts
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
@@ -49,8 +49,8 @@ class Planned:
 class Drafts:
     """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
 
-    records: DrafterRecords
-    costs: RowCosts  # of the target's pass
+    drafters: MeasuredDrafters
+    costs: RowPassCosts  # of the target's pass
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
@@ -59,9 +59,9 @@ class Drafts:
     num_unread: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def none(cls, records: DrafterRecords, costs: RowCosts, num_rows: int) -> Drafts:
+    def none(cls, drafters: MeasuredDrafters, costs: RowPassCosts, num_rows: int) -> Drafts:
         """Of a round in which nothing is drafted."""
-        return cls(records, costs, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
+        return cls(drafters, costs, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
 
     def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
@@ -82,7 +82,7 @@ class Drafts:
         taken_s = 0.0
         for member, idle in self.idle.items():
             steps = len(idle) - sum(idle)
-            taken_s += self.records.all[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
+            taken_s += self.drafters.all[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
         return taken_s
 
     def round_s(self) -> float:
@@ -94,7 +94,7 @@ class Drafts:
 
     def whole_s(self) -> float:
         """Seconds of the round with all that members have to read first, which serves later rounds too."""
-        reading_s = sum(self.records.all[member].reading_s * num for member, num in self.num_unread.items())
+        reading_s = sum(self.drafters.all[member].reading_s * num for member, num in self.num_unread.items())
         return self.round_s() + (1 - 1 / SPREAD) * reading_s
 
     def tokens_per_s(self) -> float:

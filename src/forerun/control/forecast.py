@@ -17,8 +17,8 @@ from operator import mul
 
 from forerun.accept.outcome import Outcome
 from forerun.config import AUTO_DEPTH
+from forerun.control.drafters import MeasuredDrafters
 from forerun.control.pass_costs import Kind, PassCosts, size_class
-from forerun.control.records import DrafterRecords
 
 BATCHES = (1, 8, 32)
 PAYS = 1.02  # times as fast, below which drafting is as good as none
@@ -47,22 +47,22 @@ class Forecast:
         return f"×{self.gain:.2f} at batch {self.batch}" + (f" ({drafter}depth {self.depth})" if self.depth else "")
 
 
-def forecast(costs: PassCosts, records: DrafterRecords, batch: int, num_context: int = 0) -> Forecast | None:
+def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
     """The forecast for so many rows with so many tokens of text together; None where nothing was measured."""
-    if not costs.kinds or not records.all:
+    if not costs.kinds or not drafters.all:
         return None
-    ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(records.all))]
-    ways = [way for way in ways if measured(costs, records, *way, batch, num_context)] or ways
-    gains = {(drafter, depth): gain(costs, records, drafter, depth, batch, num_context) for drafter, depth in ways}
+    ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(drafters.all))]
+    ways = [way for way in ways if measured(costs, drafters, *way, batch, num_context)] or ways
+    gains = {(drafter, depth): gain(costs, drafters, drafter, depth, batch, num_context) for drafter, depth in ways}
     drafter, depth = max(ways, key=gains.__getitem__)
     best = gains[drafter, depth]
-    return Forecast(batch, records.names[drafter], depth if best >= PAYS else 0, best)
+    return Forecast(batch, drafters.names[drafter], depth if best >= PAYS else 0, best)
 
 
-def gain(costs: PassCosts, records: DrafterRecords, drafter: int, depth: int, batch: int, num_context: int) -> float:
+def gain(costs: PassCosts, drafters: MeasuredDrafters, drafter: int, depth: int, batch: int, num_context: int) -> float:
     """Of drafting all rows by one drafter, so far: tokens per second over those of plain rounds."""
-    chosen, merged = records.all[drafter], records.is_mix and drafter == len(records.all) - 1
-    members = records.all[:-1] if merged else [chosen]
+    chosen, merged = drafters.all[drafter], drafters.is_mix and drafter == len(drafters.all) - 1
+    members = drafters.all[:-1] if merged else [chosen]
     tokens: float = 1 + chosen.covered * sum(accumulate(chosen.acceptance.rates()[:depth], mul))
     rows, made = max(1, round(chosen.covered * batch)), chosen.cut_off.reached(depth)
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
@@ -74,17 +74,19 @@ def gain(costs: PassCosts, records: DrafterRecords, drafter: int, depth: int, ba
     return tokens * plain_s / (pass_s + draft_s)
 
 
-def measured(costs: PassCosts, records: DrafterRecords, drafter: int, depth: int, batch: int, num_context: int) -> bool:
+def measured(
+    costs: PassCosts, drafters: MeasuredDrafters, drafter: int, depth: int, batch: int, num_context: int
+) -> bool:
     """Whether passes of this size were seen: between sizes, a target with experts costs more than a line says."""
-    kind = Kind.of(batch, num_context, records.is_mix and drafter == len(records.all) - 1)
-    num_tokens = batch + max(1, round(records.all[drafter].covered * batch)) * depth
+    kind = Kind.of(batch, num_context, drafters.is_mix and drafter == len(drafters.all) - 1)
+    num_tokens = batch + max(1, round(drafters.all[drafter].covered * batch)) * depth
     return size_class(num_tokens) in costs.of(kind).sizes
 
 
-def forecasts(costs: PassCosts, records: DrafterRecords, most_rows: int) -> Sequence[Forecast]:
+def forecasts(costs: PassCosts, drafters: MeasuredDrafters, most_rows: int) -> Sequence[Forecast]:
     """Those for few, some and many rows, as far as an engine with so many places has them."""
     sizes = sorted({min(batch, most_rows) for batch in BATCHES})
-    return tuple(each for batch in sizes if (each := forecast(costs, records, batch)) is not None)
+    return tuple(each for batch in sizes if (each := forecast(costs, drafters, batch)) is not None)
 
 
 def forecast_line(found: Sequence[Forecast]) -> str:

@@ -13,9 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from forerun.control.drafters import MeasuredDrafter
 from forerun.control.measured import MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCost
-from forerun.control.records import DrafterRecord
 from forerun.economy import MOST, Acceptance, LinearCost
 from forerun.store import cache_folder, replace_file
 
@@ -38,9 +38,9 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
             "trust": [record.promised, record.accepted],
             "reading_s": record.reading_s,
         }
-        for record in controller.records.all
+        for record in controller.drafters.all
     ]
-    return {"version": VERSION, "names": controller.records.names, "passes": passes, "arms": arms}
+    return {"version": VERSION, "names": controller.drafters.names, "passes": passes, "arms": arms}
 
 
 def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
@@ -55,15 +55,15 @@ def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
             cost.record(int(size), number(usual_s))
             cost.sizes[int(size)].num_seen = SEEN
         controller.costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = cost
-    controller.records.names = found["names"]
-    controller.records.all = [record_of(entry) for entry in found["arms"]]
-    if len(controller.records.all) != len(found["names"]) or not controller.costs.kinds:
+    controller.drafters.names = found["names"]
+    controller.drafters.all = [record_of(entry) for entry in found["arms"]]
+    if len(controller.drafters.all) != len(found["names"]) or not controller.costs.kinds:
         raise ValueError("it is not whole")
     controller.begin()
     return controller
 
 
-def record_of(entry: Any) -> DrafterRecord:
+def record_of(entry: Any) -> MeasuredDrafter:
     """One drafter of the file."""
     names = [field.name for field in fields(LinearCost) if field.name != "flat"]
     lines = {int(n): LinearCost(False, *(number(line[name]) for name in names)) for n, line in entry["drafts"].items()}
@@ -71,7 +71,7 @@ def record_of(entry: Any) -> DrafterRecord:
     if len(offered) != MOST or len(right) != MOST:
         raise ValueError("it has other depths")
     promised, accepted = (number(value) for value in entry["trust"])
-    record = DrafterRecord(Acceptance(offered, right), promised=promised, accepted=accepted, drafts=lines)
+    record = MeasuredDrafter(Acceptance(offered, right), promised=promised, accepted=accepted, drafts=lines)
     record.reading_s, record.covered = number(entry["reading_s"]), number(entry["covered"])
     return record
 

@@ -1,6 +1,6 @@
 """MeasuredDepth: the controller that drafts as deep as pays, by what earlier rounds gave and took, or not at all.
 
-A row can be drafted by one drafter, or by all members of a mix merged into one tree (`records.py`). For every set of
+A row can be drafted by one drafter, or by all members of a mix merged into one tree (`drafters.py`). For every set of
 members, the empty one included, each row gets its option with most gain; then guesses are added, the likeliest first,
 as long as that gives more tokens per second. The set whose round gives most is taken. The choice is made before
 anything is drawn, and it is deterministic. What was given up is tried again, at ever longer intervals as long as that
@@ -19,9 +19,17 @@ from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.choices import Choice, Drafts, Options, Planned, best_of, fallbacks, sets, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
+from forerun.control.drafters import (
+    FIRST_DEPTH,
+    TRIAL_DEPTH,
+    TRIES,
+    Assignment,
+    DraftOption,
+    MeasuredDrafters,
+    RetryTimer,
+)
 from forerun.control.forecast import Advice, forecast
 from forerun.control.pass_costs import Kind, PassCosts
-from forerun.control.records import FIRST_DEPTH, TRIAL_DEPTH, TRIES, Assignment, DrafterRecords, DraftOption, RetryTimer
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import damped
 from forerun.tree import DraftTree
@@ -47,7 +55,7 @@ class MeasuredDepth:
     """The controller. `costs` is what the target's part of a round takes."""
 
     costs: PassCosts = field(default_factory=PassCosts)
-    records: DrafterRecords = field(default_factory=DrafterRecords)
+    drafters: MeasuredDrafters = field(default_factory=MeasuredDrafters)
     advice: Advice = field(default_factory=Advice)
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
@@ -93,7 +101,7 @@ class MeasuredDepth:
             self.leave_alone(load)
             return FixedDepth().budgets(load, outlook, spare)
         self.num_context = load.num_context
-        self.records.meet(outlook, load.seq_ids if self.came_true else ())
+        self.drafters.meet(outlook, load.seq_ids if self.came_true else ())
         self.came_true = False
         if self.holds(load) and self.lasts(load, outlook):
             self.held, self.pending = self.held + 1, True
@@ -113,7 +121,7 @@ class MeasuredDepth:
         """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
         free = self.tried is None and any(option.free for options in rows for option in options.values())
         if free and self.advice.planned(drafting=any(choice)):
-            best = forecast(self.costs, self.records, len(rows), self.num_context)
+            best = forecast(self.costs, self.drafters, len(rows), self.num_context)
             if not self.advice.off:
                 log.info("Drafting is on again.")
             elif best is not None and best.depth:
@@ -125,9 +133,9 @@ class MeasuredDepth:
     def options(self, load: Load, outlook: Outlook) -> Sequence[Options]:
         """The options of all rows."""
         asked = enumerate(zip(load.seq_ids, load.speculations, load.rooms, strict=True))
-        rows = [self.records.options(i, seq_id, each, room, outlook) for i, (seq_id, each, room) in asked]
+        rows = [self.drafters.options(i, seq_id, each, room, outlook) for i, (seq_id, each, room) in asked]
         self.possible = frozenset(drafter for options in rows for drafter in options)
-        self.records.cover(rows)
+        self.drafters.cover(rows)
         return rows
 
     def take(self, load: Load, rows: Sequence[Options], choice: Choice, spare: Spare) -> Sequence[Budget]:
@@ -139,7 +147,7 @@ class MeasuredDepth:
     def follow(self, load: Load, outlook: Outlook, spare: Spare, drafter: int, depth: int) -> Sequence[Budget]:
         """Draft every row by this drafter and so far, where it can: see `engine/calibration.py`."""
         self.num_context, self.tried = load.num_context, None
-        self.records.meet(outlook)
+        self.drafters.meet(outlook)
         rows = self.options(load, outlook)
         chosen = [options.get(drafter) if depth else None for options in rows]
         choice = [Assignment(option, min(depth, option.budget.depth)) if option else None for option in chosen]
@@ -149,7 +157,7 @@ class MeasuredDepth:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
         self.assigned, self.pending, self.held, self.usual = {}, False, HOLD, 0.0
         self.plain, self.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
-        self.records.begin()
+        self.drafters.begin()
 
     def watch(self, tokens_per_s: float) -> None:
         """Try everything soon where rounds are worth much less than they were."""
@@ -164,7 +172,7 @@ class MeasuredDepth:
         if self.awake >= AWAKE:
             self.awake, self.held = 0, HOLD
             self.plain.wake()
-            self.records.wake()
+            self.drafters.wake()
 
     def reason(self) -> str:
         """What was chosen for the last round and why, for one row; empty where there was nothing to choose."""
@@ -174,7 +182,7 @@ class MeasuredDepth:
         plain_s, chosen = self.plain_s(1), "plain"
         plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "what plain rounds take is not known yet"
         if assigned and assigned.depth:
-            name = self.records.names[assigned.option.budget.drafter]
+            name = self.drafters.names[assigned.option.budget.drafter]
             chosen = f"depth {assigned.depth}" + (f" by {name}" if name else "")
             if assigned.option.made:
                 chosen += f" as long as {100 * assigned.option.budget.price:.0f} % survive"
@@ -222,7 +230,7 @@ class MeasuredDepth:
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.price:
             # The price of a chain that is drafted alone: by what rounds are worth, and by what its guesses take.
             guess_s = self.drafts_of(best.choice).guess_s(assigned.num_drawn)
-            self.records.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
+            self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
         return best
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
@@ -266,7 +274,7 @@ class MeasuredDepth:
     def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
         """The drafts of a round of so many rows in which some have these options, before any is drafted."""
         costs = self.costs.of_rows(self.kind(num_rows, options), num_rows if self.reads else None)
-        return Drafts.none(self.records, costs, num_rows)
+        return Drafts.none(self.drafters, costs, num_rows)
 
     def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
         """The kind of the round in which rows are drafted by these options."""
@@ -297,7 +305,7 @@ class MeasuredDepth:
         costs = not self.reads
         if costs and self.plain.due and any(option.free for options in rows for option in options.values()):
             return NOTHING
-        due = next((drafter for drafter in sorted(self.possible) if self.records.all[drafter].retry.due), None)
+        due = next((drafter for drafter in sorted(self.possible) if self.drafters.all[drafter].retry.due), None)
         return OTHER_DEPTH if costs and due is None and self.other_depth.due and best.under_way else due
 
     def on_trial(self, best: Choice, rows: Sequence[Options], drafter: int) -> Choice:
@@ -312,7 +320,7 @@ class MeasuredDepth:
             assigned = {row: each for row, each in enumerate(best) if each}
             depths = {row: 2 * each.depth if self.deeper else each.depth // 2 or 1 for row, each in assigned.items()}
             return self.in_time(best, {row: each.option.at_most(depths[row]) for row, each in assigned.items()})
-        new = self.records.all[drafter].retry.new
+        new = self.drafters.all[drafter].retry.new
         options = {row: each[drafter] for row, each in enumerate(rows) if drafter in each}
         first = sorted(options, key=lambda row: sum(options[row].num_unread.values()))[: None if new else 1]
         return self.in_time(best, {row: options[row].at_most(FIRST_DEPTH if new else TRIAL_DEPTH) for row in first})
@@ -335,7 +343,7 @@ class MeasuredDepth:
             self.accepted(outcome, cheap)
         elif not self.assigned and outcome.rows and self.costs.kinds and not outcome.captured:
             self.time_pass((), outcome)
-        if len(self.records.all) == 1:
+        if len(self.drafters.all) == 1:
             self.advice.suspect(outcome)
 
     def plain_s(self, num_rows: int) -> float | None:
@@ -365,12 +373,12 @@ class MeasuredDepth:
             ):
                 tried = self.tried == trial
                 timer.count(num_rows, self.patience if tried else None, cheap and tried)
-        self.records.forget_others(list(self.assigned))
+        self.drafters.forget_others(list(self.assigned))
         return drafted
 
     def count(self, drafter: int, drafted: Sequence[tuple[RowOutcome, Assignment]]) -> None:
         """Learn how many guesses of a drafter were accepted in the rows that it drafted."""
-        learned = self.records.all[drafter]
+        learned = self.drafters.all[drafter]
         learned.unseen += 1
         expected = sum(sum(each.option.survival[: each.num_counted(row)]) for row, each in drafted)
         accepted = sum(row.accepted for row, _ in drafted)
@@ -391,7 +399,7 @@ class MeasuredDepth:
         """Learn what rounds and drafts took; whether the target's part took much less than was expected."""
         if not drafted:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
-        self.records.time([(each.option, each.steps(row)) for row, each in drafted], outcome, self.planning_s)
+        self.drafters.time([(each.option, each.steps(row)) for row, each in drafted], outcome, self.planning_s)
         return self.time_pass([each.option for _, each in drafted], outcome)
 
     def time_pass(self, options: Sequence[DraftOption], outcome: Outcome) -> bool:

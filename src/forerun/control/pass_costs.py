@@ -1,7 +1,7 @@
 """Pass costs: how long the target's part of a round takes, by its tokens, as rounds were seen to take.
 
 This file decides which rounds are priced together, how sizes that were not seen are priced, and what a round that took
-much longer or shorter than expected says of all others. What drafting takes is in `records.py`.
+much longer or shorter than expected says of all others. What drafting takes is in `drafters.py`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class PassCost:
 
 
 @dataclass(frozen=True, slots=True)
-class RowCosts:
+class RowPassCosts:
     """Seconds of a round's pass without the prompts that it may read, by the tokens of its texts and guesses.
 
     A pass over many tokens is limited by arithmetic: there a guess takes `token_s`, as every token of a prompt does.
@@ -189,11 +189,11 @@ class PassCosts:
         each_s = max(0.0, more_s) / (num_tokens - num_rows)
         self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
 
-    def of_rows(self, kind: Kind, num_beside_prompts: int | None = None) -> RowCosts:
+    def of_rows(self, kind: Kind, num_beside_prompts: int | None = None) -> RowPassCosts:
         """What rows and guesses are taken to cost in rounds of this kind; `num_beside_prompts` rows with prompts."""
         passes = self.of(kind)
         num_free = max(passes.sizes, default=0) if num_beside_prompts is None else num_beside_prompts
-        return RowCosts(passes, self.level.factor * self.prompt_s, num_free)
+        return RowPassCosts(passes, self.level.factor * self.prompt_s, num_free)
 
 
 def size_class(num_tokens: int) -> int:

@@ -18,10 +18,10 @@ from forerun.annotations import ProgressCallback
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
 from forerun.control.controller import Load
+from forerun.control.drafters import BEHIND, Assignment
 from forerun.control.kept_costs import as_json, from_json, keep, read_kept
 from forerun.control.measured import MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCost
-from forerun.control.records import BEHIND, Assignment
 from forerun.device import Captures
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.engine.engine import Engine
@@ -79,14 +79,14 @@ class Script:
         if not self.counts or outcome.num_prompt_tokens or outcome.captured:
             return
         if not self.reads:
-            for record in self.controller.records.all:
+            for record in self.controller.drafters.all:
                 record.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
         drafted = self.controller.accepted(outcome)
         options = [each.option for _, each in drafted]
         if self.reads:
             if any(max(option.num_unread.values()) > BEHIND for option in options):
                 steps = [(each.option, each.depth) for _, each in drafted]
-                self.controller.records.time(steps, outcome, self.controller.planning_s)
+                self.controller.drafters.time(steps, outcome, self.controller.planning_s)
             return
         place = self.controller.kind(len(outcome.rows), options), outcome.num_tokens
         shortest = self.rounds.get(place)
@@ -191,7 +191,7 @@ def play(
 
 def read(engine: Engine, script: Script, requests: RequestChecker, params: SamplingParams, ends_s: float) -> None:
     """Find out how fast drafters read: each of them drafts texts that it has seen nothing of."""
-    drafters = range(len(script.controller.records.all))
+    drafters = range(len(script.controller.drafters.all))
     script.reads = True
     for number, sequence in enumerate(itertools.islice(samples(requests, params, READ_TOKENS), NUM_READ)):
         engine.submit(sequence)

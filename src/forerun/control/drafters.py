@@ -1,4 +1,4 @@
-"""Records: what is known of each drafter, and the options that a row has in the round to come.
+"""Drafters: what is known of each drafter, and the options that a row has in the round to come.
 
 A drafter here is a member of a mix, the mix's merged tree, or a lone drafter; each is an option of a row. What is known
 comes from earlier rounds: how many guesses were accepted, by depth and by sequence, how many came true of those that a
@@ -225,7 +225,7 @@ class CutOff:
 
 
 @dataclass(slots=True)
-class DrafterRecord:
+class MeasuredDrafter:
     """The measurements of a drafter. Counts fade with its own rounds, and stay as they are while it is not used."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -303,10 +303,10 @@ class DrafterRecord:
 
 
 @dataclass(slots=True)
-class DrafterRecords:
+class MeasuredDrafters:
     """The members of a mix, or a lone drafter, and the drafter that merges. Rows are known by their sequences' ids."""
 
-    all: list[DrafterRecord] = field(default_factory=list)
+    all: list[MeasuredDrafter] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     @property
@@ -323,7 +323,7 @@ class DrafterRecords:
         """
         if not self.all:
             self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
-            self.all = [DrafterRecord() for _ in self.names]
+            self.all = [MeasuredDrafter() for _ in self.names]
         for learned, member in zip(self.all, outlook.drafters.values(), strict=False):
             estimates = member.expected or [None] * len(judged)
             rows = zip(judged, member.came_true, estimates, strict=False)
