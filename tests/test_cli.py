@@ -98,8 +98,7 @@ class ScriptedLLM(LLM):
 
 def load_instead(monkeypatch: pytest.MonkeyPatch, build: Callable[..., object]) -> None:
     """Commands get what `build` gives instead of a model."""
-    for module in ("answering", "conversation"):
-        monkeypatch.setattr(f"forerun.commands.{module}.build_llm", build)
+    monkeypatch.setattr("forerun.commands.answering.build_llm", build)
 
 
 @pytest.fixture

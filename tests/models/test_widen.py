@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from forerun import cli
-from forerun.commands.conversation import label_of_widened
+from forerun.commands.chat import label_of_widened
 from forerun.commands.widening import read_amount
 from forerun.drafters import draft_label
 from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel, WidenedDiffers

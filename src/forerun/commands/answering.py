@@ -83,44 +83,47 @@ class StreamedAnswer:
         return AnswerTiming(len(self.token_ids), self.first_s, self.total_s)
 
 
-def sampling_params(options: AnswerOptions, llm: LLM) -> SamplingParams:
-    """The model's defaults with what was asked for instead; a seed is drawn where none was given, to be reported."""
-    params = replace(llm.get_default_sampling_params(), **options.sampling())
-    return replace(params, seed=params.resolve_seed())
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is loaded, how it is to answer, and where everything but the answer is shown."""
+
+    llm: LLM
+    params: SamplingParams
+    setting: Setting
+    errors: Console
+
+    @classmethod
+    def of(cls, where: ModelOptions, how: AnswerOptions) -> LoadedModel:
+        """The model, with its defaults and what is asked for instead; a seed is drawn where none is given."""
+        SamplingParams(**how.sampling())  # refused before anything is loaded
+        errors = Console(stderr=True, no_color=how.raw or None)
+        llm = build_llm(where, errors)
+        params = replace(llm.get_default_sampling_params(), **how.sampling())
+        seed = params.resolve_seed()
+        return cls(llm, replace(params, seed=seed), setting_of(llm, where, seed), errors)
 
 
 def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> StreamedAnswer:
     """Load the model, stream its answer to standard output, and tell of it on a card or as JSON."""
-    SamplingParams(**how.sampling())  # refused before anything is loaded
-    errors = Console(stderr=True, no_color=how.raw or None)
-    llm = build_llm(where, errors)
-    params = sampling_params(how, llm)
-    setting = setting_of(llm, where, cast(int, params.seed))
-    painter = Painter(Console(), how.raw)
-    show = (lambda *_: None) if result.as_json else painter.write
-    said = answer(llm, text, params, show, LoadingBar(errors))
+    model = LoadedModel.of(where, how)
+    llm, painter = model.llm, Painter(Console(), how.raw)
+    said = answer(model, text, (lambda *_: None) if result.as_json else painter.write)
     if not result.as_json:
         painter.end()
         if not painter.visible:
-            errors.print()  # the text, wherever it went, ends without a line's end
-        ended = ended_by(said, params, llm.plan.max_model_len)
-        lines, names = llm.plan.lines(), llm.drafter_names
-        errors.print(run_card(setting, said.timing, llm.stats, said.origins, lines, names, ended))
-    result.tell(as_object(said, setting, llm))
+            model.errors.print()  # the text, wherever it went, ends without a line's end
+        ended = ended_by(said, model.params, llm.plan.max_model_len)
+        card = run_card(model.setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.drafter_names, ended)
+        model.errors.print(card)
+    result.tell(as_object(said, model.setting, llm))
     return said
 
 
-def answer(
-    llm: LLM,
-    prompt: str | Sequence[int],
-    params: SamplingParams,
-    show: Callable[[str, Origin], None],
-    bar: LoadingBar,
-) -> StreamedAnswer:
+def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[str, Origin], None]) -> StreamedAnswer:
     """Streams one answer through `show`. After Ctrl-C it ends with the finish reason "cancelled"."""
-    result = StreamedAnswer()
+    result, bar = StreamedAnswer(), LoadingBar(model.errors)
     started_s = time.perf_counter()
-    deltas = cast(Generator[Delta, None, None], llm.stream(prompt, params, progress=bar))
+    deltas = cast(Generator[Delta, None, None], model.llm.stream(prompt, model.params, progress=bar))
     with patient_interrupt() as interrupt, closing(deltas), bar:
         for delta in deltas:
             bar.stop()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forerun.commands.interrupt import importing
+from forerun.errors import InvalidRequest
 from forerun.options import ANSWER, AnswerOptions, ModelOptions, with_options
+from forerun.streams import show_error
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from forerun.llm import LLM
 
 EXAMPLES = """
 forerun chat --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram
@@ -28,5 +36,47 @@ def chat(
     /reset forgets the conversation, /exit or Ctrl-D leaves, and Ctrl-C ends an answer early.
     """
     with importing():
-        from forerun.commands.conversation import converse
-    converse(where, how, system)
+        from rich.console import Console
+
+        from forerun.card import Painter, speed_line
+        from forerun.commands.answering import LoadedModel, answer
+    model = LoadedModel.of(where, how)
+    llm, errors, painter = model.llm, model.errors, Painter(Console(), how.raw)
+    llm.tokenizer.require_chat_template()
+    label = label_of_widened(llm, where)
+    beginning = [] if system is None else [{"role": "system", "content": system}]
+    messages = beginning
+    while (line := read_line(errors)) is not None and line != "/exit":
+        if line == "/reset":
+            messages = beginning
+            errors.print("the conversation starts over", style="dim", highlight=False)
+        elif line:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                ids = llm.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+                said = answer(model, ids, painter.write)
+            except InvalidRequest as error:  # the turn leaves no trace
+                show_error(error)
+                continue
+            messages = [*asked, {"role": "assistant", "content": said.text.strip()}]
+            painter.end()
+            note = "cancelled; " if said.finish_reason == "cancelled" else ""
+            speed = f"[{note}{speed_line(said.timing, llm.stats)}{label}]"
+            errors.print(speed, style="dim", markup=False, highlight=False)
+
+
+def label_of_widened(llm: LLM, where: ModelOptions) -> str:
+    """What stands behind every speed: a checkpoint that is not what its name says is named for what it is."""
+    labels = ((llm.name, where.model), (llm.draft_name, where.draft))
+    return "".join(f"; {label}" for label, given in labels if label and label != given)
+
+
+def read_line(console: Console) -> str | None:
+    """The user's next line; None at the end of input. Ctrl-C only drops the line begun."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except KeyboardInterrupt:
+            console.print("\n/exit or Ctrl-D leaves", style="dim", highlight=False)
+        except EOFError:
+            return None

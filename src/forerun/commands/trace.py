@@ -61,20 +61,15 @@ def trace(
         from rich.console import Console
 
         from forerun.card import STYLES
-        from forerun.commands.answering import build_llm, sampling_params, setting_of
-        from forerun.sampling.params import SamplingParams
+        from forerun.commands.answering import LoadedModel
         from forerun.trace.record import trace as record
         from forerun.trace.show import picture, svg
-    SamplingParams(**how.sampling())  # refused before anything is loaded
-    llm = build_llm(where, Console(stderr=True, no_color=how.raw or None))
-    params = sampling_params(how, llm)
-    wish = where.speculation(width)
-    told = record(llm, text, params, wish)
+    model, wish = LoadedModel.of(where, how), where.speculation(width)
+    told = record(model.llm, text, model.params, wish)
     if not result.as_json:
         Console(no_color=how.raw or None, highlight=False).print(picture(told, STYLES))
     if picture_file is not None:
         picture_file.write(svg(told, STYLES))
-    setting = setting_of(llm, where, told.seed)
-    result.tell(asdict(setting) | {"width": wish.width} | told.as_object())
+    result.tell(asdict(model.setting) | {"width": wish.width} | told.as_object())
     if told.same_as_plain is False:
         raise typer.Exit(1)
