@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM, AsyncLLM, ForerunError, InvalidRequest, SamplingParams, Speculation
+from forerun.did_you_mean import nearest
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.ecosystem import (
     METHODS,
@@ -19,7 +20,6 @@ from forerun.ecosystem import (
     read_speculative_config,
 )
 from forerun.errors import UnknownKeyword
-from forerun.near import nearest
 from forerun.sampling.params import ANSWERS
 from kit.checkpoints import TARGET
 

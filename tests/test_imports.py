@@ -14,7 +14,7 @@ from kit.checkpoints import SRC
 MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
 ORDER = """
-    annotations errors guard near __version__
+    annotations errors guard did_you_mean __version__
     store
     limits
     device fields kernels progress shape figure_table streams settings_file

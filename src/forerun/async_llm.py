@@ -24,7 +24,7 @@ from forerun.guard import attempt
 from forerun.llm import LLM
 from forerun.messages import ChatOptions, Conversation
 from forerun.output import RequestOutput
-from forerun.request import Prompt, Request, Wish
+from forerun.request import Prompt, Request, SpeculationOption
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
     ) -> AsyncIterator[Delta]:
         """One request's deltas, one per round and sample. Leaving the loop early cancels the request."""
@@ -83,7 +83,7 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
         **words: object,
     ) -> RequestOutput:
@@ -104,7 +104,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
         **words: object,
     ) -> RequestOutput:

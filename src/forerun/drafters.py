@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from forerun.did_you_mean import nearest
 from forerun.draft.auto import AUTO_DRAFT, settled
 from forerun.draft.base import Drafter
 from forerun.draft.many.cascade import plan_cascade
@@ -26,7 +27,6 @@ from forerun.heads.kinds import HEADS
 from forerun.models.bundled import BUNDLED_DRAFTS
 from forerun.models.config import read_widened
 from forerun.models.loading import checkpoint_label
-from forerun.near import nearest
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:

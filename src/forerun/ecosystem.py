@@ -17,13 +17,13 @@ import torch
 
 from forerun.config import Speculation, require_whole
 from forerun.device import free_bytes
+from forerun.did_you_mean import nearest
 from forerun.draft.base import Drafter
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import shown
 from forerun.machine import available_bytes
-from forerun.near import nearest
 
 YES_OR_NO = (True, False, None)
 

@@ -51,7 +51,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
-from forerun.request import Prompt, Request, Wish, requests_of
+from forerun.request import Prompt, Request, SpeculationOption, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -221,7 +221,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
         progress: ProgressCallback | None = None,
         use_tqdm: bool = True,
@@ -252,7 +252,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
         progress: ProgressCallback | None = None,
         use_tqdm: bool = True,
@@ -283,7 +283,7 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
         progress: ProgressCallback | None = None,
     ) -> Iterator[Delta]:

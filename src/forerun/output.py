@@ -89,6 +89,13 @@ class CollectedSample:
         self.first_s = self.first_s or self.last_s
         self.deltas.append(delta)
 
+    def count_into(self, counts: Counts) -> None:
+        """Add what became of the sample's guesses."""
+        counts.pace.join(self.sequence.pace)
+        for delta in self.deltas:
+            if delta.outcome is not None:
+                counts.count(delta.outcome)
+
     def completion(self) -> CompletionOutput:
         """The sample's answer, once it is finished."""
         assert self.deltas, "a sample without a single round has no answer"
@@ -129,6 +136,13 @@ class Answers:
         self.answers[delta.seq_id].add(delta)
         self.num_finished += delta.finish_reason is not None
 
+    def counts(self) -> Counts:
+        """What became of the guesses of all samples so far."""
+        counts = Counts()
+        for answer in self.answers.values():
+            answer.count_into(counts)
+        return counts
+
     def outputs(self) -> list[RequestOutput]:
         """The results of all requests, once they are finished."""
         return [self.output(request, samples) for request, samples in self.requests]
@@ -155,8 +169,5 @@ class Answers:
             num_cached_tokens=answers[0].sequence.num_cached or 0,
         )
         for answer in answers:
-            metrics.pace.join(answer.sequence.pace)
-            for delta in answer.deltas:
-                if delta.outcome is not None:
-                    metrics.count(delta.outcome)
+            answer.count_into(metrics)
         return metrics

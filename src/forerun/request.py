@@ -17,7 +17,7 @@ from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.sampling.params import SamplingParams
 
-Wish = bool | int | str | Speculation | None
+SpeculationOption = bool | int | str | Speculation | None
 """How far to draft: None or True for the engine's default, False for no drafting, a depth, or a Speculation."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 FORMS = 'use text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
@@ -47,7 +47,7 @@ class Request:
 
     prompt: str | None = None
     sampling_params: SamplingParams | None = None
-    speculation: Wish = None
+    speculation: SpeculationOption = None
     tenant: str = ""
     prompt_token_ids: tuple[int, ...] | None = None
     draft_details: bool = False
@@ -58,7 +58,7 @@ class Request:
         cls,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        speculation: Wish = None,
+        speculation: SpeculationOption = None,
         tenant: str = "",
     ) -> Request:
         """The request for a prompt in any of its forms. Raises InvalidRequest for what is no prompt."""
@@ -69,7 +69,7 @@ class Request:
 def requests_of(
     prompts: Prompt | Seq[Prompt],
     sampling_params: SamplingParams | Seq[SamplingParams] | None,
-    speculation: Wish = None,
+    speculation: SpeculationOption = None,
     tenant: str = "",
 ) -> list[Request]:
     """One request for each prompt, with one set of parameters for all of them or one for each."""

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from forerun.did_you_mean import nearest
 from forerun.errors import InvalidRequest, UnknownSetting
 from forerun.limits import shown
-from forerun.near import nearest
 
 
 def read_settings(path: Path, known: Collection[str], others: Collection[str] = ()) -> dict[str, Any]:

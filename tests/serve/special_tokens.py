@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from forerun.serve.spelled import TokenTexts
+from forerun.serve.logprob_text import TokenTexts
 from kit.checkpoints import TARGET
 
 SPECIAL = (

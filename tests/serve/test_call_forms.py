@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from forerun.errors import ChatTemplateError
 from forerun.serve.calls import FORMS, HERMES, LLAMA, call_of, object_call, parsed
-from forerun.serve.parts import AnswerForm, AnswerSplitter
+from forerun.serve.parts import AnswerForm, AnswerSplitter, ReasoningTags
 from forerun.serve.problems import ApiError
-from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.template_forms import call_form
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET

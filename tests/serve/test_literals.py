@@ -17,8 +17,8 @@ from forerun.messages import ChatOptions
 from forerun.sampling.params import SamplingParams
 from forerun.serve.call_grammar import call_grammar
 from forerun.serve.calls import CallForm
+from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.parts import AnswerForm, AnswerPart, AnswerSplitter, TokenCounter
-from forerun.serve.spelled import TokenTexts
 from forerun.serve.template_forms import answer_form
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from forerun.serve.schema import FIELDS, KNOWN, BodyField
+from forerun.serve.schema import KNOWN, Endpoint
 from kit.servers import Running, drafting, running, serving, specification
 
 OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
 RESPONSE = {"input": "Hi", "chat_template": "{{ messages[0].content }}", "max_output_tokens": 2}
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+BODIES: dict[Endpoint, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", OK),
     "chat": ("/v1/chat/completions", CHAT),
     "responses": ("/v1/responses", RESPONSE),
@@ -39,16 +39,15 @@ def test_every_field_of_the_specification_has_a_class() -> None:
     assert properties("CreateResponse") <= KNOWN["responses"].keys()
 
 
-def asked(field: BodyField) -> tuple[str, dict[str, Any]]:
-    """An address that knows a field, and a body for it."""
-    first = next(name for name in BODIES if name in field.endpoints)
-    return BODIES[first]
+def fields(kind: str) -> list[Any]:
+    """An endpoint, and a field of this class that it knows."""
+    return [(name, field) for name in BODIES for field, own in KNOWN[name].items() if own.kind == kind]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "idle"])
-def test_what_cannot_change_the_text_has_no_effect(server: Running, name: str) -> None:
-    path, body = asked(FIELDS[name])
+@pytest.mark.parametrize(("endpoint", "name"), fields("idle"))
+def test_what_cannot_change_the_text_has_no_effect(server: Running, endpoint: Endpoint, name: str) -> None:
+    path, body = BODIES[endpoint]
     with_it, without = server.post(path, **body, seed=1, **{name: "x"}), server.post(path, **body, seed=1)
     assert with_it.status_code == without.status_code == 200
     assert said(with_it.json()) == said(without.json())
@@ -61,10 +60,9 @@ def said(answer: dict[str, Any]) -> Any:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.kind == "unserved"])
-def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, name: str) -> None:
-    field = FIELDS[name]
-    path, body = asked(field)
+@pytest.mark.parametrize(("endpoint", "name"), fields("unserved"))
+def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, endpoint: Endpoint, name: str) -> None:
+    (path, body), field = BODIES[endpoint], KNOWN[endpoint][name]
     for harmless in (None, *field.harmless):
         assert server.post(path, **body, **{name: harmless}).status_code == 200
     refused = server.post(path, **body, **{name: {"asks": "for something"}})
@@ -84,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"\ud800": 3}, "\ud800", "there is no field"),
     ({"prompt": None}, "prompt", "there is none"),
     ({"prompt": []}, "prompt", "is no text"),
-    ({"prompt": 7}, "prompt", "is no text"),
+    ({"prompt": 7}, "prompt", "must be text or a list"),
     ({"prompt": [[]]}, "prompt", "it is empty"),
     ({"prompt": [1, "a"]}, "prompt", "1 is no text and no list of token ids"),
     ({"prompt": ["a", {"prompt": "b"}]}, "prompt", "is no text and no list of token ids"),
@@ -116,12 +114,12 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ["x"] * 65}, "stop", "at most 64"),
     ({"stop": ["x" * 1025]}, "stop", "at most 1024"),
     ({"stop": [""]}, "stop", "an empty string"),
-    ({"stop": 5}, "stop", "cannot be served"),
+    ({"stop": 5}, "stop", "must be text or a list"),
     ({"stop": ["x", None]}, "stop", '["x", null]'),
-    ({"ignore_eos": "yes"}, "ignore_eos", '"yes" cannot be served; use true or false'),
+    ({"ignore_eos": "yes"}, "ignore_eos", '"yes" must be true or false'),
     ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
     ({"logit_bias": {"600": 1}}, "logit_bias", "below the vocabulary size"),
-    ({"logit_bias": [1]}, "logit_bias", "is no object"),
+    ({"logit_bias": [1]}, "logit_bias", "must be an object"),
     ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", '"01" is not a token id'),
     ({"best_of": 2}, "best_of", "use n and choose"),
     ({"n": 2, "best_of": True}, "best_of", "use n and choose"),
@@ -137,7 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "a stream has no log-probabilities"),
     ({"speculation": "far"}, "speculation", "cannot be served"),
     ({"speculation": -1}, "speculation.depth", "cannot be served"),
-    ({"speculation": 1.5}, "speculation", "is no depth"),
+    ({"speculation": 1.5}, "speculation", "must be true or false or a whole number or text or an object"),
     ({"speculation": {"dept": 1}}, "speculation.dept", "did you mean 'depth'?"),
     ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not drafting here"),
     ({"speculation": {"tree": [[5, 5]]}}, "speculation.tree", "has no parent"),
@@ -288,7 +286,7 @@ def test_a_template_of_a_body_is_run_where_that_is_allowed() -> None:
     }
     with drafting() as llm, running(llm, trust_request_templates=False) as wary, running(llm) as trusting:
         for path, body in talks.items():
-            for more in (brought, {"chat_template_kwargs": brought}, {"chat_template": 3}):
+            for more in (brought, {"chat_template_kwargs": brought}):
                 answer = wary.post(path, **body, **more)
                 error = answer.json()["error"]
                 expected = (400, "chat_template", "unsupported_parameter")

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.serve.asking import prepared
 from forerun.serve.body import parsed_body
 from forerun.serve.harmony import history
-from forerun.serve.message_input import chat_fields
+from forerun.serve.inputs import input_messages, message_fields
+from forerun.serve.parse import prepared
 from forerun.serve.problems import ApiError, problem_of
-from forerun.serve.response_input import input_messages
 from forerun.serve.schema import KNOWN, Endpoint
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools import with_objects
@@ -181,19 +180,19 @@ def results(n: int) -> list[Any]:
 
 
 CONVERSIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
-    "neighbours": (chat_fields, lambda n: {"messages": user(n)}),
+    "neighbours": (message_fields, lambda n: {"messages": user(n)}),
     "blocks": (
-        chat_fields,
+        message_fields,
         lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"} for _ in range(n)]}]},
     ),
     "uses": (
-        chat_fields,
+        message_fields,
         lambda n: {
             "messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"} for _ in range(n)]}]
         },
     ),
     "thoughts": (
-        chat_fields,
+        message_fields,
         lambda n: {
             "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"} for _ in range(n)]}]
         },

@@ -9,10 +9,9 @@ from typer.testing import CliRunner
 
 from forerun.cli import app
 from forerun.errors import InvalidRequest, MissingPackage
-from forerun.serve import packages
-from forerun.serve.keys import ApiKeys, warn_of_readers
-from forerun.serve.packages import require_packages
-from forerun.serve.settings import ServeSettings
+from forerun.serve import settings
+from forerun.serve.access import ApiKeys, warn_of_readers
+from forerun.serve.settings import ServeSettings, require_packages
 from kit.checkpoints import TARGET
 
 MODEL = str(TARGET)
@@ -27,7 +26,7 @@ def told(*arguments: str) -> str:
 
 
 def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "NEEDED", ("json", "no_such_package"))
+    monkeypatch.setattr(settings, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(MissingPackage, match=r"needs no_such_package, .* pip install 'forerun\[serve\]'"):
         require_packages()
     assert "pip install 'forerun[serve]'" in told()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from forerun.serve.asking import prepared
+from forerun.serve.parse import prepared
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain

@@ -29,7 +29,8 @@ from forerun.control import kept_costs
 from forerun.draft.text import suffix_file
 from forerun.engine import calibration
 from forerun.sampling.params import SamplingParams
-from forerun.serve import logs
+from forerun.serve import records
+from forerun.serve.envelope import ACCESS
 from forerun.streams import BackgroundStream, unfailing_stderr
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.engines import PATIENCE_S, plain
@@ -261,9 +262,9 @@ class Faults:
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
     """The server's log as the command has it."""
-    loggers = [logging.getLogger(name) for name in (*logs.LEVELS, *logs.OF_ACCESS)]
+    loggers = [logging.getLogger(name) for name in (*records.LEVELS, ACCESS, records.REQUESTS)]
     before = [(each.level, each.propagate, each.disabled, list(each.handlers)) for each in loggers]
-    logs.log_to_stderr("json", access=True)
+    records.log_to_stderr("json", access=True)
     try:
         yield
     finally:

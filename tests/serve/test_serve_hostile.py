@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from forerun.engine.engine import Engine
 from forerun.errors import ChatTemplateError
 from forerun.serve import service
-from forerun.serve.asking import prepared
 from forerun.serve.envelope import written, written_pieces
+from forerun.serve.parse import prepared
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
 from forerun.text.chat import ChatTemplate

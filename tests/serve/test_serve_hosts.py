@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineClosed, InvalidRequest
+from forerun.serve.access import Hosts
 from forerun.serve.envelope import ACCESS
-from forerun.serve.hosts import Hosts
-from forerun.serve.logs import REQUESTS
 from forerun.serve.problems import ApiError
+from forerun.serve.records import REQUESTS
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 from kit.servers import Running, drafting, httpx, openai, running, serving

@@ -23,10 +23,10 @@ from forerun.engine.engine import Engine
 from forerun.engine.round import RoundPlan
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
-from forerun.serve.gate import Gate, Visit
-from forerun.serve.keys import ApiKeys
+from forerun.serve.access import ApiKeys
+from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.problems import ApiError
-from forerun.serve.tls import require_certificate
+from forerun.serve.settings import require_certificate
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.engines import PATIENCE_S, plain
 from kit.servers import Running, drafting, head, httpx, openai, posted, running, serving, until
@@ -132,7 +132,7 @@ def test_tenants_take_turns_and_each_has_a_queue_of_its_own() -> None:
     async def work() -> None:
         gate, order = Gate(num_requests=2, num_places=2, max_queue=4), []
 
-        async def ask(tenant: str, visit: Visit) -> None:
+        async def ask(tenant: str, visit: OpenRequest) -> None:
             await gate.place(visit, 1)
             order.append(tenant)
             await asyncio.sleep(0)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.serve import connections, one_by_one, service
-from forerun.serve.one_by_one import OneByOne
+from forerun.serve import connections, service, uploads
+from forerun.serve.uploads import OneByOne
 from kit.servers import drafting, head, posted, running, until
 from serve.test_serve_half_requests import OK, status_of, text
 from serve.test_serve_load import expected
@@ -42,13 +42,13 @@ def test_tasks_run_one_by_one_with_a_pause_behind_each(lengths: list[float], fai
     for number, result in enumerate(asyncio.run(work())):
         assert isinstance(result, ZeroDivisionError) if number in failing else result == number
     for (began_s, ended_s), (next_s, _) in pairwise(times):
-        assert next_s - ended_s >= 0.9 * one_by_one.PAUSE * (ended_s - began_s)
+        assert next_s - ended_s >= 0.9 * uploads.PAUSE * (ended_s - began_s)
 
 
 def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(one_by_one, "PAUSE", 0.0)
+    monkeypatch.setattr(uploads, "PAUSE", 0.0)
 
     async def work() -> list[str]:
         tasks, ends, done = OneByOne(), threading.Event(), list[str]()
@@ -86,7 +86,7 @@ def test_short_bodies_are_answered_while_long_ones_are_read_one_at_a_time(
                 inside[0] -= 1
 
     monkeypatch.setattr(service, step, held)
-    monkeypatch.setattr(one_by_one, "PAUSE", 0.0)  # the first one waits long
+    monkeypatch.setattr(uploads, "PAUSE", 0.0)  # the first one waits long
     with drafting() as llm, running(llm) as server, ExitStack() as stack:
         good = {**OK, "user": "x" * len(LONG)}
         bodies = [*[{**good, "no_field": 1}] * 11, good]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from forerun.serve.asking import prepared
+from forerun.serve.parse import prepared
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
 from kit.servers import drafting, running

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forerun.serve.message_input import chat_fields
+from forerun.serve.inputs import message_fields
 from kit.servers import TEMPLATE, Running, drafting, running, serving
 
 THINKS = "{{ messages[0].content }}{% if add_generation_prompt %}<think>{% endif %}{# until </think> #}"
@@ -119,8 +119,8 @@ def test_a_tool_is_used_and_its_result_read(server: Running) -> None:
 
 def test_null_is_as_good_as_nothing() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": None}
-    chat = chat_fields({"messages": HI, "tools": [WEATHER | {"type": None, "strict": None}], "tool_choice": choice})
-    assert chat == chat_fields({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "auto"}})
+    chat = message_fields({"messages": HI, "tools": [WEATHER | {"type": None, "strict": None}], "tool_choice": choice})
+    assert chat == message_fields({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "auto"}})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_null_is_as_good_as_nothing() -> None:
         ),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
-        ({"messages": [3]}, "messages[0]"),
+        ({"messages": [3]}, "must be a list of objects"),
         ({"messages": [{"role": "tool", "content": ""}]}, "user, assistant, system"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
@@ -143,7 +143,7 @@ def test_null_is_as_good_as_nothing() -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text only"),
         ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0] has no field"),
-        ({"system": 3}, "system: 3 is not text"),
+        ({"system": 3}, "system: 3 must be text or a list"),
         ({"system": [{"type": "text", "text": 3}]}, "is not text"),
         ({"tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "no tool of the caller's"),
         ({"tools": [WEATHER]}, "tools: the chat template does not show tools"),
@@ -153,11 +153,11 @@ def test_null_is_as_good_as_nothing() -> None:
         ({"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": 3}}, "true or false"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "there are no budgets"),
         ({"thinking": {"type": "disabled"}, "chat_template": THINKS}, "thinking: the chat template has no efforts"),
-        ({"thinking": 3}, "thinking: 3 is not served"),
+        ({"thinking": 3}, "thinking: 3 must be an object"),
         ({"thinking": {"display": "omitted"}}, 'thinking: {"display": "omitted"} is not served'),
         ({"thinking": {"type": []}}, "is not served"),
-        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": [1]}, "chat_template_kwargs: [1] is no object"),
-        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": "a"}, 'chat_template_kwargs: "a" is no object'),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": [1]}, "chat_template_kwargs: [1] must be an object"),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": "a"}, 'chat_template_kwargs: "a" must be an object'),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"stop": ["x"]}, "use stop_sequences"),

@@ -12,8 +12,8 @@ import pytest
 
 from forerun.errors import MissingPackage
 from forerun.llm import LLM
-from forerun.serve import logs
-from forerun.serve.logs import LogFormat, log_to_stderr
+from forerun.serve import records
+from forerun.serve.records import LogFormat, log_to_stderr
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.servers import Running, drafting, needed, running, until
 
@@ -123,7 +123,7 @@ def test_chats_and_responses_tell_what_was_known_too(server: Running) -> None:
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written to standard error; loggers are as before at the end."""
-    names = [*logs.LEVELS, logs.REQUESTS]
+    names = [*records.LEVELS, records.REQUESTS]
     before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in map(logging.getLogger, names)]
     yield lambda: capsys.readouterr().err
     for logger, level, propagate, disabled in before:
@@ -168,7 +168,7 @@ def test_without_the_option_there_is_no_line_for_a_request(written: Callable[[],
 def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
     needed("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     in_memory: Any = needed("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
-    from forerun.serve.spans import SpanSink
+    from forerun.serve.records import SpanSink
 
     monkeypatch.setattr("forerun.serve.service.SpanSink", lambda endpoint: SpanSink(endpoint, in_memory))
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -176,8 +176,7 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
         with server.http(headers={"traceparent": caller}) as http:
             usage = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish"}).json()["usage"]
         server.post("/v1/completions", **OK)
-        (sink,) = (each for each in server.server.service.sinks if isinstance(each, SpanSink))
-        sink.provider.force_flush()
+        server.server.service.spans.provider.force_flush()
         spans = in_memory.get_finished_spans()
     requests = [span for span in spans if span.name == "llm_request"]
     first, second = requests
@@ -195,7 +194,7 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
 
 
 def test_traces_without_their_packages_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.serve.spans import SpanSink
+    from forerun.serve.records import SpanSink
 
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MissingPackage, match=r"pip install 'forerun\[otel\]'"):

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from forerun.serve.app import CLIENT_GONE, application
-from forerun.serve.gate import Gate, Visit
+from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.problems import ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
@@ -29,10 +29,10 @@ class Crowd:
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self.inside: list[Visit] = []
-        self.asked: dict[Visit, int] = {}  # places, in the order of the asking
-        self.left: dict[Visit, int] = {}  # sequences that the engine has, once there is a place
-        self.tasks: dict[Visit, asyncio.Task[None]] = {}
+        self.inside: list[OpenRequest] = []
+        self.asked: dict[OpenRequest, int] = {}  # places, in the order of the asking
+        self.left: dict[OpenRequest, int] = {}  # sequences that the engine has, once there is a place
+        self.tasks: dict[OpenRequest, asyncio.Task[None]] = {}
 
     async def do(self, what: str, number: int) -> None:
         """One operation, of the visit with this number where there is one."""
@@ -62,7 +62,7 @@ class Crowd:
             await asyncio.sleep(0)
         self.check()
 
-    async def stay(self, visit: Visit, num_sequences: int) -> None:
+    async def stay(self, visit: OpenRequest, num_sequences: int) -> None:
         self.asked[visit] = num_sequences
         try:
             await self.gate.place(visit, num_sequences)
@@ -72,7 +72,7 @@ class Crowd:
         except (ApiError, asyncio.CancelledError):
             self.leave(visit)
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: OpenRequest) -> None:
         if visit in self.inside:
             self.inside.remove(visit)
         self.asked.pop(visit, None)
@@ -81,7 +81,7 @@ class Crowd:
         if visit in self.tasks:
             self.tasks[visit].cancel()
 
-    def counted(self, visit: Visit) -> bool:
+    def counted(self, visit: OpenRequest) -> bool:
         """Whether the engine has still to do with it."""
         return self.left.get(visit) != 0
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from forerun.serve import reasoning
-from forerun.serve.asking import prepared
-from forerun.serve.parts import AnswerForm, AnswerSplitter, TokenCounter
-from forerun.serve.reasoning import ReasoningTags, reasoning_tags
+from forerun.serve import parts
+from forerun.serve.parse import prepared
+from forerun.serve.parts import AnswerForm, AnswerSplitter, ReasoningTags, TokenCounter, reasoning_tags
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
 from kit.servers import Running, drafting, running
@@ -127,7 +126,7 @@ def test_tokens_are_counted_as_the_tags_fall(
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A server whose model reasons up to the word "named"."""
-    monkeypatch.setattr(reasoning, "TAGS", (ReasoningTags("Once", "named"),))
+    monkeypatch.setattr(parts, "TAGS", (ReasoningTags("Once", "named"),))
     with drafting() as llm, running(llm) as found:
         yield found
 

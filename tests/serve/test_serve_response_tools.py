@@ -119,8 +119,8 @@ def test_openais_client_calls_answers_and_asks_again(server: Running) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": 3}, "tools", "no list of tools"),
-    ({"tools": [3]}, "tools", "is no function"),
+    ({"tools": 3}, "tools", "must be a list of objects"),
+    ({"tools": [3]}, "tools", "must be a list of objects"),
     ({"tools": [{"type": "web_search"}]}, "tools", "other kinds are not served"),
     ({"tools": TOOLS}, "tools", r'"function" is not served here: a function has name'),
     ({"tools": [{"type": "function", "parameters": {}}]}, "tools", "no name of a function"),

@@ -6,10 +6,10 @@ from typing import Any, Literal
 import pydantic
 import pytest
 
-from forerun.serve import reasoning
+from forerun.serve import parts
+from forerun.serve.inputs import input_messages
+from forerun.serve.parts import ReasoningTags
 from forerun.serve.problems import ApiError
-from forerun.serve.reasoning import ReasoningTags
-from forerun.serve.response_input import input_messages
 from kit.servers import TEMPLATE, Running, assert_valid, serving, specification
 
 PLAIN = "{{ messages | map(attribute='content') | join(' ') }}"
@@ -22,7 +22,7 @@ server = serving()
 @pytest.fixture
 def thinking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that end in "time" open reasoning that ends with the word "named"."""
-    monkeypatch.setattr(reasoning, "TAGS", (ReasoningTags("time", "named"),))
+    monkeypatch.setattr(parts, "TAGS", (ReasoningTags("time", "named"),))
 
 
 def schema_of(kind: str) -> str:

@@ -11,9 +11,8 @@ from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.serve import schema, structured
 from forerun.serve.body import served_fields
-from forerun.serve.parts import AnswerForm
+from forerun.serve.parts import AnswerForm, ReasoningTags
 from forerun.serve.problems import ApiError
-from forerun.serve.reasoning import ReasoningTags
 from forerun.serve.structured import constraining, form_of
 from kit.engines import plain
 from kit.servers import Running, serving
@@ -75,7 +74,7 @@ def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | Non
         ({"response_format": {"type": "json_object", "schma": {}}}, "response_format.schma", "did you mean 'schema'"),
         ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema", "no object"),
         ({"response_format": {"type": "xml"}}, "response_format", "not served here"),
-        ({"response_format": "json"}, "response_format", "not served here"),
+        ({"response_format": "json"}, "response_format", "must be an object"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
             "response_format.json_schema.schema",
@@ -84,7 +83,7 @@ def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | Non
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "there is no schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "in the prompt"),
         ({"text": {"other": 1}}, "text.other", "text has no field"),
-        ({"text": 1}, "text", "not an object with a format"),
+        ({"text": 1}, "text", "must be an object"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
         (

@@ -12,8 +12,7 @@ from forerun.commands.interrupt import importing
 from forerun.config import AUTO
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, auto_or_whole, complete_from, with_options
-from forerun.serve.packages import require_packages
-from forerun.serve.settings import ServeSettings
+from forerun.serve.settings import ServeSettings, require_certificate, require_packages
 from forerun.streams import show_note, unfailing_stderr
 
 EXAMPLES = """
@@ -122,12 +121,10 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
         from rich.console import Console
 
         from forerun.commands.answering import build_llm
-        from forerun.serve.keys import ApiKeys
-        from forerun.serve.logs import LOG_FORMATS, log_to_stderr
+        from forerun.serve.access import ApiKeys
+        from forerun.serve.records import LOG_FORMATS, log_to_stderr, require_otel
         from forerun.serve.server import bound_socket
         from forerun.serve.server import serve as serve_until_told
-        from forerun.serve.spans import require_otel
-        from forerun.serve.tls import require_certificate
     log_format = next((form for form in LOG_FORMATS if form == server.log_format), None)
     if log_format is None:
         raise InvalidRequest("log_format", f"{server.log_format!r} must be one of {', '.join(LOG_FORMATS)}.")

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from forerun.did_you_mean import nearest
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, DraftSource, TargetFacts
 from forerun.heads.speculators import SPECULATORS
-from forerun.near import nearest
 from forerun.store import whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.layouts)

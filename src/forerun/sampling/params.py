@@ -15,9 +15,9 @@ from typing import Any, no_type_check
 
 from torch import Tensor
 
+from forerun.did_you_mean import nearest
 from forerun.errors import InvalidRequest, UnknownKeyword
 from forerun.limits import FLOAT32, FLOAT32_LEAST, INT64, real, refusal, shown, whole
-from forerun.near import nearest
 from forerun.sampling.grammar import Grammar
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]

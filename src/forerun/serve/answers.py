@@ -1,64 +1,57 @@
 """Answers: results of the library as OpenAI's objects, whole and in chunks.
 
-This file decides the shape of completions and chat completions; `responses.py` that of responses. Beside OpenAI's
-fields there are `seed`, which with the same body and `system_fingerprint` gives the same answer again,
-`usage.speculation`, the counts of the request's guesses, and `reasoning_content`, what a chat's answer has between the
-tags of its reasoning.
+This file decides the shape of completions and chat completions; `responses.py` that of responses, and
+`message_answers.py` that of Anthropic's messages. Beside the fields of those interfaces there are `seed`, which with
+the same body and `system_fingerprint` gives the same answer again, `usage.speculation`, the counts of the request's
+guesses, `reasoning_content`, what a chat's answer has between the tags of its reasoning, and `draft`, what a round
+drafted.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from forerun.accept.delta import Delta
-from forerun.accept.outcome import Counts
 from forerun.output import Answers, CompletionOutput, RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
-from forerun.serve.asking import Asked
-from forerun.serve.drafts import draft_object
-from forerun.serve.echo import PromptEcho
+from forerun.serve.logprob_text import (
+    OffsetCounter,
+    PromptEcho,
+    TokenTexts,
+    chat_entries,
+    completion_lists,
+    prompt_entries,
+)
+from forerun.serve.parse import Asked
 from forerun.serve.parts import AnswerPart, AnswerSplitter, TokenCounter
 from forerun.serve.problems import ApiError
-from forerun.serve.spelled import OffsetCounter, TokenTexts, chat_entries, completion_lists, prompt_entries
 
 CALLS = "tool_calls"  # the finish_reason of an answer that calls
-
-
-@runtime_checkable
-class Writer(Protocol):
-    """Writes one body's answer, whole or as the events of a stream."""
-
-    id: str
-    asked: Asked
-    answers: Answers
-    named: bool  # whether events have their type as a name, and the last one says that it is; otherwise [DONE] does
-
-    def whole(self) -> dict[str, Any]:
-        """The answer to a body that is no stream, once all samples are finished."""
-        ...
-
-    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of a stream for one delta; none where it has nothing to show yet."""
-        ...
-
-    def last_chunks(self) -> list[dict[str, Any]]:
-        """The events behind those of the last delta."""
-        ...
-
-    def failed(self, problem: ApiError) -> dict[str, Any]:
-        """The last event of a stream in which an error was met."""
-        ...
+OF_SPECULATION = (
+    "num_rounds",
+    "num_drafted",
+    "num_accepted",
+    "num_forced",
+    "accepted_at_depth",
+    "acceptance_rate",
+    "tokens_per_round",
+    "gain",
+)
 
 
 @dataclass(slots=True)
-class AnswerWriter:
-    """Writes one body's answer, whole or in chunks; `model` and `fingerprint` are what it says of the engine."""
+class Writer(ABC):
+    """Writes one body's answer, whole or as the events of a stream.
+
+    `named` says whether events have their type as a name, and the last one says that it is; otherwise [DONE] does.
+    """
 
     asked: Asked
     answers: Answers
@@ -66,10 +59,69 @@ class AnswerWriter:
     model: str
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    named: bool = True
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer to a body that is no stream, once all samples are finished."""
+
+    @abstractmethod
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The events of a stream for one delta; none where it has nothing to show yet."""
+
+    @abstractmethod
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The events behind those of the last delta."""
+
+    def failed(self, problem: ApiError) -> dict[str, Any]:
+        """The last event of a stream in which an error was met."""
+        return problem.body
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """The deltas so far of an answer with one sample."""
+        (sample,) = self.answers.answers.values()
+        return sample.deltas
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(samples[0].num_prompt for _, samples in self.answers.requests)
+
+    @property
+    def num_cached(self) -> int:
+        """How many of them were known already and not read."""
+        return sum(samples[0].num_cached or 0 for _, samples in self.answers.requests)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(sequence.num_output for sequence in self.answers.sequences)
+
+    @property
+    def num_reasoning(self) -> int:
+        """How many of these are reasoning, tags included."""
+        found = 0
+        for sequence in self.answers.sequences if self.asked.form.reasons else ():
+            counter = TokenCounter(self.asked.form, self.texts)
+            counter.feed(sequence.tokens[sequence.num_prompt :])
+            found += counter.num_reasoning
+        return found
+
+    def speculation(self) -> dict[str, Any]:
+        """What became of the guesses, by the names that the counts have everywhere."""
+        counts = self.answers.counts()
+        return {name: getattr(counts, name) for name in OF_SPECULATION}
+
+
+@dataclass(slots=True)
+class AnswerWriter(Writer):
+    """Writes one body's answer as completions or chat completions, whole or in chunks."""
+
+    named: bool = False
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
     begun: set[int] = field(default_factory=set)
     splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by choice
-    named = False
     num_rounds: Counter[int] = field(default_factory=Counter)  # told so far, by choice
     echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by prompt
 
@@ -101,38 +153,41 @@ class AnswerWriter:
             for number, result in enumerate(outputs)
             for sample in result.outputs
         ]
-        own = self.head() | {"choices": choices, "usage": self.usage()}
-        if self.chat:
-            own |= self.of_prompt(outputs[0])
-        return own
+        answer = self.head() | {"choices": choices, "usage": self.usage()}
+        return answer | self.of_prompt(outputs[0]) if self.chat else answer
 
     def choice(self, index: int, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """One sample's answer."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": sample.finish_reason}
-        choice["stop_reason"] = sample.stop_reason
+        """One sample's answer, put together of what a stream shows."""
+        sequence = self.answers.requests[index // self.asked.n][1][sample.index]
+        deltas = self.answers.answers[sequence.id].deltas
+        shown = [self.shown(index, delta) for delta in deltas]
+        joined = {
+            name: "".join(each.get(name, "") for each in shown) for name in ("text", "content", "reasoning_content")
+        }
+        choice = {"index": index, **self.end(index, deltas[-1])}
         if self.chat:
-            splitter, samples = AnswerSplitter(self.asked.form), self.answers.requests[index // self.asked.n][1]
-            deltas = self.answers.answers[samples[sample.index].id].deltas
-            parts = [part for delta in deltas for part in splitter.take(delta)]
-            content, calls = text_of(parts, "content"), [part.call.described() for part in parts if part.call]
-            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            calls = [call for each in shown for call in each.get("tool_calls", ())]
+            message: dict[str, Any] = {"role": "assistant", "content": joined["content"], "refusal": None}
             if calls:
-                choice["message"] |= {"content": content or None, "tool_calls": calls}
-                choice["finish_reason"] = CALLS if sample.finish_reason == "stop" else sample.finish_reason
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
             if self.asked.form.reasons and self.asked.include_reasoning:
-                choice["message"]["reasoning_content"] = text_of(parts, "reasoning") or None
+                message["reasoning_content"] = joined["reasoning_content"] or None
+            choice["message"] = message
         else:
-            choice |= {"text": sample.text, **self.of_prompt(result)}
-        if self.asked.only_prompt:
-            choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
-            details = self.details(index, (), ())
-        else:
-            details = self.details(index, sample.logprobs, sample.token_ids)
-        if self.asked.echo:
-            choice["text"] = self.echo_of(index).text + choice["text"]
-            if details["logprobs"] is not None:
-                details["logprobs"] = self.with_prompt(index, result.prompt_logprobs, details["logprobs"])
+            choice |= {"text": joined["text"], **self.of_prompt(result)}
+        details = self.details(index, sample.logprobs, sample.token_ids)
+        if self.asked.echo and details["logprobs"] is not None:
+            details["logprobs"] = self.with_prompt(index, result.prompt_logprobs, details["logprobs"])
         return choice | details
+
+    def end(self, index: int, delta: Delta) -> dict[str, Any]:
+        """Why a choice ends with a delta; null where it goes on."""
+        reason, stop = delta.finish_reason, delta.stop_reason
+        if self.asked.only_prompt and reason is not None:
+            reason, stop = "length", None
+        called = self.chat and reason == "stop" and self.splitters[index].num_calls
+        return {"finish_reason": CALLS if called else reason} | ({} if reason is None else {"stop_reason": stop})
 
     def echo_of(self, index: int) -> PromptEcho:
         """The prompt of a choice, as the beginning of its text."""
@@ -157,28 +212,29 @@ class AnswerWriter:
 
     def details(self, index: int, logprobs: Seq[TokenLogprobs], tokens: Seq[int]) -> dict[str, Any]:
         """Log-probabilities, null where they were not asked for, and token ids where they were."""
-        own: dict[str, Any] = {"logprobs": None}
+        logprobs, tokens = ((), ()) if self.asked.only_prompt else (logprobs, tokens)
+        details: dict[str, Any] = {"logprobs": None}
         params = self.asked.requests[0].sampling_params
         if params is not None and params.logprobs is not None:
             if self.chat:
-                own["logprobs"] = {"content": chat_entries(logprobs, self.texts), "refusal": None}
+                details["logprobs"] = {"content": chat_entries(logprobs, self.texts), "refusal": None}
             else:
                 first = len(self.echo_of(index).text) if self.asked.echo else 0
                 offsets = self.offsets.setdefault(index, OffsetCounter(first))
-                own["logprobs"] = completion_lists(logprobs, self.texts, offsets)
+                details["logprobs"] = completion_lists(logprobs, self.texts, offsets)
         if self.asked.return_token_ids:
-            own["token_ids"] = list(tokens)
-        return own
+            details["token_ids"] = list(tokens)
+        return details
 
     def of_prompt(self, result: RequestOutput) -> dict[str, Any]:
         """What was asked to be told of the prompt."""
-        own: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.asked.return_token_ids:
-            own["prompt_token_ids"] = list(result.prompt_token_ids)
+            fields["prompt_token_ids"] = list(result.prompt_token_ids)
         params = self.asked.requests[0].sampling_params
         if params is not None and params.prompt_logprobs is not None:
-            own["prompt_logprobs"] = prompt_entries(result.prompt_logprobs, self.texts)
-        return own
+            fields["prompt_logprobs"] = prompt_entries(result.prompt_logprobs, self.texts)
+        return fields
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of a stream for one delta; none where it has nothing to show yet."""
@@ -189,20 +245,14 @@ class AnswerWriter:
             self.begun.add(index)
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             found.append(self.chunk([first | {"logprobs": None}]))
-        nothing = self.asked.only_prompt
-        details = self.details(index, () if nothing else delta.logprobs, () if nothing else delta.token_ids)
+        details = self.details(index, delta.logprobs, delta.token_ids)
         if delta.draft is not None:
             self.num_rounds[index] += 1
-            details["draft"] = draft_object(delta, self.num_rounds[index], self.asked.arms, self.texts)
+            details["draft"] = draft_object(delta, self.num_rounds[index], self.asked.drafters, self.texts)
         told = details["logprobs"] or details.get("token_ids") or details.get("draft")
         if not (any(shown.values()) or delta.finish_reason or told):
             return found
-        called = self.chat and delta.finish_reason == "stop" and self.splitters[index].num_calls
-        reason = "length" if nothing and delta.finish_reason else delta.finish_reason
-        choice: dict[str, Any] = {"index": index, "finish_reason": CALLS if called else reason}
-        choice |= {"delta": shown} if self.chat else shown
-        if delta.finish_reason is not None:
-            choice["stop_reason"] = None if nothing else delta.stop_reason
+        choice = {"index": index, **self.end(index, delta), **({"delta": shown} if self.chat else shown)}
         return [*found, self.chunk([choice | details])]
 
     def shown(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -228,18 +278,14 @@ class AnswerWriter:
 
     def chunk(self, choices: Seq[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """One chunk; it has a usage, or null for it, where a usage was asked for."""
-        own = self.head(chunk=True) | {"choices": list(choices)}
+        chunk = self.head(chunk=True) | {"choices": list(choices)}
         if self.asked.continuous_usage and usage is None:
             usage = self.token_counts()
-        return own | {"usage": usage} if self.asked.include_usage else own
+        return chunk | {"usage": usage} if self.asked.include_usage else chunk
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk of the usage, where it was asked for."""
         return [self.chunk([], self.usage())] if self.asked.include_usage else []
-
-    def failed(self, problem: ApiError) -> dict[str, Any]:
-        """An error in the midst of a stream."""
-        return problem.body
 
     def index_of(self, delta: Delta) -> int:
         """The number of the choice that a delta belongs to."""
@@ -248,19 +294,18 @@ class AnswerWriter:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all answers; and what became of the guesses."""
-        own = {
+        usage = {
             **self.token_counts(),
-            "prompt_tokens_details": {"cached_tokens": num_cached(self.answers)},
-            "speculation": speculation_object(counts_of(self.answers)),
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+            "speculation": self.speculation(),
         }
         if self.asked.form.reasons:
-            own["completion_tokens_details"] = {"reasoning_tokens": num_reasoning(self.asked, self.answers, self.texts)}
-        return own
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return usage
 
     def token_counts(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all answers so far."""
-        num_prompt = sum(samples[0].num_prompt for _, samples in self.answers.requests)
-        num_output = 0 if self.asked.only_prompt else sum(sequence.num_output for sequence in self.answers.sequences)
+        num_prompt, num_output = self.num_prompt, 0 if self.asked.only_prompt else self.num_output
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -273,41 +318,31 @@ def text_of(parts: Seq[AnswerPart], kind: str) -> str:
     return "".join(part.text for part in parts if part.kind == kind)
 
 
-def num_cached(answers: Answers) -> int:
-    """How many tokens of all prompts, each counted once, were known already and not read."""
-    return sum(samples[0].num_cached or 0 for _, samples in answers.requests)
+def draft_object(delta: Delta, round_: int, drafters: Seq[str], texts: TokenTexts) -> dict[str, Any]:
+    """What a round drafted: its tokens and the text that it made certain, each with its origin, and its guesses.
 
-
-def num_reasoning(asked: Asked, answers: Answers, texts: TokenTexts) -> int:
-    """How many tokens of all samples are reasoning, tags included."""
-    found = 0
-    for sequence in answers.sequences if asked.form.reasons else ():
-        counter = TokenCounter(asked.form, texts)
-        counter.feed(sequence.tokens[sequence.num_prompt :])
-        found += counter.num_reasoning
-    return found
-
-
-def counts_of(answers: Answers) -> Counts:
-    """What became of the guesses of all samples."""
-    counts = Counts()
-    for answer in answers.answers.values():
-        counts.pace.join(answer.sequence.pace)
-        for delta in answer.deltas:
-            if delta.outcome is not None:
-                counts.count(delta.outcome)
-    return counts
-
-
-def speculation_object(counts: Counts) -> dict[str, Any]:
-    """Counts and rates, by the names that they have everywhere."""
+    `first` is the ordinal of the first token, `token` of a segment that of the token behind it. A guess's `parent` is
+    the number of the guess that it follows, -1 the text so far.
+    """
+    draft, drafter = delta.draft, -1 if delta.outcome is None else delta.outcome.drafter
+    assert draft is not None, "only what was asked for is told"
+    if draft.tokens and len(drafters) == 1:
+        drafter = 0
+    guesses = zip(draft.tokens, draft.parents, draft.accepted, strict=True)
     return {
-        "num_rounds": counts.num_rounds,
-        "num_drafted": counts.num_drafted,
-        "num_accepted": counts.num_accepted,
-        "num_forced": counts.num_forced,
-        "accepted_at_depth": counts.accepted_at_depth,
-        "acceptance_rate": counts.acceptance_rate,
-        "tokens_per_round": counts.tokens_per_round,
-        "gain": counts.gain,
+        "round": round_,
+        "drafter": drafters[drafter] if 0 <= drafter < len(drafters) else None,
+        "first": draft.first,
+        "tokens": [
+            {"id": token, "text": texts.text_of(token), "origin": origin.value}
+            for token, origin in zip(delta.token_ids, delta.origins, strict=True)
+        ],
+        "segments": [
+            {"text": segment.text, "origin": segment.origin.value, "token": place}
+            for segment, place in zip(delta.segments, draft.places, strict=True)
+        ],
+        "guesses": [
+            {"id": token, "text": texts.text_of(token), "parent": parent, "accepted": accepted}
+            for token, parent, accepted in guesses
+        ],
     }

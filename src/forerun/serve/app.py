@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,14 +20,13 @@ from forerun import __version__
 from forerun.errors import EngineClosed, ForerunError
 from forerun.limits import shown, values_in_json
 from forerun.serve.answers import Writer
-from forerun.serve.described import described
 from forerun.serve.envelope import Envelope, json_response, written
-from forerun.serve.gate import Visit
+from forerun.serve.gate import OpenRequest
 from forerun.serve.message_answers import message_error
 from forerun.serve.metrics import CONTENT_TYPE
 from forerun.serve.page_routes import PageRoutes
 from forerun.serve.problems import ApiError, problem_of
-from forerun.serve.schema import Endpoint
+from forerun.serve.schema import Endpoint, openapi_body
 from forerun.serve.service import ClientGone, Service, unless_gone
 from forerun.serve.texts import counted, detokenized, tokenized, tokenizer_info
 
@@ -87,23 +87,7 @@ class HttpRoutes:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def completions(self, request: Request) -> Response:
-        """Continue texts."""
-        return await self.answer(request, "completions")
-
-    async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
-        return await self.answer(request, "chat")
-
-    async def responses(self, request: Request) -> Response:
-        """Answer an input of items."""
-        return await self.answer(request, "responses")
-
-    async def messages(self, request: Request) -> Response:
-        """Answer a conversation in Anthropic's words."""
-        return await self.answer(request, "messages")
-
-    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+    async def answer(self, endpoint: Endpoint, request: Request) -> Response:
         """The answer to a body, whole or as a stream whose first chunk is there."""
         visit, raw = await self.entered(request)
         stays = False
@@ -117,8 +101,8 @@ class HttpRoutes:
             if not stays:
                 self.service.gate.leave(visit)
 
-    async def reply(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Response:
-        """The same for a body that was read. An error before the first token is raised, and has a status of its own."""
+    async def reply(self, visit: OpenRequest, endpoint: Endpoint, raw: bytes) -> Response:
+        """The answer to a body that was read. An error before the first token is raised, for a status of its own."""
         writer = await self.service.writer(visit, endpoint, raw)
         del raw  # bodies may be long, and many may wait
         deltas = self.service.deltas(visit, writer)
@@ -167,24 +151,12 @@ class HttpRoutes:
         llm = self.service.llm
         return own | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
-    async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text or a conversation."""
-        return await self.text_work(request, tokenized)
-
-    async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        return await self.text_work(request, detokenized)
-
-    async def count_tokens(self, request: Request) -> Response:
-        """How many tokens a conversation in Anthropic's words has."""
-        return await self.text_work(request, counted)
-
     async def tokenizer_info(self, request: Request) -> Response:
         """The special tokens and the chat template."""
         self.tenant(request)
         return json_response(tokenizer_info(self.service))
 
-    async def text_work(self, request: Request, work: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Response:
+    async def text_work(self, work: Callable[[Service, dict[str, Any]], dict[str, Any]], request: Request) -> Response:
         """Work of the tokenizer, in another thread; its bodies count among those that are let in."""
         visit, raw = await self.entered(request)
         try:
@@ -214,7 +186,7 @@ class HttpRoutes:
         key = request.headers.get("x-api-key")  # as Anthropic's clients send it
         return self.service.keys.tenant(request.headers.get("authorization", key and f"Bearer {key}"))
 
-    async def entered(self, request: Request) -> tuple[Visit, bytes]:
+    async def entered(self, request: Request) -> tuple[OpenRequest, bytes]:
         """A request that was let in, and its body, which was read before. Raises the ApiError if it is not let in.
 
         A page in a browser cannot send JSON by its type to another origin without asking first, which is not allowed
@@ -278,13 +250,13 @@ def application(service: Service) -> FastAPI:
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
     routes = HttpRoutes(service)
     table: list[tuple[str, str, Handler, Endpoint | None]] = [
-        ("POST", "/v1/completions", routes.completions, "completions"),
-        ("POST", "/v1/chat/completions", routes.chat, "chat"),
-        ("POST", "/v1/responses", routes.responses, "responses"),
-        ("POST", MESSAGES, routes.messages, "messages"),
-        ("POST", f"{MESSAGES}/count_tokens", routes.count_tokens, "messages"),
-        ("POST", "/tokenize", routes.tokenize, "tokenize"),
-        ("POST", "/detokenize", routes.detokenize, "detokenize"),
+        ("POST", "/v1/completions", partial(routes.answer, "completions"), "completions"),
+        ("POST", "/v1/chat/completions", partial(routes.answer, "chat"), "chat"),
+        ("POST", "/v1/responses", partial(routes.answer, "responses"), "responses"),
+        ("POST", MESSAGES, partial(routes.answer, "messages"), "messages"),
+        ("POST", f"{MESSAGES}/count_tokens", partial(routes.text_work, counted), "messages"),
+        ("POST", "/tokenize", partial(routes.text_work, tokenized), "tokenize"),
+        ("POST", "/detokenize", partial(routes.text_work, detokenized), "detokenize"),
         ("GET", "/tokenizer_info", routes.tokenizer_info, None),
         ("GET", "/v1/models", routes.models, None),
         ("GET", "/v1/models/{name:path}", routes.model, None),
@@ -294,7 +266,7 @@ def application(service: Service) -> FastAPI:
         *(("GET", path, handler, None) for path, handler in PageRoutes.of(service).table()),
     ]
     for method, path, handler, endpoint in table:
-        extra, own = None if endpoint is None else described(endpoint), routes.guarded(handler)
+        extra, own = None if endpoint is None else openapi_body(endpoint), routes.guarded(handler)
         app.add_api_route(path, own, methods=[method], openapi_extra=extra, response_class=Response)
         if method == "GET":  # whoever asks for the head gets the same without the body
             app.add_api_route(path, own, methods=["HEAD"], include_in_schema=False)

@@ -12,12 +12,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.did_you_mean import nearest
 from forerun.limits import shown
-from forerun.near import nearest
 from forerun.serve.problems import ApiError, refused
-from forerun.serve.schema import KNOWN, BodyField, Endpoint
+from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, FieldTable
 
 MOST_TOLD = 5  # unknown names of one body that the log names
+TYPES = {  # in words
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "string": "text",
+    "array": "a list",
+    "object": "an object",
+    OBJECTS: "a list of objects",
+}
 log = logging.getLogger(__name__)
 
 
@@ -89,27 +97,25 @@ def served_fields(body: Mapping[str, Any], endpoint: Endpoint, lenient: bool = F
     return {name: value for name, value in kept.items() if value is not None}
 
 
-def served_members(
-    members: Mapping[str, Any], known: Mapping[str, BodyField], path: str, check: NameCheck
-) -> dict[str, Any]:
+def served_members(members: Mapping[str, Any], known: FieldTable, path: str, check: NameCheck) -> dict[str, Any]:
     """The served members of one object, at `path` of the body."""
     kept: dict[str, Any] = {}
     for name, value in members.items():
-        entry = known.get(name)
+        entry, param = known.get(name), joined(path, name)
         if entry is None:
             check.meet(path, name, known)
         elif entry.kind == "served":
-            kept[name] = (
-                value if entry.members is None else served_value(value, entry.members, joined(path, name), check)
-            )
+            if value is not None and not entry.takes(value):
+                kinds = " or ".join(TYPES[each] for each in entry.types)
+                raise refused(param, f"{param}: {shown(value)} must be {kinds}.")
+            kept[name] = value if entry.members is None else served_value(value, entry.members, param, check)
         elif entry.kind == "unserved" and value is not None and not entry.accepts(value):
-            param = joined(path, name)
             message = f"{param}: {shown(value)} is not served here: {entry.answer}."
             raise refused(param, message, "unsupported_parameter")
     return kept
 
 
-def served_value(value: Any, known: Mapping[str, BodyField], path: str, check: NameCheck) -> Any:
+def served_value(value: Any, known: FieldTable, path: str, check: NameCheck) -> Any:
     """An object, or each object of a list, with its served members; any other value as it is."""
     if isinstance(value, dict):
         return served_members(value, known, path, check)
@@ -124,13 +130,3 @@ def served_value(value: Any, known: Mapping[str, BodyField], path: str, check: N
 def joined(path: str, name: str) -> str:
     """The path of a member."""
     return f"{path}.{name}" if path else name
-
-
-def switch(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A field that is true or false."""
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise refused(name, f"{name}: {shown(value)} must be true or false.")
-    return value

@@ -16,8 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forerun.serve.growing import BLANKS, GrowingText, Scan
-from forerun.serve.literals import unbroken
+from forerun.serve.growing import BLANKS, GrowingText, Scan, unbroken
 from forerun.serve.parameters import parameters_of, types_of
 
 Functions = Mapping[str, Mapping[str, Any]]  # the schemas of the arguments, by name

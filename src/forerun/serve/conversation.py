@@ -16,14 +16,14 @@ from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.messages import ChatOptions, with_text
 from forerun.request import Request
-from forerun.serve.body import NameCheck, served_members, switch
+from forerun.serve.body import NameCheck, served_members
 from forerun.serve.harmony import history
+from forerun.serve.parts import reasons
 from forerun.serve.problems import MISSING, refused
-from forerun.serve.reasoning import reasons
-from forerun.serve.schema import MESSAGE, SERVED, TEMPLATE
+from forerun.serve.schema import MESSAGE, TEMPLATE, BodyField
 from forerun.serve.settings import ServeSettings
 from forerun.serve.template_forms import is_harmony
-from forerun.serve.tools import tool_list, with_objects
+from forerun.serve.tools import with_objects
 
 WORD = re.compile(r"\w+")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -60,11 +60,8 @@ class ChatBody:
 def effort_of(given: Mapping[str, Any]) -> tuple[str, object]:
     """How much the model is to reason, behind the name of the field that says it; None where none does."""
     for name in ("reasoning", "output_config"):
-        holder = given.get(name)
-        if not isinstance(holder, dict | None):
-            raise refused(name, f"{name}: {shown(holder)} is no object with an effort.")
-        if holder is not None and holder.get("effort") is not None:
-            return f"{name}.effort", holder["effort"]
+        if (effort := given.get(name, {}).get("effort")) is not None:
+            return f"{name}.effort", effort
     if given.get("thinking", {}).get("type") == "disabled":
         return "thinking", "none"
     return "reasoning_effort", given.get("reasoning_effort")
@@ -96,14 +93,11 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
     messages = given.get("messages")
     if messages is None:
         raise refused("messages", "messages: there are none: give a list of them.", MISSING)
-    if not isinstance(messages, list) or not messages:
+    if not messages:
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise refused("messages", f"messages: {shown(message)} is no object with a role and a content.")
     words, names = set(WORD.findall(template)), {name for message in messages for name in message}
     idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
-    known, check = {**MESSAGE, **dict.fromkeys(idle & words, SERVED)}, NameCheck(lenient)
+    known, check = {**MESSAGE, **dict.fromkeys(idle & words, BodyField("served"))}, NameCheck(lenient)
     kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
     check.tell()
     return history(with_objects(kept)) if is_harmony(template) else with_objects(kept)
@@ -112,21 +106,18 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
 def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:
     """The options of the chat template, which is a body's own only where such templates are trusted."""
     template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
-    if not settings.trust_request_templates and (
-        template is not None or (isinstance(options, dict) and "chat_template" in options)
-    ):
+    if not settings.trust_request_templates and (template is not None or "chat_template" in options):
         problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"
         raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
-    if template is not None and not isinstance(template, str):
-        raise refused("chat_template", f"chat_template: {shown(template)} is no text.")
     reserved = {"self", "messages", "conversation", "tokens", "tools", "tokenize", *TEMPLATE} - {"documents"}
-    if not isinstance(options, dict) or reserved & options.keys():
-        raise refused("chat_template_kwargs", f"chat_template_kwargs: {shown(options)} is no object of other options.")
-    goes_on = switch(given, "continue_final_message")
+    if taken := reserved & options.keys():
+        problem = f"chat_template_kwargs: {shown(min(taken))} is no option of a template here: leave it out."
+        raise refused("chat_template_kwargs", problem)
+    tools, goes_on = given.get("tools"), given.get("continue_final_message", False)
     return ChatOptions(
         chat_template=template,
-        add_generation_prompt=switch(given, "add_generation_prompt", not goes_on),
+        add_generation_prompt=given.get("add_generation_prompt", not goes_on),
         continue_final_message=goes_on,
-        tools=tool_list(given) if given.get("tool_choice") != "none" else None,
-        chat_template_kwargs={**options, **{name: given[name] for name in ("documents",) if name in given}},
+        tools=tools if given.get("tool_choice") != "none" else None,
+        chat_template_kwargs=options | ({"documents": given["documents"]} if "documents" in given else {}),
     )

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.limits import values_in_json
-from forerun.serve.hosts import Hosts
+from forerun.serve.access import Hosts
 from forerun.serve.metrics import Metrics
 from forerun.serve.problems import ApiError
 

@@ -22,7 +22,7 @@ SMOOTHING = 0.9  # of the mean time between departures
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class OpenRequest:
     """One HTTP request between entering and leaving; `num_places` sequences of it are in the engine."""
 
     tenant: str
@@ -52,7 +52,7 @@ class Gate:
     max_queue: int
     visits: Counter[str] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
-    queues: dict[str, deque[Visit]] = field(default_factory=dict)
+    queues: dict[str, deque[OpenRequest]] = field(default_factory=dict)
     turns: dict[str, int] = field(default_factory=dict)
     num_turns: int = 0
     between_s: float = 1.0  # departures, on average
@@ -68,14 +68,14 @@ class Gate:
         if self.visits[tenant] >= self.num_requests + self.max_queue:
             raise self.full(f"{self.visits[tenant]} requests are being answered or waiting")
 
-    def enter(self, tenant: str, arrived_s: float | None = None) -> Visit:
+    def enter(self, tenant: str, arrived_s: float | None = None) -> OpenRequest:
         """Let a request in that came at `arrived_s`, or now. Raises what `check` does."""
         self.check(tenant)
         self.visits[tenant] += 1
         self.empty.clear()
-        return Visit(tenant, time.perf_counter() if arrived_s is None else arrived_s)
+        return OpenRequest(tenant, time.perf_counter() if arrived_s is None else arrived_s)
 
-    async def place(self, visit: Visit, num_sequences: int) -> None:
+    async def place(self, visit: OpenRequest, num_sequences: int) -> None:
         """Wait until so many sequences may be given to the engine. Raises the ApiError for 429 where too many wait."""
         queue = self.queues.setdefault(visit.tenant, deque())
         waiting = sum(each.wanted for each in queue)
@@ -96,7 +96,7 @@ class Gate:
         message = f"{why}, and no more may wait: try again."
         return ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
 
-    def free(self, visit: Visit) -> None:
+    def free(self, visit: OpenRequest) -> None:
         """Take back the place of a sequence that is finished; behind the last one, that of the visit in its queue."""
         if visit.gone:
             return
@@ -108,7 +108,7 @@ class Gate:
             self.num_sending += 1
         self.advance()
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: OpenRequest) -> None:
         """End a visit, wherever it is; a second time has no effect."""
         if visit.gone:
             return
@@ -123,7 +123,7 @@ class Gate:
         if not self.num_in:
             self.empty.set()
 
-    def depart(self, visit: Visit) -> None:
+    def depart(self, visit: OpenRequest) -> None:
         """Give back all that a visit holds, here and in the engine."""
         self.visits[visit.tenant] -= 1
         self.held[visit.tenant] -= visit.num_places

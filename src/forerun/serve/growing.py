@@ -2,6 +2,9 @@
 
 A reader is a generator that goes through the text as if all of it were there, and yields where it has to wait for more.
 So a text is read alike however it is cut into pieces. Every reader looks at each letter a bounded number of times.
+
+Where tags are special tokens, text of ordinary tokens that spells one is broken before readers see it, so that none
+takes it for a tag, and made whole again when it is told.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ Scan = Generator[None, None, Scanned]
 BLANKS = re.compile(r"\s*")
 INSIDE_STRING = re.compile(r'[^"\\]*')
 OUTSIDE_STRING = re.compile(r"[\s\da-zA-Z:,.+-]*")  # of JSON; that no tag fits in here is what ends hopeless readings
+BREAK = "\ud800"  # half a character, which is in no decoded text
 
 
 class Tags:
@@ -162,3 +166,26 @@ def result_of(reading: Scan[Scanned]) -> Scanned:
         result: Scanned = end.value
         return result
     raise AssertionError("a text that has ended is not waited for")
+
+
+class Literals:
+    """Breaks the tags that the ordinary tokens of one growing answer spell, however many tokens that takes."""
+
+    def __init__(self, tags: Collection[str]) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
+        self.longest = max(map(len, tags), default=1) - 1
+        self.end = ""  # of the text, behind the last special token: what a tag may begin in
+
+    def broken(self, text: str, special: bool) -> str:
+        """The next text, of ordinary tokens or of a special one. A tag is broken in front of its last letter."""
+        if special:
+            self.end = ""
+            return text
+        so_far = self.pattern.sub(lambda tag: f"{tag[0][:-1]}{BREAK}{tag[0][-1]}", self.end + text)
+        text, self.end = so_far[len(self.end) :], so_far[max(0, len(so_far) - self.longest) :]
+        return text
+
+
+def unbroken(text: str) -> str:
+    """Text without its breaks."""
+    return text.replace(BREAK, "")

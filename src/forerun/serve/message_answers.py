@@ -13,12 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forerun.accept.delta import Delta
-from forerun.output import Answers
-from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
-from forerun.serve.asking import Asked
+from forerun.serve.answers import Writer
 from forerun.serve.parts import AnswerPart, AnswerSplitter
 from forerun.serve.problems import ApiError
-from forerun.serve.spelled import TokenTexts
 
 BlockKind = Literal["thinking", "text", "tool_use"]
 KINDS: Mapping[str, BlockKind] = {"reasoning": "thinking", "content": "text", "call": "tool_use"}
@@ -46,18 +43,13 @@ def message_error(problem: ApiError) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class MessageWriter:
+class MessageWriter(Writer):
     """Writes one body's answer as a message."""
 
-    asked: Asked
-    answers: Answers
-    texts: TokenTexts
-    model: str
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     blocks: list[dict[str, Any]] = field(default_factory=list)
     begun: bool = False
     open: bool = False  # whether the last block may grow
-    named = True
     splitter: AnswerSplitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,8 +57,7 @@ class MessageWriter:
 
     def whole(self) -> dict[str, Any]:
         """The message, once it is finished."""
-        (sequence,) = self.answers.sequences
-        for delta in self.answers.answers[sequence.id].deltas:
+        for delta in self.deltas:
             self.take(delta)
         return self.message() | self.ending()
 
@@ -78,8 +69,8 @@ class MessageWriter:
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The events that say how the message ended."""
-        ending = self.ending()
-        return [{"type": "message_delta", "delta": ending, "usage": self.usage()}, {"type": "message_stop"}]
+        ending = {"type": "message_delta", "delta": self.ending(), "usage": self.usage()}
+        return [ending, {"type": "message_stop"}]
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
         """An error in the midst of a stream."""
@@ -102,12 +93,11 @@ class MessageWriter:
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Add a delta to the blocks; the events that say so."""
-        ends = delta.finish_reason is not None
         events: list[dict[str, Any]] = []
         for part in self.splitter.take(delta):
             if part.kind != "reasoning" or self.asked.include_reasoning:
                 events += self.add(part)
-        return events + (self.close() if ends else [])
+        return events + (self.close() if delta.finish_reason else [])
 
     def add(self, part: AnswerPart) -> list[dict[str, Any]]:
         """Add a part to the last block, or to a new one where that is of another kind."""
@@ -139,8 +129,7 @@ class MessageWriter:
 
     def ending(self) -> dict[str, Any]:
         """Why the message ended."""
-        (sequence,) = self.answers.sequences
-        last = self.answers.answers[sequence.id].deltas[-1]
+        last = self.deltas[-1]
         sequence_met = last.stop_reason if isinstance(last.stop_reason, str) else None
         if last.finish_reason == "length":
             reason = "max_tokens"
@@ -152,13 +141,11 @@ class MessageWriter:
 
     def usage(self) -> dict[str, Any]:
         """Tokens that were read, those that were known, and those of the answer; and what became of the guesses."""
-        (sequence,) = self.answers.sequences
-        cached = num_cached(self.answers)
         return {
-            "input_tokens": sequence.num_prompt - cached,
+            "input_tokens": self.num_prompt - self.num_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": sequence.num_output,
-            "output_tokens_details": {"thinking_tokens": num_reasoning(self.asked, self.answers, self.texts)},
-            "speculation": speculation_object(counts_of(self.answers)),
+            "cache_read_input_tokens": self.num_cached,
+            "output_tokens": self.num_output,
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning},
+            "speculation": self.speculation(),
         }

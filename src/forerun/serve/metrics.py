@@ -7,7 +7,7 @@ are read. Nothing here depends on what a request says.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -17,8 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Counts, Stats
 from forerun.llm import LLM
-from forerun.output import Answers
-from forerun.serve.gate import Gate, Visit
+from forerun.output import Answers, CollectedSample
+from forerun.serve.gate import Gate
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -91,10 +91,8 @@ class EngineReader:
         text = "Memory by the plan: weights of all models, the target's cache, and each drafter's."
         family = GaugeMetricFamily("forerun:memory_bytes", text, labels=["of"])
         drafters = {f"{name} cache": size for name, size in plan.drafter_cache_bytes.items()}
-        remembered = {f"{name} memory": size for name, size in plan.remembered_bytes.items()}
+        drafters |= {f"{name} memory": size for name, size in plan.remembered_bytes.items()}
         for name, size in {"weights": plan.weights_bytes, "target cache": plan.cache_bytes, **drafters}.items():
-            family.add_metric([name], size)
-        for name, size in remembered.items():
             family.add_metric([name], size)
         yield family
         taken = 1 - blocks.num_free / blocks.num_blocks
@@ -158,10 +156,6 @@ class Metrics:
         self.prompts = Counter("forerun:prompt_tokens", "Tokens of prompts, once each.", registry=self.registry)
         self.answered = Counter("forerun:http_responses", "Answers, by status.", ["status"], registry=self.registry)
 
-    def watch(self, visit: Visit) -> Watch:
-        """Begin to observe the answer to one HTTP request."""
-        return Watch(visit.entered_s)
-
     def see(self, watch: Watch, delta: Delta, answers: Answers) -> None:
         """Observe one delta of it."""
         now, last = time.perf_counter(), watch.last_s.get(delta.seq_id)
@@ -183,16 +177,14 @@ class Metrics:
             self.depth.observe(delta.outcome.num_drafted)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
-            self.see_acceptance(answers.answers[delta.seq_id].deltas)
+            self.see_acceptance(answers.answers[delta.seq_id])
             if answers.num_finished == len(answers.sequences):
                 self.total.observe(now - watch.entered_s)
 
-    def see_acceptance(self, deltas: Sequence[Delta]) -> None:
+    def see_acceptance(self, sample: CollectedSample) -> None:
         """Observe what became of the guesses of one finished sample."""
         counts = Counts()
-        for delta in deltas:
-            if delta.outcome is not None:
-                counts.count(delta.outcome)
+        sample.count_into(counts)
         if counts.acceptance_rate is not None:
             self.accepted.observe(counts.acceptance_rate)
         for position, share in enumerate(counts.acceptance_at_depth[:MOST_POSITIONS]):

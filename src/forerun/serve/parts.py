@@ -16,14 +16,47 @@ from forerun.accept.delta import Delta
 from forerun.sampling.grammar import Grammar
 from forerun.serve.call_grammar import spelled
 from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parsed
-from forerun.serve.growing import BLANKS, GrowingText, Scan, tags_of
+from forerun.serve.growing import BLANKS, GrowingText, Literals, Scan, tags_of, unbroken
 from forerun.serve.harmony import MARKS, STOPS, around, callee, head, is_analysis
-from forerun.serve.literals import Literals, unbroken
-from forerun.serve.reasoning import ReasoningTags
-from forerun.serve.spelled import TokenTexts
+from forerun.serve.logprob_text import TokenTexts
 
 PartKind = Literal["reasoning", "content", "call"]
 SplitState = Literal["start", "reasoning", "content"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """What stands around reasoning; `opened` where the prompt has the opening tag already."""
+
+    opening: str
+    closing: str
+    opened: bool = False
+
+
+TAGS = (ReasoningTags("<think>", "</think>"),)  # of Qwen, DeepSeek and most others
+
+
+def reasons(template: str) -> bool:
+    """Whether answers to this template's prompts may begin with reasoning."""
+    return any(tags.closing in template for tags in TAGS)
+
+
+def reasoning_tags(template: str, prompt: str, continued: str | None = None) -> ReasoningTags | None:
+    """The tags of an answer to `prompt`, as this template wrote it; None where the answer has no reasoning.
+
+    Whether the reasoning is open already is seen at the prompt's end or, where the answer goes on from the text
+    `continued`, in that text.
+    """
+    for tags in TAGS:
+        if tags.closing not in template:
+            continue
+        if continued is not None and tags.opening in continued:
+            opened = continued.rfind(tags.opening) > continued.rfind(tags.closing)
+            return ReasoningTags(tags.opening, tags.closing, opened=True) if opened else None
+        end = prompt.rstrip()
+        if not end.endswith(tags.closing):
+            return ReasoningTags(tags.opening, tags.closing, opened=end.endswith(tags.opening))
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.accept.delta import Delta
-from forerun.output import Answers
-from forerun.serve.answers import counts_of, num_cached, num_reasoning, speculation_object
-from forerun.serve.asking import Asked
+from forerun.serve.answers import Writer
 from forerun.serve.calls import ToolCall
+from forerun.serve.logprob_text import chat_entries
 from forerun.serve.parts import AnswerPart, AnswerSplitter, PartKind, TokenCounter
 from forerun.serve.problems import ApiError
-from forerun.serve.spelled import TokenTexts, chat_entries
 
 IDS: dict[PartKind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 EVENTS = {"reasoning": "response.reasoning_text", "content": "response.output_text"}
+OPENING = ("created", "in_progress")
+STATUS = {"stop": "completed"}  # by finish reason; of any other one it is incomplete
 ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "max_output_tokens")
 
 
@@ -56,19 +56,13 @@ class OutputItem:
 
 
 @dataclass(slots=True)
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Writes one body's answer as a response."""
 
-    asked: Asked
-    answers: Answers
-    texts: TokenTexts
-    model: str
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
-    created: int = field(default_factory=lambda: int(time.time()))
     items: list[OutputItem] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens of which nothing is told
     num_events: int = 0
-    named = True
     splitter: AnswerSplitter = field(init=False)
     counter: TokenCounter = field(init=False)
 
@@ -78,9 +72,8 @@ class ResponseWriter:
 
     def whole(self) -> dict[str, Any]:
         """The response, once it is finished."""
-        for sequence in self.answers.sequences:
-            for delta in self.answers.answers[sequence.id].deltas:
-                self.take(delta)
+        for delta in self.deltas:
+            self.take(delta)
         return self.response()
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
@@ -110,12 +103,11 @@ class ResponseWriter:
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Add a delta to the items; the events that say so."""
-        ends = delta.finish_reason is not None
         logprobs = self.logprobs_of(delta)
         parts = [part for part in self.splitter.take(delta) if part.kind != "reasoning" or self.asked.include_reasoning]
         if logprobs and not any(part.kind == "content" for part in parts):
             parts.append(AnswerPart("content"))
-        if ends and not parts and not self.items:
+        if delta.finish_reason and not parts and not self.items:
             parts.append(AnswerPart("content"))  # an answer has an item at least
         found: list[dict[str, Any]] = []
         for part in parts:
@@ -124,7 +116,7 @@ class ResponseWriter:
                 continue
             found += self.grow(part.kind, part.text, logprobs if part.kind == "content" else [])
             logprobs = [] if part.kind == "content" else logprobs
-        return found + (self.close(delta.finish_reason) if ends else [])
+        return found + (self.close(delta.finish_reason) if delta.finish_reason else [])
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that are now known to be of the message."""
@@ -188,11 +180,9 @@ class ResponseWriter:
 
     def response(self, status: str = "") -> dict[str, Any]:
         """The response object; of a finished one without a status."""
-        (sequence,) = self.answers.sequences
         if not status:
-            reason = self.answers.answers[sequence.id].deltas[-1].finish_reason
-            status = STATUS.get(reason or "", "incomplete")
-        body, params = self.asked.body, sequence.params
+            status = STATUS.get(self.deltas[-1].finish_reason or "", "incomplete")
+        body, params = self.asked.body, self.answers.sequences[0].params
         return {
             "id": self.id,
             "object": "response",
@@ -221,17 +211,11 @@ class ResponseWriter:
 
     def usage(self) -> dict[str, Any]:
         """Tokens of the input and of the output, and what became of the guesses."""
-        (sequence,) = self.answers.sequences
-        reasoned = num_reasoning(self.asked, self.answers, self.texts)
         return {
-            "input_tokens": sequence.num_prompt,
-            "input_tokens_details": {"cached_tokens": num_cached(self.answers), "cache_write_tokens": 0},
-            "output_tokens": sequence.num_output,
-            "output_tokens_details": {"reasoning_tokens": reasoned},
-            "total_tokens": sequence.num_prompt + sequence.num_output,
-            "speculation": speculation_object(counts_of(self.answers)),
+            "input_tokens": self.num_prompt,
+            "input_tokens_details": {"cached_tokens": self.num_cached, "cache_write_tokens": 0},
+            "output_tokens": self.num_output,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+            "total_tokens": self.num_prompt + self.num_output,
+            "speculation": self.speculation(),
         }
-
-
-OPENING = ("created", "in_progress")
-STATUS = {"stop": "completed"}  # by finish reason; of any other one it is incomplete

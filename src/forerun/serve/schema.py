@@ -3,245 +3,296 @@
 `body.py` reads bodies by this table. Each name is in one of three classes. SERVED has its effect. IDLE is accepted
 without effect, because it cannot change the text. UNSERVED would change the text, or ask for something else that is
 not built: it is refused, unless its value asks for what is done anyway. Any other name is unknown, and refused too.
+The OpenAPI document is made of the table. It tells types and not bounds: those depend on the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from forerun.config import Speculation
+from forerun.sampling.params import SamplingParams
+from forerun.serve.parameters import TYPES
 
 Endpoint = Literal["completions", "chat", "responses", "messages", "tokenize", "detokenize"]
 FieldClass = Literal["served", "idle", "unserved"]
-TEXT_ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat", "responses")
+OBJECTS = "objects"  # stands for an array of them
+NUMBERS: tuple[tuple[str, ...], ...] = ((), ("integer",), ("number",))
 
 
 @dataclass(frozen=True, slots=True)
 class BodyField:
-    """A field of a body. `harmless` are the values of an UNSERVED one that ask for what is done anyway; null always is.
+    """A field of a body.
 
+    `types` are the types of JSON that a SERVED one may have beside null, which is as if it were left out; without any
+    it may have all. `harmless` are the values of an UNSERVED one that ask for what is done anyway; null always is.
     `answer` says what to do instead. `members` are the fields that an object under this name may have, or each object
     of a list; None where the names are the caller's own.
     """
 
     kind: FieldClass
+    types: tuple[str, ...] = ()
+    members: Mapping[str, BodyField] | None = None
     harmless: tuple[object, ...] = ()
     answer: str = "leave it out"
-    endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS
-    members: Mapping[str, BodyField] | None = None
 
     def accepts(self, value: object) -> bool:
         """Whether the value asks for nothing that is not done here."""
-        return any(type(value) is type(own) and value == own for own in self.harmless)
+        return any(type(value) is type(each) and value == each for each in self.harmless)
+
+    def takes(self, value: object) -> bool:
+        """Whether a served field may have a value of this type. Numbers are left to whoever knows their bounds."""
+        if isinstance(value, list) and OBJECTS in self.types:
+            return all(isinstance(each, dict) for each in value)
+        return self.types in NUMBERS or TYPES.get(type(value)) in self.types
+
+    def description(self) -> dict[str, Any]:
+        """The field in the OpenAPI document."""
+        types = ["array" if each == OBJECTS else each for each in self.types]
+        return {"description": self.kind, **({"type": [*types, "null"]} if types else {})}
 
 
-COMPLETIONS: tuple[Endpoint, ...] = ("completions",)
-CHAT: tuple[Endpoint, ...] = ("chat",)
-OLDER: tuple[Endpoint, ...] = ("completions", "chat")  # what /v1/responses says otherwise, or does not have
-TALKS: tuple[Endpoint, ...] = ("chat", "responses")
-RESPONSES: tuple[Endpoint, ...] = ("responses",)
+FieldTable = Mapping[str, BodyField]
 
 
-def _each(kind: FieldClass, *names: str, endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS) -> dict[str, BodyField]:
-    """Fields with nothing to say about each."""
-    return {name: BodyField(kind, endpoints=endpoints) for name in names}
+def _served(types: str, *names: str) -> dict[str, BodyField]:
+    """Served fields of these types, of which there may be several."""
+    return {name: BodyField("served", tuple(types.split())) for name in names}
 
 
-def _not(*harmless: object, answer: str = "leave it out", only: tuple[Endpoint, ...] = TEXT_ENDPOINTS) -> BodyField:
-    """An UNSERVED field."""
-    return BodyField("unserved", harmless, answer, only)
+def _idle(*names: str) -> dict[str, BodyField]:
+    return {name: BodyField("idle") for name in names}
 
 
-def _object(members: Mapping[str, BodyField], endpoints: tuple[Endpoint, ...] = TEXT_ENDPOINTS) -> BodyField:
+def _not(*harmless: object, answer: str = "leave it out") -> BodyField:
+    return BodyField("unserved", harmless=harmless, answer=answer)
+
+
+def _object(members: FieldTable, types: str = "") -> BodyField:
     """A served field whose objects have these members."""
-    return BodyField("served", endpoints=endpoints, members=members)
+    return BodyField("served", tuple(types.split()), members)
 
 
-SERVED, IDLE = BodyField("served"), BodyField("idle")
-SCHEMA = {"name": IDLE, "description": IDLE, "schema": SERVED, "strict": IDLE}  # it always holds
-FORMAT = _object({"type": SERVED, **SCHEMA, "json_schema": _object(SCHEMA)})
+JSON_TYPES = {
+    "float": "number",
+    "int": "integer",
+    "bool": "boolean",
+    "str": "string",
+    "Sequence": "array",
+    "Mapping": "object",
+}
+
+
+def _parameters(values: type, *left_out: str) -> dict[str, BodyField]:
+    """The fields of a dataclass of the library, with its names and meanings, by the types that it annotates."""
+    found: dict[str, BodyField] = {}
+    for each in fields(values):
+        types = [JSON_TYPES.get(kind.partition("[")[0], "") for kind in str(each.type).split(" | ")]
+        found |= {} if each.name in left_out else _served(" ".join(types), each.name)
+    return found
+
+
+MARKUP = _idle("name", "description", "strict") | _served("", "schema")  # of a schema, which always holds
+FORMAT = _object({**_served("", "type"), **MARKUP, "json_schema": _object(MARKUP, "object")}, "object")
 FORMS = ("json", "regex", "choice", "grammar", "json_object")  # vLLM's names
-FORM = "use one of " + ", ".join(FORMS)
 STRUCTURED = {
-    **_each("served", *FORMS, "disable_any_whitespace"),
-    "structural_tag": _not(answer=FORM),
+    **_served("", *FORMS),
+    **_served("boolean", "disable_any_whitespace"),
+    "structural_tag": _not(answer="use one of " + ", ".join(FORMS)),
     "whitespace_pattern": _not(answer="use disable_any_whitespace"),
-    "disable_fallback": IDLE,  # there is one engine for grammars
+    **_idle("disable_fallback"),  # there is one engine for grammars
     "disable_additional_properties": _not(False, answer="say it in the schema"),
 }
 STREAM_OPTIONS = {
-    **_each("served", "include_usage", "continuous_usage_stats"),
-    "include_obfuscation": IDLE,  # it hides sizes of chunks, not the text
+    **_served("boolean", "include_usage", "continuous_usage_stats"),
+    **_idle("include_obfuscation"),  # it hides sizes of chunks, not the text
 }
 VERBOSITY = _not("medium", answer="say it in the prompt")
 REASONING = {
-    "effort": SERVED,
+    **_served("", "effort"),
     **dict.fromkeys(("summary", "generate_summary", "context"), _not("auto")),
     "mode": _not(),
 }
 NO_TEXT = _not(answer="forerun reads text only")
 PART = {  # of the content of a message
-    **_each("served", "type", "text", "refusal"),
-    **_each("idle", "annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"),
+    **_served("", "type", "text", "refusal"),
+    **_idle("annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"),
     **dict.fromkeys(("image_url", "input_audio", "file", "video_url", "audio_url"), NO_TEXT),
 }
-FUNCTION_CALL = {**_each("served", "name", "arguments"), "parsed_arguments": IDLE}
-CALL = {**_each("served", "id", "type"), "function": _object(FUNCTION_CALL), "index": IDLE}
+FUNCTION_CALL = _served("", "name", "arguments") | _idle("parsed_arguments")
+CALL = {**_served("", "id", "type"), "function": _object(FUNCTION_CALL), **_idle("index")}
 MESSAGE = {  # of a chat; the template may read others
-    **_each("served", "role", "name", "tool_call_id", "reasoning_content", "reasoning"),
+    **_served("", "role", "name", "tool_call_id", "reasoning_content", "reasoning"),
     "content": _object(PART),
     "tool_calls": _object(CALL),
-    **_each("idle", "refusal", "annotations", "parsed", "id", "phase"),
+    **_idle("refusal", "annotations", "parsed", "id", "phase"),
     "audio": NO_TEXT,
     "function_call": _not(answer="use tool_calls"),
 }
 ITEM = {  # of the input of a response
-    **_each("served", "type", "role", "name", "arguments", "call_id"),
+    **_served("", "type", "role", "name", "arguments", "call_id"),
     **dict.fromkeys(("content", "output"), _object(PART)),
-    **_each("idle", "id", "status", "phase", "summary", "encrypted_content"),
-    **_each("unserved", "namespace", "caller"),
+    **_idle("id", "status", "phase", "summary", "encrypted_content"),
+    **dict.fromkeys(("namespace", "caller"), _not()),
 }
-SAMPLING = (  # fields that are parameters of the library, with the same names and meanings
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "banned_tokens",
-    "bad_words",
-    "min_tokens",
-    "max_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "seed",
-    "n",
-    "prompt_logprobs",
-    "skip_special_tokens",
-)
-NOT_OF_RESPONSES = ("max_tokens", "n", "prompt_logprobs")
-TEMPLATE = ("chat_template", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents")
-FIELDS: Mapping[str, BodyField] = {
-    **_each("served", *SAMPLING, "model", "logit_bias", "stream"),
-    "speculation": _object(_each("served", *(option.name for option in fields(Speculation)))),
-    "stream_options": _object(STREAM_OPTIONS),
-    **_each("served", *NOT_OF_RESPONSES, "logprobs", "return_token_ids", "draft_details", endpoints=OLDER),
-    "response_format": replace(FORMAT, endpoints=OLDER),
-    "text": _object({"format": FORMAT, "verbosity": VERBOSITY}, RESPONSES),
-    "structured_outputs": _object(STRUCTURED),
-    **_each("served", *(f"guided_{form}" for form in FORMS)),
-    **_each("served", "prompt", endpoints=("completions", "tokenize")),
-    **_each("served", "add_special_tokens", endpoints=("completions", "tokenize")),
-    **_each("served", "messages", endpoints=("chat", "tokenize")),
-    **_each("served", *TEMPLATE, endpoints=("chat", "responses", "tokenize")),
-    **_each("served", "tools", "tool_choice", endpoints=("chat", "responses", "tokenize")),
-    **_each("served", "max_completion_tokens", endpoints=CHAT),
-    **_each("served", "top_logprobs", "include_reasoning", "parallel_tool_calls", endpoints=TALKS),
-    **_each("served", "reasoning_effort", endpoints=("chat", "tokenize")),
-    **_each("served", "instructions", "max_output_tokens", "include", endpoints=RESPONSES),
-    "input": _object(ITEM, RESPONSES),
-    "reasoning": _object(REASONING, RESPONSES),
-    **_each("served", "best_of", "echo", endpoints=COMPLETIONS),
-    **_each("served", "return_token_strs", endpoints=("tokenize",)),
-    **_each("served", "tokens", endpoints=("detokenize",)),
-    # OpenAI's
-    **_each("idle", "user", "request_id", "cache_salt"),
-    **_each("idle", "metadata", "store", "safety_identifier", "service_tier", endpoints=TALKS),
-    **_each("idle", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", endpoints=TALKS),
-    **_each("idle", "prediction", endpoints=CHAT),
-    **_each("idle", "max_tool_calls", endpoints=RESPONSES),  # of built-in tools, of which there are none
-    "suffix": _not("", only=COMPLETIONS),
-    "functions": _not([], answer="use tools", only=CHAT),
-    "function_call": _not("none", "auto", answer="use tool_choice", only=CHAT),
-    "modalities": _not(["text"], answer='forerun writes text; use ["text"]', only=CHAT),
-    "audio": _not(answer="forerun writes text; leave it out", only=CHAT),
-    "moderation": _not(only=TALKS),
-    "background": _not(False, answer="wait for the answer, or read it as a stream", only=RESPONSES),
-    "context_management": _not(answer="shorten the input", only=RESPONSES),
-    "conversation": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
-    "previous_response_id": _not(answer="nothing is kept here: give the whole conversation as input", only=RESPONSES),
-    "truncation": _not("disabled", answer="shorten the input", only=RESPONSES),
-    "web_search_options": _not(only=CHAT),
-    "verbosity": replace(VERBOSITY, endpoints=CHAT),
-    # vLLM's
+SAMPLING = _parameters(SamplingParams, "logit_bias", "logprobs", "logits_processors", "grammar")
+OF_SAMPLES = ("max_tokens", "n", "prompt_logprobs")  # what /v1/responses says otherwise, or does not have
+SHARED = {  # by completions, chats, responses and messages
+    **{name: field for name, field in SAMPLING.items() if name not in OF_SAMPLES},
+    **_served("string", "model"),
+    **_served("object", "logit_bias"),
+    **_served("boolean", "stream"),
+    "speculation": _object(_parameters(Speculation), "boolean integer string object"),
+    "structured_outputs": _object(STRUCTURED, "object"),
+}
+TEXT = {  # of completions, chats and responses
+    **SHARED,
+    "stream_options": _object(STREAM_OPTIONS, "object"),
+    **_served("", *(f"guided_{form}" for form in FORMS)),
+    **_idle("user", "request_id", "cache_salt"),
     "allowed_token_ids": _not(answer="give all others a logit_bias"),
     "kv_transfer_params": _not(),
     "length_penalty": _not(1.0, 1, answer="forerun samples; use 1"),
     "logits_processors": _not([], answer="the library takes functions; a server does not"),
     "mm_processor_kwargs": _not(answer="forerun reads text only; leave it out"),
     "priority": _not(0, answer="tenants take turns; use 0"),
-    "return_tokens_as_token_ids": _not(False, answer="use return_token_ids", only=OLDER),
     "spaces_between_special_tokens": _not(True, answer="use true"),
-    "thinking_token_budget": _not(only=CHAT),
     "truncate_prompt_tokens": _not(answer="cut the token ids and give them as the prompt"),
     "use_beam_search": _not(False, answer="forerun samples; use n"),
     "vllm_xargs": _not(),
 }
-
-
+SAMPLES = {  # of completions and chats
+    **{name: SAMPLING[name] for name in OF_SAMPLES},
+    **_served("boolean", "return_token_ids", "draft_details"),
+    "response_format": FORMAT,
+    "return_tokens_as_token_ids": _not(False, answer="use return_token_ids"),
+}
+TEMPLATE = {  # of chats and responses
+    **_served("string", "chat_template"),
+    **_served("boolean", "add_generation_prompt", "continue_final_message"),
+    **_served("object", "chat_template_kwargs"),
+    **_served("", "documents"),
+    **_served(OBJECTS, "tools"),
+    **_served("string object", "tool_choice"),
+}
+TALK = {
+    **TEMPLATE,
+    **_served("integer", "top_logprobs"),
+    **_served("boolean", "include_reasoning", "parallel_tool_calls"),
+    **_idle("metadata", "store", "safety_identifier", "service_tier"),
+    **_idle("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    "moderation": _not(),
+}
+COMPLETIONS = {
+    **TEXT,
+    **SAMPLES,
+    **_served("string array", "prompt"),
+    **_served("integer", "logprobs"),
+    **_served("boolean", "add_special_tokens", "echo"),
+    **_served("", "best_of"),
+    "suffix": _not(""),
+    "messages": _not(answer="/v1/chat/completions takes it"),
+}
+CHAT = {
+    **TEXT,
+    **SAMPLES,
+    **TALK,
+    **_served(OBJECTS, "messages"),
+    **_served("boolean", "logprobs"),
+    **_served("integer", "max_completion_tokens"),
+    **_served("", "reasoning_effort"),
+    **_idle("prediction"),
+    "functions": _not([], answer="use tools"),
+    "function_call": _not("none", "auto", answer="use tool_choice"),
+    "modalities": _not(["text"], answer='forerun writes text; use ["text"]'),
+    "audio": _not(answer="forerun writes text; leave it out"),
+    "web_search_options": _not(),
+    "verbosity": VERBOSITY,
+    "thinking_token_budget": _not(),
+    "echo": _not(False, answer="who sent the messages knows them"),
+    "prompt": _not(answer="/v1/completions takes it"),
+}
+KEPT = "nothing is kept here: give the whole conversation as input"
+RESPONSES = {
+    **TEXT,
+    **TALK,
+    "input": _object(ITEM, "string array"),
+    "text": _object({"format": FORMAT, "verbosity": VERBOSITY}, "object"),
+    "reasoning": _object(REASONING, "object"),
+    **_served("string", "instructions"),
+    **_served("integer", "max_output_tokens"),
+    **_served("array", "include"),
+    **_idle("max_tool_calls"),  # of built-in tools, of which there are none
+    "background": _not(False, answer="wait for the answer, or read it as a stream"),
+    "context_management": _not(answer="shorten the input"),
+    "truncation": _not("disabled", answer="shorten the input"),
+    **dict.fromkeys(("conversation", "previous_response_id"), _not(answer=KEPT)),
+    "prompt": _not(answer="nothing is kept here: write the text as input"),
+}
 BLOCK = {  # of the content of one of Anthropic's messages
-    **_each("served", "type", "text", "thinking", "id", "name", "input", "tool_use_id"),
+    **_served("", "type", "text", "thinking", "id", "name", "input", "tool_use_id"),
     "content": _object(PART),
-    **_each("idle", "cache_control", "citations", "signature", "caller", "toolset_name"),
-    "is_error": IDLE,  # the content says so
+    **_idle("cache_control", "citations", "signature", "caller", "toolset_name"),
+    **_idle("is_error"),  # the content says so
     "source": NO_TEXT,
     "data": _not(answer="nothing here reads reasoning that is encrypted; leave the block out"),
 }
 TOOL = {  # of Anthropic's
-    **_each("served", "type", "name", "description", "input_schema", "strict"),
-    **_each("idle", "cache_control", "eager_input_streaming"),
+    **_served("", "type", "name", "description", "input_schema", "strict"),
+    **_idle("cache_control", "eager_input_streaming"),
     "defer_loading": _not(False, answer="every tool is shown"),
     "allowed_callers": _not(["direct"]),
     "input_examples": _not([], answer="write them into the description"),
 }
 THINKING = {
-    "type": SERVED,
-    "display": SERVED,
+    **_served("", "type", "display"),
     "budget_tokens": _not(answer='there are no budgets; use {"type": "adaptive"}, and max_tokens for all'),
 }
-MESSAGES: Mapping[str, BodyField] = {  # what means something else there than in a chat, or is not in one
-    "messages": _object({"role": SERVED, "content": _object(BLOCK)}),
-    "system": _object(PART),
-    "tools": _object(TOOL),
-    "tool_choice": _object(_each("served", "type", "name", "disable_parallel_tool_use")),
-    "thinking": _object(THINKING),
-    "output_config": _object({"effort": SERVED, "format": FORMAT, "task_budget": _not()}),
-    **_each("served", "stop_sequences", "max_tokens"),
-    **_each("idle", "metadata", "service_tier", "cache_control", "inference_geo", "speed"),
+TOOL_CHOICE = _served("", "type", "name") | _served("boolean", "disable_parallel_tool_use")
+MESSAGES = {
+    **SHARED,
+    **_served("integer", "max_tokens"),
+    **_served("string", "chat_template"),
+    **_served("object", "chat_template_kwargs"),
+    **_served("array", "stop_sequences"),
+    "messages": _object({**_served("", "role"), "content": _object(BLOCK)}, OBJECTS),
+    "system": _object(PART, "string array"),
+    "tools": _object(TOOL, OBJECTS),
+    "tool_choice": _object(TOOL_CHOICE, "object"),
+    "thinking": _object(THINKING, "object"),
+    "output_config": _object({**_served("", "effort"), "format": FORMAT, "task_budget": _not()}, "object"),
+    **_idle("metadata", "service_tier", "cache_control", "inference_geo", "speed"),
     **dict.fromkeys(("stop", "max_completion_tokens"), _not(answer="use stop_sequences and max_tokens")),
-    **_each("unserved", "container", "context_management", "mcp_servers"),
+    **dict.fromkeys(("container", "context_management", "mcp_servers"), _not()),
 }
-SHARED = (  # with a chat
-    *(name for name in SAMPLING if name not in ("stop", "n", "prompt_logprobs")),
-    *("model", "stream", "speculation", "logit_bias", "structured_outputs", "chat_template", "chat_template_kwargs"),
-)
-OTHERWISE: Mapping[Endpoint, Mapping[str, BodyField]] = {  # names that mean something else here
-    "completions": {"messages": _not(answer="/v1/chat/completions takes it", only=COMPLETIONS)},
-    "chat": {
-        "echo": _not(False, answer="who sent the messages knows them", only=CHAT),
-        "prompt": _not(answer="/v1/completions takes it", only=CHAT),
-    },
-    "responses": {"prompt": _not(answer="nothing is kept here: write the text as input", only=RESPONSES)},
+TOKENIZE = {
+    **TEMPLATE,
+    **_served("string", "model", "prompt"),
+    **_served(OBJECTS, "messages"),
+    **_served("boolean", "add_special_tokens", "return_token_strs"),
+    **_served("", "reasoning_effort"),
+}
+KNOWN: Mapping[Endpoint, FieldTable] = {
+    "completions": COMPLETIONS,
+    "chat": CHAT,
+    "responses": RESPONSES,
+    "messages": MESSAGES,
+    "tokenize": TOKENIZE,
+    "detokenize": {**_served("string", "model"), **_served("array", "tokens")},
+}
+PROMPTS: Mapping[Endpoint, str] = {  # the field that has what is to be answered
+    "completions": "prompt",
+    "chat": "messages",
+    "responses": "input",
+    "messages": "messages",
 }
 
 
-def fields_of(endpoint: Endpoint) -> Mapping[str, BodyField]:
-    """The fields that an endpoint knows."""
-    own = {name: field for name, field in FIELDS.items() if endpoint in field.endpoints}
-    return {**own, **OTHERWISE.get(endpoint, {})}
-
-
-KNOWN: Mapping[Endpoint, Mapping[str, BodyField]] = {
-    "completions": fields_of("completions"),
-    "chat": fields_of("chat"),
-    "responses": fields_of("responses"),
-    "messages": {**{name: FIELDS[name] for name in SHARED}, **MESSAGES},
-    "tokenize": fields_of("tokenize"),
-    "detokenize": fields_of("detokenize"),
-}
-KNOWN = {name: {**fields, "model": FIELDS["model"]} for name, fields in KNOWN.items()}
+def openapi_body(endpoint: Endpoint) -> dict[str, Any]:
+    """The body of an endpoint in the OpenAPI document."""
+    properties = {name: field.description() for name, field in KNOWN[endpoint].items()}
+    required = [name for name in ("tokens", PROMPTS.get(endpoint)) if name in properties]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -22,14 +22,12 @@ import uvicorn
 
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
+from forerun.serve.access import is_loopback, warn_of_readers
 from forerun.serve.app import application
 from forerun.serve.connections import GRACE_S, HEAD_S, Connection, Connections, keep_little_unsent, most_connections
 from forerun.serve.envelope import MOST_HEAD_BYTES
-from forerun.serve.hosts import is_loopback
-from forerun.serve.keys import warn_of_readers
 from forerun.serve.service import Service
-from forerun.serve.settings import ServeSettings
-from forerun.serve.tls import require_certificate
+from forerun.serve.settings import ServeSettings, require_certificate
 
 BACKLOG = 512  # connections that wait to be accepted
 LOOK_S = 0.02  # between looks at what is still to be sent

@@ -18,25 +18,22 @@ from forerun.errors import EngineClosed
 from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.output import Answers
-from forerun.serve.answers import AnswerWriter, Writer, counts_of
-from forerun.serve.asking import Asked, prepared
+from forerun.serve.access import ApiKeys
+from forerun.serve.answers import AnswerWriter, Writer
 from forerun.serve.body import parsed_body
 from forerun.serve.envelope import written, written_pieces
-from forerun.serve.gate import Gate, Visit
-from forerun.serve.keys import ApiKeys
-from forerun.serve.logs import RequestLog
+from forerun.serve.gate import Gate, OpenRequest
+from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
 from forerun.serve.metrics import Metrics, Watch
-from forerun.serve.one_by_one import OneByOne
+from forerun.serve.parse import prepared
 from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
-from forerun.serve.record import FINISHED, LEFT, RecordSink, RequestRecord
+from forerun.serve.records import FINISHED, LEFT, RequestRecord, SpanSink, log_request
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
 from forerun.serve.settings import BODY_S, ServeSettings
-from forerun.serve.spans import SpanSink
-from forerun.serve.spelled import TokenTexts
 from forerun.serve.structured import FIELDS_OF_FORM
-from forerun.serve.uploads import Uploads
+from forerun.serve.uploads import OneByOne, Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SLOW_FIELDS = ("chat_template", "tools", *FIELDS_OF_FORM)
@@ -44,8 +41,7 @@ LONG_BODY_BYTES = 1 << 13  # to take a shorter one apart costs less than its req
 NUM_SLOW_BODIES = 2  # that are read at once, each with a process of its own for what it brings
 QUICK_LOGPROBS = 2000  # take some milliseconds to write
 T = TypeVar("T")
-MakeWriter = Callable[[Asked, Answers, TokenTexts, str], Writer]
-WRITERS: Mapping[Endpoint, MakeWriter] = {
+WRITERS: Mapping[Endpoint, Callable[..., Writer]] = {
     "completions": AnswerWriter,
     "chat": AnswerWriter,
     "responses": ResponseWriter,
@@ -79,9 +75,7 @@ class Service:
         self.long_prompts = ThreadPoolExecutor(1, "long prompts")
         self.long_answers = ThreadPoolExecutor(1, "long answers")
         self.front = AsyncLLM(llm)
-        self.sinks: list[RecordSink] = [RequestLog()]
-        if settings.otlp_endpoint:
-            self.sinks.append(SpanSink(settings.otlp_endpoint))
+        self.spans = SpanSink(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @property
     def model_name(self) -> str:
@@ -98,9 +92,9 @@ class Service:
         self.front.close()
         for pool in (self.slow_bodies, self.long_prompts, self.long_answers):
             pool.shutdown(wait=False, cancel_futures=True)
-        sinks, self.sinks = self.sinks, []
-        for sink in sinks:
-            sink.close()
+        spans, self.spans = self.spans, None
+        if spans is not None:
+            spans.close()
 
     def check_model(self, name: object) -> None:
         """Raise the ApiError for 404 where a body names another model."""
@@ -108,7 +102,7 @@ class Service:
             message = f"the model {shown(name)} is not served here: it is {shown(self.model_name)}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def writer(self, visit: Visit, endpoint: Endpoint, raw: bytes) -> Writer:
+    async def writer(self, visit: OpenRequest, endpoint: Endpoint, raw: bytes) -> Writer:
         """A body, checked and made into sequences, with the writer of its answer; nothing runs yet."""
         body = await self.body(raw)
         return await self.work(body, len(raw), partial(self.read, visit, endpoint, body))
@@ -132,7 +126,7 @@ class Service:
         pool = self.slow_bodies if is_slow else self.long_prompts
         return await self.within(pool, partial(contextvars.copy_context().run, task))
 
-    def read(self, visit: Visit, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
+    def read(self, visit: OpenRequest, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
         """The writer of a body's answer, in this thread."""
         asked, answers = prepared(body, endpoint, self.llm, visit.tenant, self.settings)
         if self.settings.log_prompts:
@@ -159,9 +153,9 @@ class Service:
                 raise
             raise EngineClosed from error
 
-    async def deltas(self, visit: Visit, writer: Writer) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, visit: OpenRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
-        answers, watch = writer.answers, self.metrics.watch(visit)
+        answers, watch = writer.answers, Watch(visit.entered_s)
         with self.recorded(visit, writer, watch), self.limited(visit, answers):
             await self.gate.place(visit, len(answers.sequences))
             finished = partial(self.gate.free, visit)
@@ -172,7 +166,7 @@ class Service:
                     yield delta
 
     @contextmanager
-    def recorded(self, visit: Visit, writer: Writer, watch: Watch) -> Iterator[None]:
+    def recorded(self, visit: OpenRequest, writer: Writer, watch: Watch) -> Iterator[None]:
         """Within it a request is answered; its record goes to the log and the traces, however it ends."""
         outcome = LEFT
         try:
@@ -191,20 +185,21 @@ class Service:
                 model=self.model_name,
                 outcome=outcome,
                 num_samples=len(answers.sequences),
-                num_prompt_tokens=sum(samples[0].num_prompt for _, samples in answers.requests),
-                num_output_tokens=sum(sequence.num_output for sequence in answers.sequences),
+                num_prompt_tokens=writer.num_prompt,
+                num_output_tokens=writer.num_output,
                 queue_s=watch.queue_s,
                 first_token_s=watch.first_token_s,
                 total_s=time.perf_counter() - visit.entered_s,
-                counts=counts_of(answers),
+                counts=answers.counts(),
                 traceparent=visit.traceparent,
                 request_id=visit.request_id,
             )
-            for sink in self.sinks:
-                sink.take(record)
+            log_request(record)
+            if self.spans is not None:
+                self.spans.take(record)
 
     @contextmanager
-    def limited(self, visit: Visit, answers: Answers) -> Iterator[None]:
+    def limited(self, visit: OpenRequest, answers: Answers) -> Iterator[None]:
         """Within it the answer ends with the ApiError for 504 once the time of a request is over."""
         limit_s = self.settings.request_s
         if limit_s is None:

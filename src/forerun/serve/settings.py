@@ -1,16 +1,22 @@
-"""ServeSettings: how a server listens, whom it answers and how much it takes on."""
+"""ServeSettings: how a server listens, whom it answers and how much it takes on; and whether it can be had so.
+
+What is asked here is asked before anything is loaded.
+"""
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from forerun.config import require_whole
-from forerun.errors import InvalidRequest
-from forerun.serve.hosts import Hosts
+from forerun.errors import InvalidRequest, MissingPackage
+from forerun.serve.access import Hosts
 
 MOST_SAMPLES_AT_ONCE = 128  # prompts of one body times n, OpenAI's limit of n
 BODY_S = 30.0  # seconds that a client has to send its body
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +63,35 @@ class ServeSettings:
             raise InvalidRequest("request_s", f"{self.request_s} must be a number of seconds above 0.")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise InvalidRequest("tls_key", "a key and a certificate go together: give both, or neither.")
+
+
+def require_packages() -> None:
+    """Raise MissingPackage where a package that the server needs is not installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise MissingPackage(
+            f"forerun serve needs {', '.join(missing)}, which is not installed: pip install 'forerun[serve]'"
+        )
+
+
+def require_certificate(key: Path, certificate: Path) -> None:
+    """Raise InvalidRequest, naming the option and the file, unless HTTPS can be served with these two PEM files."""
+    for option, path in (("tls_key", key), ("tls_cert", certificate)):
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise InvalidRequest(option, f"{path} cannot be read ({error.strerror}): name a PEM file.") from error
+
+    def no_password() -> str:
+        raise InvalidRequest("tls_key", f"{key} is encrypted, and nobody is asked for its password: decrypt it.")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            problem = f"{key} is not the key of {certificate}: name the two that belong together."
+            raise InvalidRequest("tls_key", problem) from error
+        problem = f"{certificate} and {key} are no certificate and key in PEM ({error.reason or error})."
+        raise InvalidRequest("tls_cert", problem) from error

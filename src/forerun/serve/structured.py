@@ -47,7 +47,7 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
         if field == "response_format":
             return format_grammar(field, value)
         if field in HOLDERS:
-            return held_format(field, value)
+            return format_grammar(f"{field}.format", value["format"]) if value.get("format") is not None else None
         if field == "structured_outputs":
             return structured(value)
         return FORMS[GUIDED[field]](value, True) if value is not False else None
@@ -55,26 +55,15 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
         raise of_field(error, field) from error
 
 
-def held_format(field: str, value: Any) -> Grammar | None:
-    """The format in an object of its own."""
-    if not isinstance(value, dict):
-        raise refused(field, f"{field}: {shown(value)} is not an object with a format.")
-    form = value.get("format")
-    return None if form is None else format_grammar(f"{field}.format", form)
-
-
 def format_grammar(field: str, value: Any) -> Grammar | None:
     """A format: any text, any JSON, or JSON by a schema, which stands in it or in its `json_schema`."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = value.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refused(field, f"{field}: {shown(value)} is not served here: use {FORMATS}.")
     inner, schema = value.get("json_schema"), value.get("schema")
     name = f"{field}.schema" if inner is None else f"{field}.json_schema.schema"
-    if inner is not None and (not isinstance(inner, dict) or schema is not None):
-        problem = (
-            f"{field}.json_schema: {shown(inner)} is no object with a schema, or there is another schema beside it."
-        )
-        raise refused(f"{field}.json_schema", problem)
+    if inner is not None and schema is not None:
+        raise refused(f"{field}.json_schema", f"{field}.json_schema: there is another schema beside it; leave out one.")
     schema = schema if inner is None else inner.get("schema")
     if kind == "text" and (schema is not None or inner is not None):
         raise refused(name, f'{name}: it says nothing about a text: use "type": "json_schema", or leave it out.')
@@ -90,16 +79,10 @@ def format_grammar(field: str, value: Any) -> Grammar | None:
 
 def structured(value: Any) -> Grammar | None:
     """vLLM's `structured_outputs`: one form, and whether blanks are allowed."""
-    if not isinstance(value, dict):
-        raise refused("structured_outputs", f"structured_outputs: {shown(value)} is no object.")
     forms = [name for name in FORMS if value.get(name) is not None and value[name] is not False]
-    blanks = value.get("disable_any_whitespace")
-    if not isinstance(blanks, bool | None):
-        name = "structured_outputs.disable_any_whitespace"
-        raise refused(name, f"{name}: {shown(blanks)} must be true or false.")
     if len(forms) != 1:
         raise refused("structured_outputs", f"structured_outputs: give exactly one of {', '.join(FORMS)}.")
-    return FORMS[forms[0]](value[forms[0]], not blanks)
+    return FORMS[forms[0]](value[forms[0]], not value.get("disable_any_whitespace"))
 
 
 def formed(

@@ -15,9 +15,8 @@ from forerun.messages import ChatOptions, Message
 from forerun.serve.calls import FORMS, PYTHON_TAG, CallForm, Functions, ToolCall
 from forerun.serve.growing import GrowingText, result_of
 from forerun.serve.harmony import MARKS, START, TAGS
-from forerun.serve.parts import AnswerForm, AnswerSplitter
+from forerun.serve.parts import AnswerForm, AnswerSplitter, reasoning_tags
 from forerun.serve.problems import refused
-from forerun.serve.reasoning import reasoning_tags
 from forerun.serve.tools import ToolUse
 from forerun.text.tokenizer import Tokenizer
 

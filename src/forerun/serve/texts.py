@@ -6,10 +6,10 @@ from typing import Any
 
 from forerun.errors import ChatTemplateError
 from forerun.limits import shown
-from forerun.serve.asking import prompt_named
-from forerun.serve.body import served_fields, switch
+from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
-from forerun.serve.message_input import chat_fields
+from forerun.serve.inputs import message_fields
+from forerun.serve.parse import prompt_named
 from forerun.serve.problems import MISSING, refused
 from forerun.serve.service import Service
 
@@ -20,18 +20,16 @@ def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     llm, prompt = service.llm, given.get("prompt")
     if (prompt is None) == ("messages" not in given):
         raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
-    text, special = prompt, switch(given, "add_special_tokens", prompt is not None)
+    special = given.get("add_special_tokens", prompt is not None)
     if prompt is None:
         chat = ChatBody.of(given, llm, service.settings)
-        text = chat.options.render(llm.tokenizer, chat.messages)
-    if not isinstance(text, str):
-        raise refused("prompt", f"prompt: {shown(text)} is no text.")
-    with prompt_named("messages" if prompt is None else "prompt"):
-        tokens = llm.tokenizer.encode_within(text, llm.plan.max_model_len, special)
-    own = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
-    if switch(given, "return_token_strs"):
-        own["token_strs"] = [service.texts.text_of(token) for token in tokens]
-    return own
+        prompt = chat.options.render(llm.tokenizer, chat.messages)
+    with prompt_named("messages" if "messages" in given else "prompt"):
+        tokens = llm.tokenizer.encode_within(prompt, llm.plan.max_model_len, special)
+    answer = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
+    if given.get("return_token_strs"):
+        answer["token_strs"] = [service.texts.text_of(token) for token in tokens]
+    return answer
 
 
 def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
@@ -40,8 +38,6 @@ def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     num_ids = service.llm.requests.num_ids
     if tokens is None:
         raise refused("tokens", "tokens: there are none: give a list of token ids.", MISSING)
-    if not isinstance(tokens, list):
-        raise refused("tokens", f"tokens: {shown(tokens)} is no list of token ids.")
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
             raise refused("tokens", f"tokens: {shown(token)} is not a token id from 0 to {num_ids - 1}.")
@@ -50,9 +46,8 @@ def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """How many tokens the prompt of a body of /v1/messages has."""
-    chat = ChatBody.of(
-        chat_fields(served_fields(body, "messages", service.settings.lenient)), service.llm, service.settings
-    )
+    given = message_fields(served_fields(body, "messages", service.settings.lenient))
+    chat = ChatBody.of(given, service.llm, service.settings)
     with prompt_named("messages"):
         prompt = chat.request(service.llm)
     return {"input_tokens": len(prompt.prompt_token_ids or ())}

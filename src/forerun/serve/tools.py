@@ -57,10 +57,7 @@ class ToolUse:
 
 def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolUse | None:
     """The tools of a body whose template writes calls in this form; None where none may be called."""
-    tools, choice = tool_list(given), given.get("tool_choice")
-    several = given.get("parallel_tool_calls", True)
-    if not isinstance(several, bool):
-        raise refused("parallel_tool_calls", f"parallel_tool_calls: {shown(several)} must be true or false.")
+    tools, choice = given.get("tools"), given.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refused("tool_choice", f"tool_choice: {shown(choice)} needs tools, and there are none.")
@@ -74,20 +71,12 @@ def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolU
     mode, allowed, one = choice_of(choice, schemas)
     if choice == "none":
         return None
-    return ToolUse(tools, allowed, form_of(), mode, several and not one, strict)
+    return ToolUse(tools, allowed, form_of(), mode, given.get("parallel_tool_calls", True) and not one, strict)
 
 
-def tool_list(given: Mapping[str, Any]) -> list[Any] | None:
-    """The tools of a body, of which nothing is known but that they are objects; None without the field."""
-    tools = given.get("tools")
-    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
-        raise refused("tools", f"tools: {shown(tools)} is no list of tools.")
-    return tools
-
-
-def function_of(tool: Any, name: str) -> tuple[str, Mapping[str, Any]]:
+def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
     """A tool's name, and the schema of its arguments."""
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    function = tool.get("function") if tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise refused("tools", f'{name}: {shown(tool)} is no function: give {{"type": "function", "function": ...}}.')
     own, schema = function.get("name"), function.get("parameters")

@@ -22,7 +22,7 @@ from forerun.engine.round import RoundPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.request import Request, Wish
+from forerun.request import Request, SpeculationOption
 from forerun.sampling.draws import Children, Draws, PathState
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
@@ -34,7 +34,7 @@ from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
 
 
-def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: Wish = None) -> Trace:
+def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: SpeculationOption = None) -> Trace:
     """Answer one prompt and tell every round of it. The LLM must be idle.
 
     Drafts go as far as `speculation` wishes, whether it pays or not. Where plain decoding must give the same tokens

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.config import require_whole
+from forerun.did_you_mean import nearest
 from forerun.errors import InvalidRequest
 from forerun.heads.student import MOST_DEPTH
 from forerun.limits import real
-from forerun.near import nearest
 from forerun.sampling.params import SamplingParams
 from forerun.train.losses import LOSSES
 

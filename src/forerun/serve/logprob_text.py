@@ -1,10 +1,11 @@
-"""Spelled tokens: token ids as the text and bytes that log-probabilities are reported with."""
+"""Token ids as the text and bytes that log-probabilities are reported with, and a prompt as a completion repeats it."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.sampling.logprobs import TokenLogprobs
@@ -45,6 +46,28 @@ class OffsetCounter:
         offset = self.num_characters
         self.num_characters += len(self.decoder.decode(spelled))
         return offset
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEcho:
+    """The text of a prompt; token `i` begins at character `offsets[i]` of it.
+
+    A token that adds nothing to the text, such as a BOS token in front, begins where the next one does.
+    """
+
+    text: str
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: str | None, token_ids: Seq[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> PromptEcho:
+        """The echo of a prompt, which is the text that was given or, where there is none, that of its tokens."""
+        decoder, offsets, pieces, length = tokenizer.decoder(skip_special_tokens), [], [], 0
+        for token in token_ids:
+            offsets.append(length)
+            pieces.append(decoder.push(token))
+            length += len(pieces[-1])
+        text = "".join([*pieces, decoder.finish()]) if prompt is None else prompt
+        return cls(text, tuple(min(offset, len(text)) for offset in offsets))
 
 
 def chat_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:

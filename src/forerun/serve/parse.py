@@ -1,7 +1,6 @@
-"""Asking: request bodies as requests of the library.
+"""Parsing: request bodies as requests of the library.
 
-This file decides how a body is read, and which request of the library its fields stand for. The library checks the
-values themselves.
+This file decides which request of the library the fields of a body stand for. The library checks the values themselves.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown, whole
 from forerun.llm import LLM
 from forerun.output import Answers
-from forerun.request import Request, Wish, requests_of
+from forerun.request import Request, SpeculationOption, requests_of
 from forerun.sampling.params import SamplingParams
-from forerun.serve.body import served_fields, switch
+from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
-from forerun.serve.message_input import chat_fields
+from forerun.serve.inputs import message_fields, response_fields, response_logprobs
 from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
-from forerun.serve.response_input import input_messages, input_tools, response_logprobs
-from forerun.serve.schema import SAMPLING, Endpoint
+from forerun.serve.schema import PROMPTS, SAMPLING, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
 from forerun.serve.structured import formed
 from forerun.serve.template_forms import answer_form, call_form
@@ -36,7 +34,6 @@ from forerun.shape import StaticTree
 MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
 SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
-PROMPTS: Mapping[Endpoint, str] = {"completions": "prompt", "responses": "input"}  # others have messages
 MOST_CHAT_LOGPROBS = 128
 FEW_LOGPROBS = 1 << 20  # of one body, which take half a gigabyte until they are written; a full context has 21 a token
 
@@ -47,7 +44,7 @@ class Asked:
 
     `limit_field` is the field that says how many tokens an answer may have, if one does. `form` says how its reasoning
     is written, which is told if `include_reasoning` says so, and how it calls the functions of the `tools`. `body`
-    is what was sent, for answers that repeat it, and `arms` are the names of what drafts. With `echo` a completion
+    is what was sent, for answers that repeat it, and `drafters` are the names of what drafts. With `echo` a completion
     begins with its prompt; with `only_prompt` it is the prompt alone, and the one token behind it is not told. The
     answers have at most `num_logprobs` log-probabilities.
     """
@@ -66,7 +63,7 @@ class Asked:
     echo: bool = False
     only_prompt: bool = False
     num_logprobs: int = 0
-    arms: Seq[str] = ()
+    drafters: Seq[str] = ()
     body: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,7 +76,7 @@ def prepared(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
 ) -> tuple[Asked, Answers]:
     """What a body asks for, and its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
-    with prompt_named(PROMPTS.get(endpoint, "messages")):
+    with prompt_named(PROMPTS[endpoint]):
         asked = asked_of(body, endpoint, llm, tenant, settings)
         answers = llm.ask(asked.requests)
     require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
@@ -116,17 +113,19 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     """What a body asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
     given = served_fields(body, endpoint, settings.lenient)
     if endpoint == "responses":
-        given = {**given, "messages": input_messages(given), **input_tools(given)}
+        given = response_fields(given)
     elif endpoint == "messages":
         if "max_tokens" not in given:
             raise refused("max_tokens", "max_tokens: there is none: give how many tokens the answer may have.", MISSING)
-        given = chat_fields(given)
-    stream, stream_options = stream_of(given)
+        given = message_fields(given)
+    stream, stream_options = given.get("stream", False), given.get("stream_options", {})
+    if stream_options and not stream:
+        raise refused("stream_options", "stream_options: it goes with stream: true alone.")
     params = params_of(given, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         name = "prompt_logprobs" if "prompt_logprobs" in given else "echo"
         raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
-    wish = wish_of(given.get("speculation"))
+    speculation = speculation_of(given.get("speculation"))
     chat = None if endpoint == "completions" else ChatBody.of(given, llm, settings)
     tools = None if chat is None else tools_of(given, lambda: call_form(llm.tokenizer, chat.options.chat_template))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
@@ -134,13 +133,13 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
         raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
     if chat is None:
-        requests, form = completion_requests(given, params, wish, tenant, llm), AnswerForm()
+        requests, form = completion_requests(given, params, speculation, tenant, llm), AnswerForm()
     else:
-        prompt = chat.request(llm, PROMPTS.get(endpoint, "messages"))
+        prompt = chat.request(llm, PROMPTS[endpoint])
         form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer)
-        ids = form.shown_special_ids
-        requests = [replace(prompt, sampling_params=params, speculation=wish, tenant=tenant, shown_special_ids=ids)]
-    if switch(given, "draft_details"):
+        prompt = replace(prompt, sampling_params=params, speculation=speculation, tenant=tenant)
+        requests = [replace(prompt, shown_special_ids=form.shown_special_ids)]
+    if given.get("draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
         requests = [replace(request, draft_details=True) for request in requests]
@@ -152,14 +151,14 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         seed=params.resolve_seed(),
         limit_field=next((name for name in LIMITS if name in given), None),
         form=form,
-        include_reasoning=switch(given, "include_reasoning", True),
+        include_reasoning=given.get("include_reasoning", True),
         stream=stream,
-        include_usage=switch(stream_options, "include_usage") or switch(stream_options, "continuous_usage_stats"),
-        continuous_usage=switch(stream_options, "continuous_usage_stats"),
-        return_token_ids=switch(given, "return_token_ids"),
-        echo=switch(given, "echo"),
+        include_usage=bool(stream_options.get("include_usage") or stream_options.get("continuous_usage_stats")),
+        continuous_usage=bool(stream_options.get("continuous_usage_stats")),
+        return_token_ids=given.get("return_token_ids", False),
+        echo=given.get("echo", False),
         only_prompt=asks_for_nothing(given, endpoint),
-        arms=llm.drafter_names,
+        drafters=llm.drafter_names,
         body=body,
     )
     if asked.num_samples > MOST_SAMPLES_AT_ONCE:
@@ -205,7 +204,7 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
     if "logit_bias" in given:
         values["logit_bias"] = biases(given["logit_bias"])
     values["logprobs"] = LOGPROBS[endpoint](given)
-    echoed = values["logprobs"] if switch(given, "echo") else None
+    echoed = values["logprobs"] if given.get("echo") else None
     if echoed is not None and values.setdefault("prompt_logprobs", echoed) != echoed:
         raise refused("prompt_logprobs", "prompt_logprobs: logprobs with echo say otherwise; use one of both.")
     best = given.get("best_of")
@@ -227,14 +226,14 @@ def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
     limit = given.get("max_tokens")
     if endpoint != "completions" or isinstance(limit, bool) or limit != 0:
         return False
-    if not switch(given, "echo"):
+    if not given.get("echo"):
         raise refused("max_tokens", "max_tokens: 0 leaves no answer: ask for 1 or more, or for the prompt with echo.")
     return True
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     """How many alternatives are wanted; None for no log-probabilities."""
-    wanted, top = switch(given, "logprobs"), given.get("top_logprobs")
+    wanted, top = given.get("logprobs", False), given.get("top_logprobs")
     if top and not wanted:
         raise refused("top_logprobs", "top_logprobs: it needs logprobs: true.")
     if top is not None:
@@ -250,36 +249,30 @@ LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
-def biases(value: object) -> dict[int, Any]:
+def biases(values: Mapping[str, Any]) -> dict[int, Any]:
     """`logit_bias` with token ids as numbers; in JSON they are strings."""
-    if not isinstance(value, dict):
-        raise refused("logit_bias", f"logit_bias: {shown(value)} is no object from token ids to numbers.")
-    for key in value:
+    for key in values:
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")):
             raise refused("logit_bias", f"logit_bias: {shown(key)} is not a token id.")
-    return {int(key): bias for key, bias in value.items()}
+    return {int(key): bias for key, bias in values.items()}
 
 
-def wish_of(value: object) -> Wish:
+def speculation_of(value: Any) -> SpeculationOption:
     """`speculation` as in the library; an object has the fields of Speculation."""
     if not isinstance(value, dict):
-        if value is not None and not isinstance(value, bool | int | str):
-            raise refused("speculation", f"speculation: {shown(value)} is no depth, true, false, or an object.")
-        return value
-    if not isinstance(value.get("auto", False), bool):
-        raise refused("speculation.auto", "speculation.auto: use true or false.")
-    tree = value.get("tree")
-    return Speculation(**{**value, "tree": None if tree is None else StaticTree(tree)})
+        return value  # type: ignore[no-any-return]
+    options = {name: member for name, member in value.items() if member is not None}
+    return Speculation(**options | ({"tree": StaticTree(options["tree"])} if "tree" in options else {}))
 
 
 def completion_requests(
-    given: Mapping[str, Any], params: SamplingParams, wish: Wish, tenant: str, llm: LLM
+    given: Mapping[str, Any], params: SamplingParams, speculation: SpeculationOption, tenant: str, llm: LLM
 ) -> Seq[Request]:
     """One request for each prompt: text, or token ids, or a list of either."""
     prompt = given.get("prompt")
     if prompt is None:
         raise refused("prompt", "prompt: there is none: give text or token ids.", MISSING)
-    if not isinstance(prompt, str | list) or not prompt:
+    if not prompt:
         raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
     prompts = [prompt] if one else prompt
@@ -288,8 +281,8 @@ def completion_requests(
     for each in prompts:
         if not isinstance(each, str | list):
             raise refused("prompt", f"prompt: {shown(each)} is no text and no list of token ids.")
-    requests = requests_of(prompts, params, wish, tenant)
-    special = switch(given, "add_special_tokens", True)
+    requests = requests_of(prompts, params, speculation, tenant)
+    special = given.get("add_special_tokens", True)
     return requests if special else [without_special(each, llm) for each in requests]
 
 
@@ -299,11 +292,3 @@ def without_special(request: Request, llm: LLM) -> Request:
         return request
     ids = llm.tokenizer.encode_within(request.prompt, llm.plan.max_model_len, add_special_tokens=False)
     return replace(request, prompt_token_ids=tuple(ids))
-
-
-def stream_of(given: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
-    """Whether the answer is a stream, and the options of one."""
-    stream, options = switch(given, "stream"), given.get("stream_options", {})
-    if not isinstance(options, dict) or (options and not stream):
-        raise refused("stream_options", "stream_options: it is an object, and goes with stream: true alone.")
-    return stream, options

@@ -1,4 +1,4 @@
-"""Near names: the name that was probably meant by one that does not exist.
+"""Did you mean: the name that was probably meant by one that does not exist.
 
 This file decides which name is suggested: one that other libraries use for the same thing, or else one with a similar
 spelling.

@@ -1,0 +1,281 @@
+"""Inputs: what bodies of /v1/responses and of Anthropic's /v1/messages ask for, as the fields of a chat.
+
+Items of a response that belong to one message of the assistant become one: its reasoning, text and calls. Of the blocks
+of Anthropic's messages, results of tools are messages by themselves, neighbours of one role are one message, and an
+answer goes on from the text of a last message that is the assistant's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forerun.limits import shown, whole
+from forerun.serve.calls import arguments_of
+from forerun.serve.problems import MISSING, refused
+
+JsonObject = Mapping[str, Any]
+MOST_TOP_LOGPROBS = 20
+LOGPROBS = "message.output_text.logprobs"
+WITHOUT_EFFECT = ("reasoning.encrypted_content",)  # of reasoning that is told in plain text here
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}  # of items
+OF_FUNCTIONS = ("name", "description", "parameters")
+OF_TOOLS = ("type", "strict")
+PARTS = {  # of items: by type, where the text is
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), "text"),
+    "refusal": "refusal",
+}
+BLOCKS = {"text": "text"}  # likewise, of messages
+NOT_OF_CHATS = ("messages", "system", "tools", "tool_choice", "stop_sequences")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+THINKING = ("enabled", "adaptive", "disabled")
+
+
+def text_of(content: Any, name: str, kinds: Mapping[str, str]) -> str:
+    """Content that has to be text: itself, or parts of these types."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
+        if not isinstance(text, str):
+            problem = f"{name}: {shown(part)} is not text, which is all that is read"
+            raise refused(name.partition("[")[0], f"{problem}: give text, or parts of the types {', '.join(kinds)}.")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def response_fields(given: JsonObject) -> dict[str, Any]:
+    """The fields of a chat beside those of a response. Raises the ApiError for 400, naming the field at fault."""
+    return {**given, "messages": input_messages(given), **input_tools(given)}
+
+
+def input_messages(given: JsonObject) -> list[dict[str, Any]]:
+    """The messages that `instructions` and `input` stand for."""
+    items = given.get("input")
+    if items is None:
+        raise refused("input", "input: there is none: give text, or a list of items.", MISSING)
+    messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not items:
+        raise refused("input", "input: it has no items: give text, or a list of items.")
+    return messages + joined([item_message(item, f"input[{place}]") for place, item in enumerate(items)])
+
+
+def item_message(item: Any, name: str) -> dict[str, Any]:
+    """One item as a message, or as what belongs to the assistant's message beside it."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if not isinstance(kind, str) or kind not in ITEMS:
+        what = f"the type {shown(kind)}" if isinstance(item, dict) else shown(item)
+        problem = f"{name}: {what} is not served here: give items of the types {', '.join(ITEMS)}."
+        raise refused("input", problem, "unsupported_parameter" if isinstance(kind, str) else "invalid_value")
+    return ITEMS[kind](item, name)
+
+
+def message_item(item: JsonObject, name: str) -> dict[str, Any]:
+    """A message."""
+    role = item.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise refused("input", f"{name}: the role {shown(role)} is none of {', '.join(ROLES)}.")
+    return {"role": ROLES[role], "content": text_of(item.get("content"), name, PARTS)}
+
+
+def reasoning_item(item: JsonObject, name: str) -> dict[str, Any]:
+    """Reasoning of an earlier answer; templates decide whether it is read again."""
+    content = item.get("content")
+    return {"role": "assistant", "reasoning_content": text_of([] if content is None else content, name, PARTS)}
+
+
+def call_item(item: JsonObject, name: str) -> dict[str, Any]:
+    """A function that an earlier answer called."""
+    function, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(function, str):
+        raise refused("input", f"{name}: a function_call has a name, which is text.")
+    try:
+        values = arguments_of(arguments)
+    except ValueError as error:
+        raise refused("input", f"{name}: the arguments {shown(arguments)} are no JSON object as text.") from error
+    call = {"id": item.get("call_id"), "type": "function", "function": {"name": function, "arguments": values}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def result_item(item: JsonObject, name: str) -> dict[str, Any]:
+    """What a function gave."""
+    return {"role": "tool", "content": text_of(item.get("output"), name, PARTS), "tool_call_id": item.get("call_id")}
+
+
+ITEMS: Mapping[str, Callable[[JsonObject, str], dict[str, Any]]] = {
+    "message": message_item,
+    "reasoning": reasoning_item,
+    "function_call": call_item,
+    "function_call_output": result_item,
+}
+
+
+def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with reasoning and function calls as parts of the assistant's message that they belong to."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        both = last.get("role") == message["role"] == "assistant"
+        if both and ("content" not in last or ("tool_calls" in message and "content" in last)):
+            calls = last.get("tool_calls", [])
+            calls += message.get("tool_calls", [])  # in place: there may be very many
+            content = last.get("content") or message.get("content") or ""
+            last |= {**message, "content": content, **({"tool_calls": calls} if calls else {})}
+        else:
+            found.append(dict(message))
+    return [{"content": "", **message} for message in found]
+
+
+def input_tools(given: JsonObject) -> dict[str, Any]:
+    """The `tools` and the `tool_choice` of a response as a chat has them, where each names its function inside."""
+    found: dict[str, Any] = {}
+    choice: Any = given.get("tool_choice")
+    if "tools" in given:
+        found["tools"] = [response_tool(tool, f"tools[{place}]") for place, tool in enumerate(given["tools"])]
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        found["tool_choice"] = {"type": kind, kind: {"name": choice.get("name")}}
+    elif kind == "allowed_tools":
+        listed = choice.get("tools")
+        names = [{"type": "function", "function": each} for each in listed] if isinstance(listed, list) else listed
+        found["tool_choice"] = {"type": kind, kind: {"mode": choice.get("mode"), "tools": names}}
+    return found
+
+
+def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:
+    """One tool so. What would change when it is called, or what is said of it, is not left out but refused."""
+    if tool.get("type") != "function":
+        problem = f'{name}: {shown(tool)} is no function: give {{"type": "function", "name": ..., "parameters": ...}}'
+        raise refused("tools", f"{problem}; other kinds are not served here.", "unsupported_parameter")
+    for key, value in tool.items():
+        if key not in (*OF_FUNCTIONS, *OF_TOOLS) and value is not None and value is not False:
+            problem = f"{name}: {shown(key)} is not served here: a function has {', '.join(OF_FUNCTIONS)}"
+            raise refused("tools", f"{problem}.", "unsupported_parameter")
+    strict = {"strict": tool["strict"]} if tool.get("strict") not in (None, False) else {}
+    return {"type": "function", "function": {k: tool[k] for k in OF_FUNCTIONS if tool.get(k) is not None} | strict}
+
+
+def response_logprobs(given: JsonObject) -> int | None:
+    """How many alternatives a response is to have; None for no log-probabilities."""
+    include, top = given.get("include", []), given.get("top_logprobs")
+    for each in include:
+        if each not in (LOGPROBS, *WITHOUT_EFFECT):
+            problem = f"include: {shown(each)} is not served here: {LOGPROBS} is."
+            raise refused("include", problem, "unsupported_parameter")
+    if top is not None:
+        top = whole("top_logprobs", top, f"use a number up to {MOST_TOP_LOGPROBS}", 0, MOST_TOP_LOGPROBS)
+    return top if top is not None or LOGPROBS not in include else 0
+
+
+def message_fields(given: JsonObject) -> dict[str, Any]:
+    """The fields of a chat that stand for those of a body of /v1/messages. Raises the ApiError for 400 likewise."""
+    chat = {name: value for name, value in given.items() if name not in NOT_OF_CHATS}
+    if "stop_sequences" in given:
+        chat["stop"] = given["stop_sequences"]
+    chat["messages"] = messages = conversation(given.get("messages"))
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        chat["continue_final_message"] = True
+    if "system" in given:
+        messages.insert(0, {"role": "system", "content": text_of(given["system"], "system", BLOCKS)})
+    thinking = given.get("thinking", {"type": "disabled"})
+    if thinking.get("type") not in THINKING:
+        raise refused("thinking", f'thinking: {shown(thinking)} is not served: use the type "adaptive" or "disabled".')
+    if thinking["type"] != "disabled":
+        chat["chat_template_kwargs"] = {"enable_thinking": True} | given.get("chat_template_kwargs", {})
+    if thinking.get("display") == "omitted":
+        chat["include_reasoning"] = False
+    return chat | message_tools(given)
+
+
+def conversation(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The messages of a chat."""
+    if not messages:
+        code = MISSING if messages is None else "invalid_value"
+        raise refused("messages", f"messages: {shown(messages)} is no list of messages.", code)
+    chat: list[dict[str, Any]] = []
+    for place, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            problem = f"messages[{place}]: {shown(message)} has none of the roles user, assistant, system."
+            raise refused("messages", problem)
+        content, name = message.get("content"), f"messages[{place}].content"
+        if isinstance(content, str):
+            add(chat, {"role": role, "content": content})
+            continue
+        if not isinstance(content, list):
+            raise refused("messages", f"{name}: {shown(content)} is no text and no list of blocks.")
+        for number, block in enumerate(content):
+            add(chat, block_message(role, block, f"{name}[{number}]"))
+    return [whole_message(message) for message in chat]
+
+
+def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
+    """The message of one block."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "text":
+        return {"role": role, "content": text_of([block], name, BLOCKS)}
+    if kind == "thinking" and role == "assistant" and isinstance(block.get("thinking"), str):
+        return {"role": role, "content": "", "reasoning_content": block["thinking"]}
+    if kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
+        function = {"name": block["name"], "arguments": block.get("input", {})}
+        call = {"id": block.get("id"), "type": "function", "function": function}
+        return {"role": role, "content": "", "tool_calls": call}
+    if kind == "tool_result" and role == "user":
+        result = text_of(block.get("content", ""), f"{name}.content", BLOCKS)
+        return {"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")}
+    kinds = "text, tool_result" if role == "user" else "text, thinking, tool_use"
+    problem = f"{name}: {shown(block)} is not served in a message of the {role}: it has blocks of the types {kinds}."
+    raise refused("messages", problem, "unsupported_parameter")
+
+
+def add(chat: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message to a chat, as a part of the last one where that is of the same role; results stay apart.
+
+    Contents are lists of texts until all are known, so that the work does not grow with what is there already.
+    """
+    message = {name: value if name in ("role", "tool_call_id") else [value] for name, value in message.items()}
+    last = chat[-1] if chat else {}
+    if last.get("role") != message["role"] or message["role"] == "tool":
+        chat.append(message)
+        return
+    for name in ("content", "reasoning_content", "tool_calls"):
+        if name in message:
+            last.setdefault(name, []).extend(message[name])
+
+
+def whole_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts are all known."""
+    texts = {"content": "\n".join(filter(None, message["content"]))}
+    if "reasoning_content" in message:
+        texts["reasoning_content"] = "\n".join(message["reasoning_content"])
+    return message | texts
+
+
+def message_tools(given: JsonObject) -> dict[str, Any]:
+    """The tools of a chat, and which of them may be called."""
+    fields: dict[str, Any] = {}
+    choice = given.get("tool_choice", {})
+    if "tools" in given:
+        fields["tools"] = [message_tool(tool, f"tools[{place}]") for place, tool in enumerate(given["tools"])]
+    kind = choice.get("type")
+    if kind == "tool":
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(kind, str) and kind in CHOICES:
+        fields["tool_choice"] = CHOICES[kind]
+    elif choice:
+        problem = f"tool_choice: {shown(choice)} has none of the types {', '.join((*CHOICES, 'tool'))}."
+        raise refused("tool_choice", problem)
+    return fields | ({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {})
+
+
+def message_tool(tool: JsonObject, name: str) -> dict[str, Any]:
+    """One tool of a chat."""
+    if tool.get("type") not in (None, "custom"):
+        problem = f"{name}: {shown(tool)} is no tool of the caller's: give a name, a description and an input_schema"
+        raise refused("tools", f"{problem}; the server has no tools of its own.", "unsupported_parameter")
+    function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
