@@ -96,9 +96,9 @@ def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, logger="forerun.control.measured"):
         for number, world in enumerate((good, bad, good, bad)):
             list(rounds(controller, world, 1200, 1, seed=number))
-    assert [record.levelname for record in caplog.drafters] == ["WARNING", "INFO", "WARNING"]
-    assert "Drafting is off for now, since it does not pay: ×" in caplog.drafters[0].getMessage()
-    assert "at batch 1" in caplog.drafters[0].getMessage()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
+    assert "Drafting is off for now, since it does not pay: ×" in caplog.records[0].getMessage()
+    assert "at batch 1" in caplog.records[0].getMessage()
 
 
 def test_a_few_rounds_change_no_mood() -> None:
@@ -118,7 +118,7 @@ def test_a_suspicious_draft_model_is_named_once(accepted: int, word: str, caplog
     advice = Advice()
     for number in range(WINDOW):
         advice.suspect(outcome(number % TEXTS, 4 if accepted else 1, accepted))
-    (record,) = caplog.drafters
+    (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert word in record.getMessage()
 
@@ -132,7 +132,7 @@ def test_an_ordinary_drafter_is_not_suspected(caplog: pytest.LogCaptureFixture) 
         usual.suspect(outcome(number % TEXTS, accepted or 1, accepted))
         copying.suspect(outcome(number % TEXTS, 1, 0, pass_s=0.0))
         alone.suspect(outcome(7, 4, 4))
-    assert caplog.drafters == []
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("num", [2, 8, 32])

@@ -41,9 +41,7 @@ def known(names: Sequence[str]) -> MeasuredDrafters:
 def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = None) -> MeasuredDepth:
     """All drafters known, at so much for a level; passes cost the same for any number of tokens."""
     names = [*NAMES[: len(level_s)], MERGED] if len(level_s) > 1 else [""]
-    controller = MeasuredDepth(
-        records=MeasuredDrafters([MeasuredDrafter(retry=used()) for _ in names], names), plain=used()
-    )
+    controller = MeasuredDepth(drafters=known(names), plain=used())
     controller.costs.record(Kind.of(1, 0), 4, pass_s)
     if merging_s is not None:
         controller.costs.record(Kind.of(1, 0, merged=True), 4, merging_s)
@@ -474,9 +472,7 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     names = "abcdefg"
     own = {name: Outlook([0], [4], [1.0]) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
-    controller = MeasuredDepth(
-        records=MeasuredDrafters([MeasuredDrafter(retry=used()) for _ in range(8)], [*names, MERGED]), plain=used()
-    )
+    controller = MeasuredDepth(drafters=known([*names, MERGED]), plain=used())
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for number, each_s in enumerate(levels):
         controller.drafters.all[number].time(4, [0], 4 * each_s)

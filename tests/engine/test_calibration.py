@@ -274,7 +274,7 @@ def test_short_contexts_are_measured_as_far_as_they_go(max_model_len: int) -> No
 def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="forerun"):
         llm = started(f"model:{SMALL}")
-    lines = [record.getMessage() for record in caplog.drafters if "expected" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "expected" in record.getMessage()]
     assert len(lines) == 1
     pays = any(each.depth for each in llm.forecasts)
     assert ("at batch 1" in lines[0]) if pays else ("not expected to pay" in lines[0])
