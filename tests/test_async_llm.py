@@ -283,12 +283,3 @@ def test_a_request_whose_loop_is_closed_leaves_the_engine() -> None:
     front.close()
     with pytest.raises(RuntimeError, match="closed"):
         loop.run_until_complete(stream.aclose())
-
-
-def test_a_front_without_requests_closes() -> None:
-    async def main() -> None:
-        async with AsyncLLM(drafting()) as front:
-            assert front.thread.is_alive()
-        assert not front.thread.is_alive()
-
-    asyncio.run(main())

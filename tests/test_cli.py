@@ -5,10 +5,7 @@ Most tests answer with a scripted model, so that what is shown can be told exact
 
 import inspect
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,8 +14,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-import forerun
-from forerun import cli, progress
+from forerun import cli
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
@@ -32,7 +28,7 @@ from forerun.options import LoadingOptions, ModelOptions
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 from heads.adapters import adapter_of
-from kit.checkpoints import SMALL, SRC, TARGET
+from kit.checkpoints import SMALL, TARGET
 
 TOKENIZER = Tokenizer.load(TARGET)
 STORY = TOKENIZER.encode("Once upon a time, there was a dog.\nIt ran.")
@@ -264,16 +260,6 @@ def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> N
         assert result.stderr == f"error: some/model is neither a folder with [config.json] nor {'x' * 300}\n"
 
 
-def test_version_and_help() -> None:
-    assert forerun_("--version").stdout == f"forerun {forerun.__version__}\n"
-    for arguments in (["--help"], ["generate", "--help"], ["chat", "--help"]):
-        result = forerun_(*arguments)
-        assert result.exit_code == 0
-    assert forerun_().exit_code in (0, 2)
-    for option in ("--draft", "--depth", "--seed", "--stop", "--verification", "--max-model-len", "--json", "--raw"):
-        assert option in forerun_("generate", "--help", NO_COLOR="1").stdout
-
-
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -336,48 +322,8 @@ def test_chat_without_a_template_says_what_to_do(llm: ScriptedLLM) -> None:
     assert "chat_template.jinja" in result.stderr
 
 
-def test_a_bar_appears_after_two_seconds_and_only_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    for terminal in (True, False):
-        console = Console(file=open(os.devnull, "w"), force_terminal=terminal, record=True)  # noqa: SIM115
-        with progress.LoadingBar(console) as bar:
-            bar("loading m", 0.1)
-            assert bar._bar is None
-            clock[0] += 3
-            bar("loading m", 0.5)
-            assert (bar._bar is not None) is terminal
-            if bar._bar is not None:
-                assert [(task.description, task.completed) for task in bar._bar.tasks] == [("loading m", 0.5)]
-        console.file.close()
-
-
-def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """The real command, in a process of its own."""
-    code = "from forerun.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(SRC)} | env,
-        check=False,
-        encoding="utf-8",
-    )
-
-
 def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
-    common = (
-        "generate",
-        "--model",
-        str(TARGET),
-        "Once upon a time",
-        "--max-tokens",
-        "24",
-        "--seed",
-        "7",
-        "--threads",
-        "1",
-    )
+    common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--threads", "1")
     plain = forerun_(*common)
     assert plain.exit_code == 0, plain.stderr
     drafted = forerun_(*common, "--draft", f"model:{SMALL}", "--depth", "4", "--json")
@@ -419,12 +365,3 @@ def test_every_command_that_drafts_takes_an_adapter() -> None:
         names = inspect.signature(command.callback).parameters  # type: ignore[arg-type]
         drafts = "draft" in names and command.name != "widen"  # which widens the drafter that it is given
         assert drafts == ("adapter" in names), command.name
-
-
-def test_the_installed_command_reports_a_wrong_model_in_one_line() -> None:
-    result = run("generate", "--model", "./no/such/folder", "x")
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert "no/such/folder" in result.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun import LLM, InvalidRequest, SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.errors import EngineClosed
 from forerun.models.spec import ModelSpec
 from kit.checkpoints import SMALL, TARGET
@@ -67,18 +67,6 @@ def test_answers_end_at_the_tokenizers_own_end(tmp_path: Path, caplog: pytest.Lo
     template = "{{ messages[0]['content'] }}"
     for result in [*llm.generate(PROMPT, params), *llm.chat(conversation, params, chat_template=template)]:
         assert (result.outputs[0].finish_reason, list(result.outputs[0].token_ids)) == ("stop", [2])
-
-
-def test_stop_strings_of_the_models_own_file_end_answers(tmp_path: Path) -> None:
-    folder = shutil.copytree(TARGET, tmp_path / "model")
-    plain = LLM(str(TARGET), dtype="float32").generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=24))
-    whole = plain[0].outputs[0].text
-    stop = whole.split()[3]
-    config = {"do_sample": False, "max_new_tokens": 24, "stop_strings": [stop]}
-    (folder / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
-    llm = LLM(str(folder), dtype="float32")
-    (answer,) = llm.generate(PROMPT)[0].outputs
-    assert (answer.text, answer.finish_reason, answer.stop_reason) == (whole[: whole.index(stop)], "stop", stop)
 
 
 @pytest.mark.parametrize("choice", ["none", None, "vllm"])
@@ -154,15 +142,3 @@ def test_a_past_on_disk_keeps_what_was_said_before_closing(tmp_path: Path) -> No
         said = [token for _ in range(6) for token in next(stream).token_ids]
     kept = json.loads(file.read_text(encoding="utf-8").splitlines()[1])["tokens"]
     assert kept[: len(said)] == said
-
-
-@pytest.mark.parametrize("seed", ["7", 1.5, 2**64])
-def test_a_seed_that_is_none_is_refused(seed: object) -> None:
-    with pytest.raises((InvalidRequest, TypeError), match="seed"):
-        LLM(str(TARGET), seed=seed)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("threads", [1025, 10**10])
-def test_far_too_many_threads_are_refused_before_torch_hears_of_them(threads: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"threads: {threads} is above 1024"):
-        LLM(str(TARGET), threads=threads)

@@ -16,13 +16,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown_by(bar: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is drawn of ten steps that take a second each."""
+def shown_by(bar: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, num_steps: int = 10) -> str:
+    """What is drawn of so many steps that take a second each."""
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(sys, "stderr", stream)
     with progress.reporting(None, bar) as report:
-        for step in range(1, 11):
+        for step in range(1, num_steps + 1):
             clock[0] += 1
             report("generating", step / 10)
     return stream.getvalue()
@@ -31,6 +31,7 @@ def shown_by(bar: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_terminal_gets_a_bar_and_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     assert "generating" in shown_by(True, Terminal(), monkeypatch)
+    assert shown_by(True, Terminal(), monkeypatch, num_steps=1) == "", "work that is over soon shows no bar"
     assert shown_by(False, Terminal(), monkeypatch) == ""
     assert shown_by(True, io.StringIO(), monkeypatch) == ""
 

@@ -108,26 +108,12 @@ def lines(tmp_path: Path) -> dict[str, list[str]]:
     (tmp_path / "prompts.txt").write_text("Once upon a time\nLily had a red ball\n")
     pair = ["--model", str(TARGET), "--draft", f"model:{SMALL}"]
     prompts = ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2"]
+    bench = "-n 4 --repeats 1 --depth 2 -t 0 --threads 1"
     return {
         "generate": [*pair, "--depth", "3", "-n", "6", "Once"],
         "trace": [*pair, "-n", "6", "Once"],
         "prove": [*pair, *prompts, "-n", "4", "--num-texts", "100"],
-        "bench": [
-            *pair,
-            *prompts,
-            "--state",
-            str(tmp_path / "runs.jsonl"),
-            "-n",
-            "4",
-            "--repeats",
-            "1",
-            "--depth",
-            "2",
-            "-t",
-            "0",
-            "--threads",
-            "1",
-        ],
+        "bench": [*pair, *prompts, "--state", str(tmp_path / "runs.jsonl"), *bench.split()],
         "widen": ["-m", str(SMALL), "--parameters", "1M", "--out", str(tmp_path / "wide")],
     }
 
