@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from forerun import LLM, AsyncLLM, ForerunError, InvalidRequest, SamplingParams, Speculation
-from forerun.did_you_mean import nearest
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.ecosystem import (
     REQUEST_WORDS,
