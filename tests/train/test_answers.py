@@ -38,9 +38,8 @@ from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
-from forerun.train.answer_cache import AnswerCache
-from forerun.train.answers import TRAINED, AnswerSource
-from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.train.answers import TRAINED, AnswerCache, AnswerSource
+from forerun.train.kinds import DraftModelStudent
 from forerun.train.settings import TrainSettings
 from kit.checkpoints import TARGET
 from train.material import quiet, read_prompts, source_of, write_prompts
@@ -53,7 +52,7 @@ BLOCK = StudentSizes(layers=1, mlp=48, block=5)
 @pytest.fixture(scope="module")
 def adapter() -> AdapterStudent:
     """An adapter that does something."""
-    student = AdapterStudent.fresh(Blueprint.of(str(TARGET)), EXIT, 2, 48, 0)
+    student = AdapterStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(exit=EXIT, layers=2, mlp=48), 0)
     dice = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for tensor in student.weights.values():
@@ -198,7 +197,7 @@ def test_a_draft_model_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens from position 0 on, and the same logits behind them."""
-    student = DraftModelStudent.fresh(Blueprint.of(str(TARGET)), DraftShape(2, 32, 2, 64), 5)
+    student = DraftModelStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(layers=2, hidden=32, heads=2, mlp=64), 5)
     student.write(student.weights, tmp_path)
     seen: list[Committed] = []
     plain_observe = ModelDrafter.observe
@@ -228,7 +227,7 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The states, to the bit, and the tokens between, where the guesses before are the text's; and the same logits."""
-    student = MedusaStudent.fresh(Blueprint.of(str(TARGET)), 3, None, hydra, False)
+    student = MedusaStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(heads=3, hydra=hydra), 0)
     student.write(student.weights, tmp_path)
     asked: list[tuple[int, Tensor, Tensor, Tensor]] = []
     plain_logits = MedusaHeads.logits
@@ -266,9 +265,9 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
 ) -> None:
     """The states beside final tokens and roots, and where guesses came true their own outputs beside them."""
     target, is_mtp = Blueprint.of(str(TARGET)), kind.startswith("mtp")
-    eagle = EagleStudent.fresh(target, 48, kind != "eagle", 0)
-    student = MtpStudent.fresh(target, 48, 0, kind != "mtp") if is_mtp else eagle
-    reader, learner, method = (MtpDecoder, MtpStudent, "module") if is_mtp else (EagleDecoder, EagleStudent, "layer")
+    sizes = StudentSizes(mlp=48, portable=kind == "mtp, portable" or None, shared_head="shared" in kind or None)
+    reader, learner = (MtpDecoder, MtpStudent) if is_mtp else (EagleDecoder, EagleStudent)
+    student: Student = learner.fresh(target, sizes, 0)
     student.write(student.weights, tmp_path)
     shown: list[tuple[int, int, Tensor]] = []  # position, token, state
     plain_forward = reader.forward
@@ -285,17 +284,17 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
     llm.close()
     assert tuple(tokens) == text.tokens
     inputs: list[dict[int, Tensor]] = []  # of each step, the first text's by position
-    plain_layer = getattr(learner, method)
+    plain_step = learner.step
 
     def learning(
         own: Student, embedded: Tensor, states: Tensor, places: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         positions = (places[0] + len(inputs)).tolist()
         inputs.append(dict(zip(positions, states[0].detach(), strict=True)))
-        output: Tensor = plain_layer(own, embedded, states, places, past)
+        output: Tensor = plain_step(own, embedded, states, places, past)
         return output
 
-    monkeypatch.setattr(learner, method, learning)
+    monkeypatch.setattr(learner, "step", learning)
     student.predict(TextBatch.of([text, *small.of_step(1, quiet)]), None)
     small.llm.close()
     final, num_guesses = set(), 0
@@ -367,8 +366,8 @@ def students_of_drafts(target: Blueprint) -> list[tuple[Student, int]]:
     """One of each kind that learns from some roots, and of how many places one is a root."""
     return [
         (BlockStudent.fresh(target, BLOCK, 0), 5),
-        (EagleStudent.fresh(target, 48, True, 0), EAGLE_STEPS),
-        (MtpStudent.fresh(target, 48, 0), MTP_STEPS),
+        (EagleStudent.fresh(target, StudentSizes(mlp=48, shared_head=True), 0), EAGLE_STEPS),
+        (MtpStudent.fresh(target, StudentSizes(mlp=48), 0), MTP_STEPS),
     ]
 
 
@@ -419,7 +418,7 @@ def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(source
 
 def adapter_of_nothing() -> AdapterStudent:
     """A student of which only the taps count."""
-    return AdapterStudent.fresh(Blueprint.of(str(TARGET)), EXIT, 1, 8, 0)
+    return AdapterStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(exit=EXIT, mlp=8), 0)
 
 
 def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(

@@ -15,18 +15,17 @@ from forerun.accept.outcome import Outcome
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.fields import Fields
-from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.block.format import BlockTensors
 from forerun.heads.block.student import BlockStudent
 from forerun.heads.eagle.student import EagleStudent
-from forerun.heads.fresh import trainable
+from forerun.heads.fresh import TargetTables, trainable
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.student import Student, StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.train.draft_model import DraftModelStudent
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
+from forerun.train.kinds import make_student
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from heads.modules import module_tensors
@@ -44,26 +43,25 @@ BLOCKS = {
 def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     """One that is right now and then."""
     if kind == "draft":
-        return DraftModelStudent.going_on(target, str(SMALL))
+        return make_student("draft", target, StudentSizes(init=str(SMALL)), 0)
     if kind == "early-exit":
-        return AdapterStudent.fresh(target, 3, 1, None, 0)
+        return make_student("early-exit", target, StudentSizes(exit=3), 0)
     if kind == "eagle":
         weights = load_file(eagle_of(TARGET, folder) / "model.safetensors")
         ids = (torch.arange(400) + weights.pop("d2t")).tolist()
-        student = EagleStudent.fresh(target, 96, False, 0, ids)
+        student = EagleStudent.fresh(target, StudentSizes(mlp=96, draft_vocab=ids), 0)
         assert {n: t.shape for n, t in student.weights.items()} == {n: t.shape for n, t in weights.items()}
         return replace(student, weights=trainable(weights, torch.device("cpu")))
     if kind in BLOCKS:
         block = block_of(TARGET, folder, **BLOCKS[kind])  # type: ignore[arg-type]
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
         tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
-        fresh_block = BlockStudent.fresh(target, StudentSizes(), 0)
-        return replace(fresh_block, values=values, tensors=tensors, weights=trainable(weights, torch.device("cpu")))
+        return BlockStudent.going_on(target, values, tensors.config, weights, TargetTables.of(target))
     if kind == "mtp":
-        fresh, modules = MtpStudent.fresh(target, None, 0), module_tensors(TARGET, 1, "qwen")
+        fresh, modules = MtpStudent.fresh(target, StudentSizes(), 0), module_tensors(TARGET, 1, "qwen")
         assert fresh.weights.keys() == modules.keys()
         return replace(fresh, weights=trainable(modules, torch.device("cpu")))
-    student = MedusaStudent.fresh(target, DEPTH - 1, None, kind == "hydra", False)
+    student = MedusaStudent.fresh(target, StudentSizes(heads=DEPTH - 1, hydra=kind == "hydra"), 0)
     fitted = load_file(heads_of(TARGET, folder, DEPTH - 1, kind == "hydra") / "model.safetensors")
     assert student.weights.keys() == fitted.keys()
     return replace(student, weights=trainable(fitted, torch.device("cpu")))

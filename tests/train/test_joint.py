@@ -12,16 +12,16 @@ from forerun import cli
 from forerun.config import Speculation
 from forerun.draft.record import DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
+from forerun.heads.medusa.joint import check_free
 from forerun.heads.student import StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from forerun.store import Journal
-from forerun.train.curves import series
 from forerun.train.held_out import judge_held_out
 from forerun.train.kinds import make_student
+from forerun.train.report import series
 from forerun.train.settings import TrainSettings
-from forerun.train.tuned_target import check_free
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
 from train.material import objective_of, quiet, read_prompts, source_of, write_prompts

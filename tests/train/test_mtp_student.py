@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun.heads.mtp.student import MtpStudent
-from forerun.heads.student import Student
+from forerun.heads.student import Student, StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
@@ -26,7 +26,7 @@ def test_a_training_that_is_interrupted_ends_with_the_same_weights(tmp_path: Pat
     data, target = read_prompts([write_prompts(tmp_path)], settings), Blueprint.of(str(TARGET))
 
     def trainer(folder: str, stop_at: int | None = None) -> Trainer:
-        student = MtpStudent.fresh(target, 32, 0)
+        student = MtpStudent.fresh(target, StudentSizes(mlp=32), 0)
         assert isinstance(student, Student)
         source = source_of(data, settings, student)
         place = TrainFolder(tmp_path / folder)
@@ -47,11 +47,11 @@ def test_a_training_that_is_interrupted_ends_with_the_same_weights(tmp_path: Pat
         again = trainer("broken").run()
     assert again.step == whole.step == 8
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in whole.weights.items())
-    fresh = MtpStudent.fresh(target, 32, 0).weights
+    fresh = MtpStudent.fresh(target, StudentSizes(mlp=32), 0).weights
     assert not any(torch.equal(fresh[name], tensor) for name, tensor in whole.weights.items())
 
 
 def test_early_steps_weigh_more() -> None:
     """The shares that FastMTP (2509.18362) gives three steps."""
-    weights = MtpStudent.fresh(Blueprint.of(str(TARGET)), None, 0).depth_weights
+    weights = MtpStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(), 0).depth_weights
     assert [round(each / sum(weights[:3]), 2) for each in weights[:3]] == [0.51, 0.31, 0.18]

@@ -14,9 +14,8 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from forerun.train.held_out import judge_held_out, ranked
+from forerun.train.held_out import MOST_CHILDREN, judge_held_out, ranked, shares_right, worthiest
 from forerun.train.settings import TrainSettings
-from forerun.train.static_tree import MOST_CHILDREN, shares_right, worthiest
 from heads.trained import heads_of
 from kit.checkpoints import TARGET
 from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
@@ -71,13 +70,13 @@ def test_a_guess_is_ranked_by_where_it_is_among_those_drawn(tmp_path: Path) -> N
     source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
     objective, text = objective_of(source), source.held_out(quiet)[0]
     source.llm.close()
-    logits = torch.zeros(len(text.roots), objective.num_ids)
+    logits = torch.zeros(1, len(text.roots), objective.num_ids)
     told = torch.tensor(text.tokens[text.num_prompt :])
     for rank in range(4):
         logits.zero_()
         for place, token in enumerate(told.tolist()):
             others = [t for t in range(3, 10) if t != token][:rank]
-            logits[place, others], logits[place, token] = 5.0, 4.0
-        found = ranked(objective, text, logits, 1, 4)[: len(told)]
+            logits[0, place, others], logits[0, place, token] = 5.0, 4.0
+        found = ranked(objective, student, text, logits, 1, 4)[: len(told)]
         assert found.tolist() == [rank] * len(told)
         assert json.dumps(found.tolist())

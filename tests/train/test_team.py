@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from forerun.errors import InvalidRequest
 from forerun.models.spec import ModelSpec
 from forerun.store import Journal
-from forerun.train.curves import series
+from forerun.train.report import series
 from forerun.train.settings import TrainSettings
 from forerun.train.state import CHECKPOINT, STATE
 from forerun.train.team import Team

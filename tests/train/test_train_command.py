@@ -12,6 +12,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,13 @@ from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 from forerun.store import Journal
 from forerun.train.answers import AnswerSource
-from forerun.train.curves import series
 from forerun.train.data import PromptIds
+from forerun.train.held_out import TREE
 from forerun.train.kinds import make_student
 from forerun.train.losses import LOSSES
+from forerun.train.report import series
 from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
-from forerun.train.static_tree import TREE
 from kit.checkpoints import SRC, TARGET
 from kit.unchecked import unchecked
 from train.material import write_prompts
@@ -547,7 +548,7 @@ def test_an_interrupted_training_says_where_it_goes_on(tmp_path: Path) -> None:
 )
 def test_round_times_that_are_damaged_are_none(kept: str, tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    path.write_text(json.dumps(RoundTimes(0.5, [0.6, 0.75]).as_object()))
+    path.write_text(json.dumps(asdict(RoundTimes(0.5, [0.6, 0.75]))))
     assert RoundTimes.read(path) == RoundTimes(0.5, [0.6, 0.75])
     path.write_text(kept)
     assert RoundTimes.read(path) is None

@@ -12,10 +12,9 @@ from forerun.errors import FolderTaken, InvalidRequest
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
-from forerun.train.answers import AnswerSource
+from forerun.train.answers import AnswerSource, draft_vocabulary
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
-from forerun.train.vocabulary import draft_vocabulary
 from kit.checkpoints import TARGET
 from train.material import quiet, read_prompts, source_of, write_prompts
 from train.test_train_command import QUICK, invoke
@@ -26,7 +25,7 @@ SETTINGS = TrainSettings(steps=3, batch=4, max_tokens=24, held_out=6)
 @pytest.fixture
 def source(tmp_path: Path) -> AnswerSource:
     target, data = Blueprint.of(str(TARGET)), read_prompts([write_prompts(tmp_path)], SETTINGS)
-    return source_of(data, SETTINGS, EagleStudent.fresh(target, 64, False, 0, 100))
+    return source_of(data, SETTINGS, EagleStudent.fresh(target, StudentSizes(mlp=64, draft_vocab=100), 0))
 
 
 def test_it_has_the_tokens_of_the_answers_that_are_learnt_from(source: AnswerSource, tmp_path: Path) -> None:
@@ -71,7 +70,9 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     assert (torch.arange(90) + stored["d2t"]).tolist() == ids
     assert stored["lm_head.weight"].shape == (90, 64)
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 90
-    untrained = EagleStudent.fresh(Blueprint.of(str(TARGET)), 32, False, 0, ids).weights["lm_head.weight"]
+    untrained = EagleStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(mlp=32, draft_vocab=ids), 0).weights[
+        "lm_head.weight"
+    ]
     assert (stored["lm_head.weight"] - untrained).abs().max() < 0.1, "its rows are not those of its tokens"
     assert invoke(*arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
 
@@ -79,8 +80,8 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     target = Blueprint.of(str(TARGET))
     with pytest.raises(InvalidRequest, match="the target's head has all tokens"):
-        EagleStudent.fresh(target, 64, True, 0, 100)
+        EagleStudent.fresh(target, StudentSizes(shared_head=True, draft_vocab=100), 0)
     with pytest.raises(InvalidRequest, match="513 must be at most 512"):
-        EagleStudent.fresh(target, 64, False, 0, 513)
+        EagleStudent.fresh(target, StudentSizes(draft_vocab=513), 0)
     with pytest.raises(InvalidRequest, match="5 is not for medusa"):
         StudentSizes(draft_vocab=5).only("medusa", "heads")

@@ -218,7 +218,7 @@ def train(
         from forerun.train.state import TrainFolder
         from forerun.train.train import TrainTask
         from forerun.train.train import train as run
-    check_choice("kind", kind, tuple(KINDS))
+    check_choice("kind", kind, sorted(KINDS))
     defaults = GenerationDefaults.read(find_checkpoint(options.model)).given
     served = {name: defaults[name] for name in ("temperature", "top_k", "top_p") if name in defaults}
     settings = TrainSettings(**{**served, **learning.values()}, steps=options.steps, hours=options.hours)

@@ -1,4 +1,4 @@
-"""A decoder layer with gradients that reads drafts of every root of a text at once, step by step.
+"""Students of one layer that go through drafts of all roots of a text at once, step by step, as when they serve.
 
 At step 0 each place reads what belongs to the text. At step s every place is a root whose draft is s tokens long: what
 it reads stands s positions further on, and sees the text up to its root, and of the later steps its own tokens alone.
@@ -9,29 +9,75 @@ That is what a drafter's cache holds while it serves, so layers learn at every d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.heads.student import TextBatch
+from forerun.heads.fresh import HeadStudent
+from forerun.heads.student import Predictions, TextBatch
 from forerun.heads.trained_layer import TrainedLayer
+from forerun.models.config import ModelConfig
+from forerun.models.rope import rope_tables
+from forerun.models.rows import rms_norm
 
 KeysAndValues = tuple[Tensor, Tensor]  # of a step, by batch, head and place
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedLayer(TrainedLayer):
-    """A layer that is read step by step."""
+@dataclass(frozen=True, kw_only=True)
+class DraftedStudent(HeadStudent):
+    """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, and stay as they
+    are. Drafts are of as many steps as `depth_weights`."""
 
-    def mix(
+    place: ClassVar[str]
+    config: ModelConfig
+    embedding: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "vocab hidden"]
+    layer: TrainedLayer = field(init=False)
+
+    def __post_init__(self) -> None:
+        rope = rope_tables(self.config).to(self.embedding.device)
+        object.__setattr__(self, "layer", TrainedLayer(self.config, self.weights, self.place, rope))
+
+    def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
+        """The states that are read beside the tokens behind them, at the first step."""
+        raise NotImplementedError
+
+    def step(
         self,
-        x: Float[Tensor, "batch places inputs"],
+        embedded: Float[Tensor, "batch places hidden"],
+        states: Float[Tensor, "batch places hidden"],
         places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
+    ) -> Float[Tensor, "batch places hidden"]:
+        """What is read at the next step, where the drafts from these places are; `past` as in `attention`."""
+        raise NotImplementedError
+
+    def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
+        """What a step says of the token behind it."""
+        return functional.linear(states, self.head)
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """The law of every step of the drafts from these roots: with dice so many that each token is guessed about
+        once. Nothing is before a text's first token: where that is the root, what is read is 0."""
+        num_steps = len(self.depth_weights)
+        roots = batch.roots if dice is None else batch.some_roots(num_steps, dice)
+        tokens, states = functional.pad(batch.tokens, (0, num_steps)), self.inputs(batch)
+        places, rows = (roots - 1).clamp(min=0), torch.arange(len(states), device=states.device)[:, None]
+        every = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+        logits, past = [], list[KeysAndValues]()
+        for step in range(num_steps):
+            at = places if step else every
+            states = self.step(self.embedding[tokens[rows, at + 1 + step]], states, at, past)
+            states = states if step else states[rows, places]
+            logits.append(self.logits(states.masked_fill((roots == 0)[..., None], 0.0)))
+        return Predictions(logits, roots)
+
+    def attention(
+        self, x: Float[Tensor, "batch places inputs"], places: Int[Tensor, "batch places"], past: list[KeysAndValues]
     ) -> Float[Tensor, "batch places hidden"]:
         """What attention adds at the step that follows `past`, which this step's keys and values join; `x` is normed.
 
@@ -39,48 +85,12 @@ class DraftedLayer(TrainedLayer):
         ones at every step.
         """
         positions = places + len(past)
-        q, k, v = self.rotated(x, "q", positions), self.rotated(x, "k", positions), self.projected(x, "v")
-        past.append(tuple(t.repeat_interleave(self.config.group, dim=2).transpose(1, 2) for t in (k, v)))  # type: ignore[arg-type]
-        mixed = attended(q.transpose(1, 2), places, past).transpose(1, 2).flatten(2)
-        return self.linear(mixed, "self_attn.o_proj")
+        past.append(self.layer.keys_and_values(x, positions))
+        return self.layer.joined(attended(self.layer.queries(x, positions), places, past))
 
-
-@dataclass(frozen=True, slots=True)
-class DraftSteps:
-    """Drafts of `num_steps` guesses that follow a text from these roots.
-
-    In training roots are as many that each token is guessed about once.
-    """
-
-    tokens: Int[Tensor, "batch padded"]
-    roots: Int[Tensor, "batch roots"]
-    num_steps: int
-
-    @classmethod
-    def of(cls, batch: TextBatch, num_steps: int, dice: torch.Generator | None) -> DraftSteps:
-        """Those from some roots of these texts, or from all of them without dice."""
-        roots = batch.roots if dice is None else batch.some_roots(num_steps, dice)
-        return cls(functional.pad(batch.tokens, (0, num_steps)), roots, num_steps)
-
-    def run(
-        self,
-        states: Float[Tensor, "batch length hidden"],
-        embedding: Float[Tensor, "vocab hidden"],
-        layer: Callable[[Tensor, Tensor, Tensor, list[KeysAndValues]], Tensor],
-    ) -> Iterator[Float[Tensor, "batch roots hidden"]]:
-        """The layer's outputs behind the roots, step by step.
-
-        `states` are what it reads at first, each beside the token that follows; later it reads its own outputs. Nothing
-        is before a text's first token: where that is the root, the output is 0.
-        """
-        past: list[KeysAndValues] = []
-        places, rows = (self.roots - 1).clamp(min=0), torch.arange(len(states), device=states.device)[:, None]
-        every = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
-        for step in range(self.num_steps):
-            at = places if step else every
-            states = layer(embedding[self.tokens[rows, at + 1 + step]], states, at, past)
-            states = states if step else states[rows, places]
-            yield states.masked_fill((self.roots == 0)[..., None], 0.0)
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        """Behind the norm whose gain has this name."""
+        return rms_norm(x, self.weights[name], self.config.norm_eps)
 
 
 def attended(

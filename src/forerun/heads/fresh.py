@@ -11,30 +11,47 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.draft.spec import DraftSpec
-from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
-from forerun.models.projections import Shapes, promised_tensors
+from forerun.models.projections import Shapes
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 HALF = (torch.float16, torch.bfloat16)
 SPREAD = 0.02  # standard deviation of fresh weights
+Begun = TypeVar("Begun", bound="HeadStudent")
 WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what adds to the residual stream
 
 
-class WrittenStudent:
-    """What students of heads have in common: a folder with `values` as config.json, and weights in `dtype`."""
+@dataclass(frozen=True, kw_only=True)
+class HeadStudent:
+    """What students have in common: they are written as a folder with `values` as config.json and weights in `dtype`.
+
+    `kind` is the drafter's name in `--draft`, `most_depth` None where a draft goes as far as it is asked to.
+    """
 
     kind: ClassVar[str]
     values: Mapping[str, Any]
     dtype: torch.dtype
+    weights: dict[str, Tensor]
+    taps: tuple[int, ...] = (-1,)
+    depth_weights: tuple[float, ...] = (1.0,)
+    most_depth: int | None = None
+    vocabulary: Int[Tensor, " ids"] | None = None
+
+    @classmethod
+    def begun(
+        cls: type[Begun], target: Blueprint, values: Mapping[str, Any], weights: Mapping[str, Tensor], **fields: Any
+    ) -> Begun:
+        """One that is trained for this target, from these weights on; `fields` are the kind's own."""
+        trained = trainable(weights, target.placement.device)
+        return cls(**{"values": values, "dtype": stored_dtype(target), "weights": trained, **fields})
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -90,23 +107,17 @@ def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, A
     }
 
 
-def drawn_weights(shapes: Shapes, seed: int) -> dict[str, Tensor]:
-    """Gains of 1 and normal weights, in the order of their names in `shapes`."""
-    dice = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=dice) * SPREAD
-        for name, shape in shapes.items()
-    }
+def drawn_weights(shapes: Shapes, seed: int, num_layers: int | None = None) -> dict[str, Tensor]:
+    """Weights to begin with, in float32: normal ones in the order of `shapes`, gains of 1, biases of 0.
 
-
-def fresh_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """Weights to begin with, in float32: normal ones, smaller where many layers add up; gains of 1, biases of 0."""
+    With `num_layers`, what adds to the residual stream is smaller the more layers add to it.
+    """
     dice, weights = torch.Generator().manual_seed(seed), {}
-    for name, shape in promised_tensors(config):
+    for name, shape in shapes.items():
         if len(shape) == 1:
             weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
             continue
-        spread = SPREAD / math.sqrt(2 * config.layers) if name.endswith(WRITERS) else SPREAD
+        spread = SPREAD / math.sqrt(2 * num_layers) if num_layers and name.endswith(WRITERS) else SPREAD
         weights[name] = torch.randn(shape, generator=dice) * spread
     return weights
 

@@ -17,15 +17,15 @@ from forerun.errors import ModelNotFound
 from forerun.fields import read_fields
 from forerun.heads.adapter import drafter as adapter
 from forerun.heads.adapter.format import SIGNS as ADAPTER_SIGNS
-from forerun.heads.adapter.student import make_adapter
+from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.block import convert as block_layouts
 from forerun.heads.block.drafter import BlockBlueprint, plan_block
 from forerun.heads.block.format import SIGNS as BLOCK_SIGNS
-from forerun.heads.block.student import make_block
+from forerun.heads.block.student import BlockStudent
 from forerun.heads.eagle import convert as eagle_layouts
 from forerun.heads.eagle.drafter import EagleBlueprint, plan_eagle
 from forerun.heads.eagle.format import SIGNS as EAGLE_SIGNS
-from forerun.heads.eagle.student import make_eagle
+from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import WANTED, HeadFolder, HeadSigns, OpenFolder, find_heads, refuse_other_weights
 from forerun.heads.layouts import DraftLayout
 from forerun.heads.medusa import convert as medusa_layouts
@@ -35,7 +35,7 @@ from forerun.heads.medusa.joint import make_medusa
 from forerun.heads.mtp import convert as mtp_layouts
 from forerun.heads.mtp.drafter import MtpBlueprint, plan_mtp
 from forerun.heads.mtp.format import SIGNS as MTP_SIGNS
-from forerun.heads.mtp.student import make_mtp
+from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.student import MakeStudent
 from forerun.heads.widened import WideDrafter
 from forerun.models.loading import Blueprint
@@ -76,11 +76,15 @@ def widen_read(read: Callable[[HeadFolder], Widenable]) -> WidenHeads:
 
 
 HEADS: Mapping[str, HeadKind] = {
-    "block": HeadKind(BLOCK_SIGNS, plan_block, make_block, widen_read(BlockBlueprint.of), block_layouts.LAYOUTS),
-    "eagle": HeadKind(EAGLE_SIGNS, plan_eagle, make_eagle, widen_read(EagleBlueprint.of), eagle_layouts.LAYOUTS),
-    "early-exit": HeadKind(ADAPTER_SIGNS, adapter.plan_early_exit, make_adapter, adapter.widened_adapter),
+    "block": HeadKind(
+        BLOCK_SIGNS, plan_block, BlockStudent.fresh, widen_read(BlockBlueprint.of), block_layouts.LAYOUTS
+    ),
+    "eagle": HeadKind(
+        EAGLE_SIGNS, plan_eagle, EagleStudent.fresh, widen_read(EagleBlueprint.of), eagle_layouts.LAYOUTS
+    ),
+    "early-exit": HeadKind(ADAPTER_SIGNS, adapter.plan_early_exit, AdapterStudent.fresh, adapter.widened_adapter),
     "medusa": HeadKind(MEDUSA_SIGNS, plan_medusa, make_medusa, widen_read(MedusaBlueprint.of), medusa_layouts.LAYOUTS),
-    "mtp": HeadKind(MTP_SIGNS, plan_mtp, make_mtp, widen_read(MtpBlueprint.of), mtp_layouts.LAYOUTS),
+    "mtp": HeadKind(MTP_SIGNS, plan_mtp, MtpStudent.fresh, widen_read(MtpBlueprint.of), mtp_layouts.LAYOUTS),
 }
 
 

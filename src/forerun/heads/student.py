@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, Int
+from forerun.annotations import Bool, Float, Int
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint
@@ -89,13 +89,18 @@ class TextBatch:
         rows, length = self.read.shape
         return torch.arange(self.first_root, length, device=self.tokens.device).expand(rows, -1)
 
+    def inside(self, places: Int[Tensor, "batch places"], ahead: int = 0) -> Bool[Tensor, "batch places"]:
+        """Which of these places are roots of their texts, as those are that lie so many places ahead."""
+        starts, stops = torch.tensor(
+            [[text.roots.start, text.roots.stop] for text in self.texts], device=places.device
+        ).T
+        counted: Tensor = (places >= starts[:, None]) & (places + ahead < stops[:, None])
+        return counted
+
     def some_roots(self, one_in: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
         """Roots of every text, one in so many places, in their order; other places where a text has too few roots."""
         places = self.roots
-        starts = torch.tensor([[text.roots.start] for text in self.texts])
-        ends = torch.tensor([[text.roots.stop] for text in self.texts])
-        outside = (places.cpu() < starts) | (places.cpu() >= ends)
-        order = torch.rand(places.shape, generator=dice) + outside
+        order = torch.rand(places.shape, generator=dice) + ~self.inside(places.cpu())
         count = -(-places.shape[1] // one_in)
         return places[0, 0] + order.argsort(1)[:, :count].sort(1).values.to(places.device)
 

@@ -1,12 +1,13 @@
 """Decoder layers with gradients: the arithmetic of `models/backends/torch_cpu/` over whole texts at once.
 
-This file decides how layers are computed while they are trained. Norms and rotations are the decoder's own functions.
+This file decides how layers are computed while they are trained, by a student that is a stack of them and by others.
+Norms and rotations are the decoder's own functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.nn import functional
 
 from forerun.annotations import Bool, Float, Int
 from forerun.errors import UnsupportedModel
+from forerun.heads.fresh import NORM, HeadStudent
+from forerun.heads.student import Predictions, TextBatch
 from forerun.models.config import ModelConfig
 from forerun.models.rope import RopeTables, rope_tables
 from forerun.models.rows import rms_norm, rotate
@@ -42,6 +45,26 @@ class TrainedLayer:
             heads = self.normed(heads, f"self_attn.{name}_norm")
         cos, sin = (table[positions.flatten()][:, None] for table in (self.rope.cos, self.rope.sin))
         return rotate(heads.flatten(0, -3), cos, sin).view(heads.shape)
+
+    def queries(
+        self, x: Float[Tensor, "batch *places inputs"], positions: Int[Tensor, "batch *places"]
+    ) -> Float[Tensor, "batch heads *places head_dim"]:
+        """What looks from these positions."""
+        return self.rotated(x, "q", positions).movedim(-2, 1)
+
+    def keys_and_values(
+        self, x: Float[Tensor, "batch *places inputs"], positions: Int[Tensor, "batch *places"]
+    ) -> tuple[Float[Tensor, "batch heads *places head_dim"], Float[Tensor, "batch heads *places head_dim"]]:
+        """What is seen at these positions, for every head of the queries."""
+        k, v = (
+            heads.repeat_interleave(self.config.group, dim=-2).movedim(-2, 1)
+            for heads in (self.rotated(x, "k", positions), self.projected(x, "v"))
+        )
+        return k, v
+
+    def joined(self, seen: Float[Tensor, "batch heads *places head_dim"]) -> Float[Tensor, "batch *places hidden"]:
+        """What attention adds, from what the heads have seen."""
+        return self.linear(seen.movedim(1, -2).flatten(-2), "self_attn.o_proj")
 
     def mlp(self, x: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places hidden"]:
         """What the MLP adds to `x`."""
@@ -97,11 +120,8 @@ def attention(
     """What the layer's attention adds over whole texts."""
     positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
     x = layer.normed(x, "input_layernorm")
-    q, k, v = layer.rotated(x, "q", positions), layer.rotated(x, "k", positions), layer.projected(x, "v")
-    k, v = (t.repeat_interleave(layer.config.group, dim=2) for t in (k, v))
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return layer.linear(mixed.transpose(1, 2).flatten(2), "self_attn.o_proj")
+    q, (k, v) = layer.queries(x, positions), layer.keys_and_values(x, positions)
+    return layer.joined(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None))
 
 
 def mask_of(window: int | None, length: int, device: torch.device) -> Bool[Tensor, "length length"] | None:
@@ -111,3 +131,32 @@ def mask_of(window: int | None, length: int, device: torch.device) -> Bool[Tenso
     place = torch.arange(length, device=device)
     behind = place[:, None] - place
     return (behind >= 0) & (behind < window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackStudent(HeadStudent):
+    """A student that is a stack of layers under an output matrix, and guesses one token behind every place.
+
+    What it reads there does not depend on who wrote the text, so a guess at any depth reads what its first guess would
+    read there.
+    """
+
+    config: ModelConfig
+    stack: LayerStack = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stack", LayerStack.of(self.config, self.weights))
+
+    def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
+        """What its first layer reads."""
+        raise NotImplementedError
+
+    def output(self) -> Float[Tensor, "vocab hidden"]:
+        """Its output matrix."""
+        raise NotImplementedError
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        """Its law behind every root."""
+        x = self.stack(self.inputs(batch))
+        logits = functional.linear(self.stack.normed(x[:, batch.first_root :], NORM), self.output())
+        return Predictions([logits], batch.roots)

@@ -4,49 +4,65 @@ The engine answers prompts many at a time, with n-grams as drafter, and what its
 became final is recorded as it goes: nothing is read a second time, and nothing is kept on disk unless asked for. Answer
 number i is a function of the settings and of i alone, because the engine's answers depend neither on their batch
 nor on what was guessed; so a training that goes on after a kill learns from the very same ones.
+
+States take much room. Where trainings on the same data are to share the writing, a cache keeps them: what is read is to
+the bit what was written, so a training is the same with a cache as without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import json
+import shutil
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.accept.outcome import Stats
 from forerun.annotations import Float, ProgressCallback
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
+from forerun.cache.plan import size
+from forerun.draft.base import Committed
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.sequence import Sequence
-from forerun.heads.student import TargetText
+from forerun.errors import FolderTaken, InvalidRequest
+from forerun.heads.student import TargetText, check_most
 from forerun.llm import LLM
 from forerun.request import requests_of
-from forerun.sampling.draws import Draws
 from forerun.sampling.noise import mix
-from forerun.train.answer_cache import AnswerCache
+from forerun.store import writable, write_whole
+from forerun.streams import show_note
 from forerun.train.data import PromptIds, TrainingData
 from forerun.train.settings import TrainSettings
+from forerun.train.state import TrainFolder
 from forerun.train.team import Team
 
 TRAINED, HELD_OUT = 0, 1  # what an answer's seed is drawn for
 ORDER = 3  # what an order of a group's answers is drawn for
 SEEDS = 2**63
+FORM = 1  # of the files of a cache
+FIELDS = ("tokens", "num_prompt", "seed", "is_cut")  # of a text, beside its states
+COUNTED_STEPS = 32  # whose answers decide a draft's vocabulary
+VOCABULARY = "vocabulary.json"
 
 
-class StateRecorder:
-    """A drafter that drafts what another one drafts, and keeps the target's states at `taps` of all final tokens.
+class StateRecorder(NgramDrafter):
+    """It drafts as n-grams do, and keeps the target's states at `taps` of all final tokens.
 
     States of a sequence are kept until they are taken, also after it is finished. One that is forgotten before it is
     finished, as preempted ones are, is recorded from its start again.
     """
 
-    def __init__(self, drafter: Drafter, taps: Seq[int]) -> None:
-        assert not drafter.taps, "the drafter that is asked for guesses reads no states"
-        self.drafter = drafter
-        self.taps = tuple(taps)
-        self.names = tuple(drafter.names)
+    def __init__(self, taps: tuple[int, ...]) -> None:
+        super().__init__()
+        self.taps = taps
         self.begun: set[int] = set()
         self.states: dict[int, list[Tensor]] = {}
 
@@ -58,29 +74,81 @@ class StateRecorder:
                 self.begun.add(seq_id)
                 self.states[seq_id] = []
             self.states[seq_id].append(news.features[news.offsets[i] : news.offsets[i + 1]])
-        self.drafter.observe(news)
+        super().observe(news)
 
     def adoptable(self, text: Seq[int], most: int, salt: Hashable) -> int:
         """Nothing: all states are recorded."""
         return 0
 
-    def propose(self, draws: Draws, budgets: Seq[Budget], tail: Committed | None = None) -> Draft:
-        """The other drafter's guesses."""
-        return self.drafter.propose(draws, budgets, tail)
-
-    def outlook(self, seq_ids: Seq[int]) -> Outlook:
-        """The other drafter's."""
-        return self.drafter.outlook(seq_ids)
-
     def forget(self, seq_ids: Seq[int]) -> None:
         """Record these sequences from their start if they come back."""
         self.begun.difference_update(seq_ids)
-        self.drafter.forget(seq_ids)
+        super().forget(seq_ids)
 
     def take(self, seq_id: int) -> Float[Tensor, "read taps hidden"]:
         """The states of a sequence, which are then no longer kept."""
         self.begun.discard(seq_id)
         return torch.cat(self.states.pop(seq_id))  # a copy outside of inference mode, for backward passes
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCache:
+    """Groups of answers by number, in a folder that belongs to one target, one set of data and one set of taps."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: Path, about: Mapping[str, Any], num_bytes: int) -> AnswerCache:
+        """The cache for answers that `about` decides, of so many bytes at most, which are told.
+
+        Raises InvalidRequest where they are more than what is free.
+        """
+        name = sha256(json.dumps({"form": FORM, **about}, sort_keys=True).encode()).hexdigest()[:16]
+        place = folder / name
+        with writable(folder, "cache"):
+            place.mkdir(parents=True, exist_ok=True)
+            held = sum(path.stat().st_size for path in place.glob("*.safetensors"))
+            free = shutil.disk_usage(place).free
+        note = f"The cache {place} will take up to {size(num_bytes)}; it has {size(held)}, and {size(free)} are free."
+        show_note(note)
+        if num_bytes - held > free:
+            raise InvalidRequest("cache", f"{note} Name a folder with more room, or leave --cache out.")
+        return cls(place)
+
+    def path(self, number: int) -> Path:
+        """The file of a group."""
+        return self.folder / f"{number:08}.safetensors"
+
+    def load(self, number: int) -> Seq[TargetText] | None:
+        """A group's answers; None where it was not kept, or its file is damaged."""
+        try:
+            with safe_open(self.path(number), framework="pt") as file:
+                texts: list[dict[str, Any]] = json.loads(file.metadata()["texts"])
+                return [
+                    TargetText(
+                        tuple(text.pop("tokens")),
+                        **text,
+                        taps=file.get_tensor(f"{i}.taps"),
+                        last=file.get_tensor(f"{i}.last"),
+                    )
+                    for i, text in enumerate(texts)
+                ]
+        except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
+            return None
+
+    def save(self, number: int, texts: Seq[TargetText]) -> None:
+        """Keep a group's answers."""
+        fields = [{name: getattr(text, name) for name in FIELDS} for text in texts]
+        tensors: dict[str, Tensor] = {}
+        for i, text in enumerate(texts):
+            tensors |= {f"{i}.taps": text.taps.cpu().contiguous(), f"{i}.last": text.last.cpu().contiguous()}
+        with writable(self.folder, "cache"):
+            write_whole(self.path(number), lambda part: save_file(tensors, part, {"texts": json.dumps(fields)}))
+
+
+def state_bytes(num_texts: int, longest: int, num_taps: int, hidden: int, dtype: torch.dtype) -> int:
+    """What the states of so many texts take at most; those behind the last layer are one more than the taps."""
+    return num_texts * longest * (num_taps + 1) * hidden * dtype.itemsize
 
 
 @dataclass
@@ -104,7 +172,7 @@ class AnswerSource:
 
     def __post_init__(self) -> None:
         last = self.llm.engine.runner.decoder.config.layers
-        self.recorder = StateRecorder(NgramDrafter(), (*self.taps, last))
+        self.recorder = StateRecorder((*self.taps, last))
         self.llm.engine.drafter = self.recorder
 
     @property
@@ -158,3 +226,41 @@ class AnswerSource:
         assert len(states) == len(sequence.tokens) - 1, "the target reads all tokens but the last one"
         tokens = tuple(sequence.tokens)
         return TargetText(tokens, sequence.num_prompt, sequence.seed, states[:, :-1], states[:, -1], is_cut)
+
+
+def draft_vocabulary(
+    source: AnswerSource, size: int, folder: TrainFolder, progress: ProgressCallback
+) -> tuple[int, ...]:
+    """The ids of a draft of `size` tokens, in ascending order. Raises InvalidRequest for more than the tokenizer has,
+    FolderTaken where the choice of an earlier run is damaged."""
+    check_most("draft_vocab", size, source.llm.requests.num_ids)
+    path, team = folder.state_folder / VOCABULARY, source.team
+    if (known := team.of_first(lambda: read_vocabulary(path, size) if path.exists() else None)) is not None:
+        return known
+    ids = most_said(source, size, progress)
+    with writable(folder.folder):
+        write_whole(path, json.dumps(ids) + "\n")
+    return ids
+
+
+def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> tuple[int, ...]:
+    """The tokens that occur most often in the answers, and then in the prompts."""
+    said, read = Counter[int](), Counter(token for prompt in source.data.train for token in prompt)
+    steps = COUNTED_STEPS if source.settings.steps is None else min(COUNTED_STEPS, source.settings.steps)
+    for step in range(steps):
+        for text in source.of_step(step, progress):
+            said.update(text.tokens[text.num_prompt :])
+    num_said = source.team.sums([float(said[token]) for token in range(source.llm.requests.num_ids)])
+    ids = sorted(range(len(num_said)), key=lambda token: (-num_said[token], -read[token], token))
+    return tuple(sorted(ids[:size]))
+
+
+def read_vocabulary(path: Path, size: int) -> tuple[int, ...]:
+    """The choice of an earlier run."""
+    try:
+        ids = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or len(ids) != size or not all(isinstance(token, int) for token in ids):
+        raise FolderTaken(f"{path} is damaged: start over with --force")
+    return tuple(ids)

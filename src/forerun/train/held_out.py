@@ -4,22 +4,31 @@ The target's answers are there, with the seeds of their draws, so the guess that
 root is known: the draw from its own law under the very noise of the target's. Rounds are replayed on these guesses at
 each depth. They begin where rounds of an engine would begin, behind what the last one gave, so acceptance by depth is
 what `coupled` verification will show. The overlap of both laws is smoother; it decides when to stop.
+
+A drafter that guesses every depth at once gets a static tree as well, for requests that fix the shape of drafts: how
+often its r-th guess at each depth is right is counted on these answers, a path's worth is the product of these shares,
+and the tree takes the worthiest nodes one after the other, as Medusa's authors build theirs (2401.10774, section
+2.3.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forerun.annotations import ProgressCallback
+from forerun.annotations import Float, Int, ProgressCallback
 from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.draws import Draws, PathState, RowSampling
+from forerun.shape import RankPath, StaticTree
 from forerun.train.objective import Objective, deepened
 
+TREE = "tree.json"
+MOST_CHILDREN, NUM_NODES = 8, 16
 Hits = Sequence[Sequence[bool]]  # by depth and then by root: whether the guess is what the target drew
 
 
@@ -59,19 +68,8 @@ class HeldOutFigures:
     target_rise: float | None = None
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
-        told = {
-            "overlap": self.overlap,
-            "acceptance_at_depth": list(self.acceptance_at_depth),
-            "tokens_per_round": list(self.tokens_per_round),
-        }
-        return told if self.target_rise is None else told | {"target_rise": self.target_rise}
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> HeldOutFigures:
-        """The inverse."""
-        rates, tokens = tuple(found["acceptance_at_depth"]), tuple(found["tokens_per_round"])
-        return cls(found["overlap"], rates, tokens, found.get("target_rise"))
+        """For JSON; `HeldOutFigures(**...)` is the inverse."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @torch.no_grad()
@@ -85,46 +83,42 @@ def judge_held_out(
         progress("judging held-out answers", number / len(texts))
         batch = TextBatch.of([text])
         predictions = student.predict(batch, None)
-        found = list(objective.depths(student, predictions, batch))
-        for each, own in zip(found, objective.weights(student, found), strict=True):
-            overlaps += float((each.laws.overlap * own.flatten()).sum())
-            weights += float(own.sum())
+        laws = list(objective.depths(student, predictions, batch))
+        for each, weight in zip(laws, objective.weights(student, laws), strict=True):
+            overlaps += float((each.laws.overlap * weight.flatten()).sum())
+            weights += float(weight.sum())
         if predictions.target is not None:
             distances.append(objective.tuned_distance(batch, predictions.target))
-        hits = []
-        for depth, logits in enumerate(predictions.logits, start=1):
-            hits.append(guessed(objective, text, spread(objective, student, logits)[0].float(), depth))
-        own_hits = [row.tolist() for row in deepened(hits, deepest)][:deepest]
-        replayed.append(ReplayedText([row[0] for row in own_hits], len(text.roots), text.is_cut))
+        ranks = [ranked(objective, student, text, each, d, 1) for d, each in enumerate(predictions.logits, start=1)]
+        hits = deepened([(each == 0)[None] for each in ranks], deepest)[:deepest]
+        replayed.append(ReplayedText([each[0].tolist() for each in hits], len(text.roots), text.is_cut))
     figures = figures_of(overlaps / max(1e-9, weights), replayed, deepest)
     above, before = (sum(map(float, column)) for column in zip(*distances, strict=True)) if distances else (0.0, 0.0)
     return replace(figures, target_rise=above / max(1e-9, before)) if distances else figures
 
 
-def spread(objective: Objective, student: Student, logits: torch.Tensor) -> torch.Tensor:
-    """Logits over the target's ids, -inf where the student has no such token."""
-    if student.vocabulary is None:
-        return logits
-    whole = logits.new_full((*logits.shape[:-1], objective.num_ids), -torch.inf)
-    return whole.index_copy(-1, student.vocabulary, logits)
+def ranked(
+    objective: Objective,
+    student: Student,
+    text: TargetText,
+    logits: Float[Tensor, "1 roots vocab"],
+    depth: int,
+    width: int,
+) -> Int[Tensor, " roots"]:
+    """Which of `width` guesses at this depth, behind each root, is the text's token; -1 where none is.
 
-
-def guessed(objective: Objective, text: TargetText, logits: torch.Tensor, depth: int) -> torch.Tensor:
-    """Whether the guess at this depth, behind each root, is the text's token.  # [1, roots]"""
-    return (ranked(objective, text, logits, depth, 1) == 0)[None]
-
-
-def ranked(objective: Objective, text: TargetText, logits: torch.Tensor, depth: int, width: int) -> torch.Tensor:
-    """Which of `width` guesses at this depth, behind each root, is the text's token; -1 where none is.  # [roots]"""
-    count = len(text.roots)
-    params = objective.settings.sampling(text.seed)
-    row = RowSampling(0, params, text.seed, 0, text.tokens, text.num_prompt)
-    draws = Draws([row], logits.shape[1], num_ids=objective.num_ids, device=logits.device)
-    position = torch.arange(count, device=logits.device) + text.num_prompt - 1 + depth
+    `logits` are over the student's tokens; it never guesses others.
+    """
+    rows, count = logits[0], len(text.roots)
+    if student.vocabulary is not None:
+        rows = rows.new_full((len(rows), objective.num_ids), -torch.inf).index_copy(-1, student.vocabulary, rows)
+    row = RowSampling(0, objective.settings.sampling(text.seed), text.seed, 0, text.tokens, text.num_prompt)
+    draws = Draws([row], rows.shape[1], num_ids=objective.num_ids, device=rows.device)
+    position = torch.arange(count, device=rows.device) + text.num_prompt - 1 + depth
     at = PathState(torch.zeros_like(position), position.new_empty(count, 0), position)
-    tokens = draws.children(logits[:count], at, width, survival=False).tokens
-    told = torch.tensor([*text.tokens, *[-2] * depth], device=logits.device)  # nothing is guessed right behind the end
-    hits = tokens == told[position][:, None]
+    guesses = draws.children(rows[:count].float(), at, width, survival=False).tokens
+    tokens = torch.tensor([*text.tokens, *[-2] * depth], device=rows.device)  # nothing is guessed right behind the end
+    hits = guesses == tokens[position][:, None]
     return torch.where(hits.any(-1), hits.int().argmax(-1), -1)
 
 
@@ -141,3 +135,34 @@ def figures_of(overlap: float, texts: Sequence[ReplayedText], depth: int) -> Hel
         rounds = [num for text in texts for _, num in text.rounds(each)]
         per_round.append(1 + sum(rounds) / max(1, len(rounds)))
     return HeldOutFigures(overlap, tuple(rates), tuple(per_round))
+
+
+@torch.no_grad()
+def shares_right(objective: Objective, student: Student, texts: Sequence[TargetText]) -> list[list[float]]:
+    """By depth and then by rank: the share of places where the guess of this rank is what the target drew."""
+    counts, places = list[Tensor](), list[int]()
+    for text in texts:
+        predictions = student.predict(TextBatch.of([text]), None)
+        for d, logits in enumerate(predictions.logits):
+            ranks = ranked(objective, student, text, logits, d + 1, MOST_CHILDREN)
+            judged = ranks[: max(0, len(text.roots) - d)]
+            if d == len(counts):
+                counts.append(torch.zeros(MOST_CHILDREN, dtype=torch.long))
+                places.append(0)
+            counts[d] += torch.bincount(judged[judged >= 0].cpu(), minlength=MOST_CHILDREN)
+            places[d] += len(judged)
+    return [(own / max(1, num)).tolist() for own, num in zip(counts, places, strict=True)]
+
+
+def worthiest(shares: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
+    """The tree of the `num_nodes` paths that are right most often, if depths were independent."""
+    waiting: list[tuple[float, int, RankPath]] = [(-share, 1, (rank,)) for rank, share in enumerate(shares[0])]
+    heapq.heapify(waiting)
+    chosen: list[RankPath] = []
+    while waiting and len(chosen) < num_nodes:
+        worth, depth, path = heapq.heappop(waiting)
+        chosen.append(path)
+        if depth < len(shares):
+            for rank, share in enumerate(shares[depth]):
+                heapq.heappush(waiting, (worth * share, depth + 1, (*path, rank)))
+    return StaticTree(chosen)

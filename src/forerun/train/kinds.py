@@ -1,30 +1,156 @@
-"""The table of what can be trained: a draft model, and every kind of heads (`heads/kinds.py`)."""
+"""What can be trained: every kind of heads (`heads/kinds.py`), and a draft model.
+
+A draft model is a small Llama, or a checkpoint that is there, which learns the law of a target and reads the text
+alone. The result is a Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float
+from forerun.draft.spec import DraftSpec
+from forerun.errors import InvalidRequest, VocabularyMismatch
+from forerun.fields import Fields, read_fields
+from forerun.heads.fresh import EMBEDDING, HEAD, drawn_weights, stored_dtype
 from forerun.heads.kinds import HEADS
-from forerun.heads.student import MakeStudent, Student, StudentSizes
+from forerun.heads.student import MakeStudent, Student, StudentSizes, TextBatch
+from forerun.heads.trained_layer import StackStudent
+from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
-from forerun.train.draft_model import DraftModelStudent, DraftShape
+from forerun.models.projections import promised_tensors
+from forerun.models.source import find_tokenizer
+from forerun.models.widen import copy_files
+from forerun.text.chat import OTHER_FILES
 from forerun.train.settings import check_choice
 
+USUAL_HEAD = 64  # width of a head where nothing else is said
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.jinja",
+    OTHER_FILES,
+)
 
-def draft_model(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """A draft model: a fresh one of these sizes, or a checkpoint to go on from."""
-    sizes.only("draft", "layers", "hidden", "heads", "mlp", "init")
-    if sizes.init is None:
-        return DraftModelStudent.fresh(target, DraftShape(sizes.layers, sizes.hidden, sizes.heads, sizes.mlp), seed)
-    sizes.only("draft --init", "init")
-    return DraftModelStudent.going_on(target, sizes.init)
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelStudent(StackStudent):
+    """A draft model in training. `init` is the fingerprint of the checkpoint that it goes on from, if it does."""
+
+    kind: ClassVar[str] = "draft"
+    tokenizer_folder: Path
+    init: str | None = None
+
+    @classmethod
+    def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> DraftModelStudent:
+        """One of random weights, or a checkpoint of the target's tokenizer to be trained further.
+
+        Raises InvalidRequest for sizes that do not fit together; for a checkpoint VocabularyMismatch where it has
+        another tokenizer, and ModelError where it cannot be loaded or trained.
+        """
+        sizes.only(cls.kind, "layers", "hidden", "heads", "mlp", "init")
+        if sizes.init is not None:
+            sizes.only("draft --init", "init")
+            return cls.going_on(target, sizes.init)
+        values = values_of(target, sizes)
+        config = config_of(Fields(Path("the draft model's config.json"), values))
+        weights = drawn_weights(dict(promised_tensors(config)), seed, config.layers)
+        return cls.begun(target, values, weights, config=config, taps=(), tokenizer_folder=tokenizer_folder(target))
+
+    @classmethod
+    def going_on(cls, target: Blueprint, init: str) -> DraftModelStudent:
+        """A checkpoint."""
+        model = Blueprint.of(init, dtype="float32")
+        if model.tokenizer().fingerprint() != target.tokenizer().fingerprint():
+            raise VocabularyMismatch(
+                f"--init {init} has another tokenizer than {target.name}, whose law it is to learn token by token: "
+                "name a checkpoint of the same family, or leave --init out"
+            )
+        checkpoint = model.checkpoint(torch.float32)
+        return cls.begun(
+            target,
+            read_fields(model.folder / "config.json").values,
+            {name: checkpoint.take(name, shape) for name, shape in promised_tensors(model.config)},
+            dtype=model.config.dtype,
+            config=model.config,
+            taps=(),
+            tokenizer_folder=tokenizer_folder(target),
+            init=model.fingerprint(),
+        )
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Its configuration, and the weights it began with if they were not drawn."""
+        return {**super().about, "init": self.init}
+
+    def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
+        """Its own embeddings."""
+        return functional.embedding(batch.read, self.weights[EMBEDDING])
+
+    def output(self) -> Float[Tensor, "vocab hidden"]:
+        """Its own."""
+        return self.weights[EMBEDDING if self.config.tied else HEAD]
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The model and the target's tokenizer."""
+        super().write(weights, folder)
+        files = sorted({path for pattern in TOKENIZER for path in self.tokenizer_folder.glob(pattern)})
+        copy_files(files, self.tokenizer_folder, folder)
+
+    def spec(self, folder: Path) -> str:
+        """`model:DIR`."""
+        return str(DraftSpec("model", argument=str(folder)))
 
 
-TRAINED: Mapping[str, MakeStudent] = {"draft": draft_model, **{name: kind.student for name, kind in HEADS.items()}}
-KINDS = {name: TRAINED[name] for name in sorted(TRAINED)}
+def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
+    """The fields of config.json: half as wide as the target with a quarter of its layers, unless told otherwise.
+
+    Raises InvalidRequest for sizes that do not fit together.
+    """
+    of = target.config
+    head_dim = min(USUAL_HEAD, of.head_dim)
+    hidden = sizes.hidden or max(head_dim, of.hidden // 2 // head_dim * head_dim)
+    heads = sizes.heads or max(1, hidden // head_dim)
+    if hidden % (2 * heads):
+        raise InvalidRequest("heads", f"{heads} must divide hidden, {hidden}, into parts of an even width.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": of.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": sizes.mlp or -(-11 * hidden // 4 // 32) * 32,
+        "num_hidden_layers": sizes.layers or max(1, of.layers // 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": of.max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": of.rope.theta,
+        "tie_word_embeddings": True,
+        "bos_token_id": of.bos_id,
+        "eos_token_id": list(of.eos_ids),
+        "dtype": str(stored_dtype(target)).removeprefix("torch."),
+    }
+
+
+def tokenizer_folder(target: Blueprint) -> Path:
+    """Where the tokenizer lies that the target is used with."""
+    return target.folder if target.spec.tokenizer is None else find_tokenizer(target.spec.tokenizer)
+
+
+KINDS: Mapping[str, MakeStudent] = {"draft": DraftModelStudent.fresh} | {n: kind.student for n, kind in HEADS.items()}
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
     """The student of a kind. Raises InvalidRequest for a kind that there is not, or a size that does not fit."""
-    check_choice("kind", kind, tuple(KINDS))
+    check_choice("kind", kind, sorted(KINDS))
     return KINDS[kind](target, sizes, seed)

@@ -56,13 +56,10 @@ class Objective:
         roots = predictions.roots
         log_p = self.target_law(batch, student.vocabulary, predictions.target)
         chosen = self.places_of(batch.tokens, student.vocabulary)
-        last_roots = torch.tensor([text.roots.stop for text in batch.texts], device=roots.device)[:, None]
-        first_roots = torch.tensor([text.roots.start for text in batch.texts], device=roots.device)[:, None]
         rows = torch.arange(len(batch.texts), device=roots.device)[:, None]
         for depth, logits in enumerate(predictions.logits, start=1):
-            judged = roots + depth - 1
-            counted = (roots >= first_roots) & (judged < last_roots)
-            judged = judged.clamp(max=batch.read.shape[1] - 1)
+            counted = batch.inside(roots, depth - 1)
+            judged = (roots + depth - 1).clamp(max=batch.read.shape[1] - 1)
             log_q = self.law_of(logits.flatten(0, 1))
             tokens = chosen[rows, judged + 1].flatten()
             laws = LawPair(log_p[rows, judged - batch.first_root].flatten(0, 1), log_q, tokens)
@@ -93,12 +90,8 @@ class Objective:
         """How much the loss of the tuned target is above that of the old one, and that of the old one, in nats: means
         over the places of the answers. The losses are the expected ones under the old target's law."""
         old, new = self.target_law(batch), self.law_of(tuned.flatten(0, 1)).view(*tuned.shape[:2], -1)
-        places = batch.roots
-        ends = [torch.tensor([getattr(text.roots, end) for text in batch.texts])[:, None] for end in ("start", "stop")]
-        starts, stops = (end.to(places.device) for end in ends)
-        counted = (places >= starts) & (places < stops)
-        p = old.exp()
-        distance, loss = ((p * (old - new)).sum(-1), -(p * old).sum(-1))
+        p, counted = old.exp(), batch.inside(batch.roots)
+        distance, loss = (p * (old - new)).sum(-1), -(p * old).sum(-1)
         return distance[counted].mean(), loss[counted].mean()
 
     def law_of(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows ids"]:

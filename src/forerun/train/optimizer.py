@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,14 +80,3 @@ def step_optimizers(weights: Iterable[Tensor], optimizers: Sequence[torch.optim.
             group["lr"] = group["full_rate"] * share
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def states_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """What they remember, for a checkpoint."""
-    return [optimizer.state_dict() for optimizer in optimizers]
-
-
-def restore(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Have them remember what a checkpoint holds."""
-    for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(dict(state))

@@ -5,6 +5,7 @@ This file decides which values are allowed, how long the loss is KL, and how the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,7 @@ class TrainSettings:
         return min((step + 1) / rise, 1 - share_done)
 
 
-def check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
     """Raise InvalidRequest for a word that is none of these, with the likely one."""
     if value not in known:
         near = nearest(str(value), known)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -68,10 +67,6 @@ class RoundTimes:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return found if all(each_s > 0 for each_s in (found.plain_s, *drafted_s)) else None
-
-    def as_object(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"plain_s": self.plain_s, "drafted_s": list(self.drafted_s)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,26 +14,23 @@ import torch
 from forerun import __version__
 from forerun.control.forecast import without_advice
 from forerun.draft.record import RECORD, DrafterRecord
+from forerun.heads.medusa.joint import check_free, write_target
 from forerun.heads.student import Student, StudentSizes, TargetText
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.store import write_whole
-from forerun.train.answer_cache import AnswerCache, state_bytes
-from forerun.train.answers import AnswerSource
+from forerun.train.answers import AnswerCache, AnswerSource, draft_vocabulary, state_bytes
 from forerun.train.data import PromptReader, TrainingData, read_data
-from forerun.train.held_out import judge_held_out
+from forerun.train.held_out import NUM_NODES, TREE, judge_held_out, shares_right, worthiest
 from forerun.train.kinds import make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport, TunedTarget
 from forerun.train.settings import MOST_SEQUENCES, TrainSettings
 from forerun.train.speed import RoundTimes, round_times
 from forerun.train.state import TrainFolder, TrainState
-from forerun.train.static_tree import NUM_NODES, TREE, shares_right, worthiest
 from forerun.train.team import Team
 from forerun.train.trainer import Trainer
-from forerun.train.tuned_target import check_free, write_target
-from forerun.train.vocabulary import draft_vocabulary
 
 FREE = ("checkpoint_every",)  # settings that may change between a run and its continuation
 
@@ -107,7 +104,7 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
         found = replace(found, tuned=tuned)
     if not is_over:
         if times is not None and team.is_first:
-            write_whole(folder.round_times, json.dumps(times.as_object()) + "\n")
+            write_whole(folder.round_times, json.dumps(asdict(times)) + "\n")
         record = found.record(target.weights_digest(), settings.temperature)
         write_whole(task.out / RECORD, record.text())
     return found

@@ -22,10 +22,10 @@ from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.noise import mix
 from forerun.store import Journal, whole_folder, writable, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
-from forerun.train.curves import curves
 from forerun.train.held_out import HeldOutFigures, judge_held_out
 from forerun.train.objective import Objective, StepFigures
-from forerun.train.optimizer import build_optimizers, restore, states_of, step_optimizers
+from forerun.train.optimizer import build_optimizers, step_optimizers
+from forerun.train.report import curves
 from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
@@ -64,7 +64,8 @@ class Trainer:
             with torch.no_grad():
                 for name, tensor in self.student.weights.items():
                     tensor.copy_(found.weights[name])
-            restore(self.optimizers, found.optimizers)
+            for optimizer, kept in zip(self.optimizers, found.optimizers, strict=True):
+                optimizer.load_state_dict(kept)
         self.log = self.folder.log(-1 if found is None else self.state.step)
         if found is None:
             self.look()
@@ -79,7 +80,7 @@ class Trainer:
     def best(self) -> HeldOutFigures:
         """What the best weights so far are worth."""
         assert self.state.best_figures is not None, "a look is taken before the first step"
-        return HeldOutFigures.read(self.state.best_figures)
+        return HeldOutFigures(**self.state.best_figures)
 
     @property
     def worth(self) -> str:
@@ -191,7 +192,7 @@ class Trainer:
             return
         state = self.state
         state.weights = {name: tensor.detach() for name, tensor in self.student.weights.items()}
-        state.optimizers = states_of(self.optimizers)
+        state.optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         state.asked = self.settings.length
         self.folder.save(state)
 

@@ -35,19 +35,13 @@ from forerun.heads.block.format import (
     PREDECESSORS,
     SELECTOR,
     SUCCESSORS,
+    BlockConfig,
     BlockTensors,
     author_values,
     layer_ids,
 )
-from forerun.heads.fresh import (
-    TargetTables,
-    WrittenStudent,
-    drawn_weights,
-    layer_values,
-    stored_dtype,
-    trainable,
-)
-from forerun.heads.student import MOST_DEPTH, Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
+from forerun.heads.fresh import HeadStudent, TargetTables, drawn_weights, layer_values
+from forerun.heads.student import MOST_DEPTH, Predictions, StudentSizes, TextBatch, check_most, check_taps
 from forerun.heads.trained_layer import TrainedLayer
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
@@ -60,22 +54,18 @@ NUM_TAPS = 5  # at most
 FADES = 4.0  # depths after which a guess counts 1/e
 
 
-@dataclass(frozen=True)
-class BlockStudent(WrittenStudent):
+@dataclass(frozen=True, kw_only=True)
+class BlockStudent(HeadStudent):
     """A block drafter in training. `embedding` and `head` are the target's, and stay as they are."""
 
     kind: ClassVar[str] = "block"
-    values: Mapping[str, Any]
-    tensors: BlockTensors
-    weights: dict[str, Tensor]
+    config: BlockConfig
     embedding: Float[Tensor, "vocab hidden"]
     head: Float[Tensor, "vocab hidden"]
-    dtype: torch.dtype
-    vocabulary: Int[Tensor, " ids"] | None = None
     rope: RopeTables = field(init=False)
 
     def __post_init__(self) -> None:
-        layers = self.tensors.config.layers
+        layers = self.config.layers
         tables = rope_tables(replace(layers, max_positions=layers.max_positions + MOST_BLOCK))
         object.__setattr__(self, "rope", tables.to(self.embedding.device))
 
@@ -85,6 +75,7 @@ class BlockStudent(WrittenStudent):
 
         Raises InvalidRequest.
         """
+        sizes.only(cls.kind, "layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
         of = target.config
         values = values_of(target, sizes)
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
@@ -96,27 +87,33 @@ class BlockStudent(WrittenStudent):
         weights[NORM] = tables.norm
         if MASK_EMBEDDING in weights:
             weights[MASK_EMBEDDING] = tables.embedding.mean(0)
-        weights = trainable(weights, target.placement.device)
-        return cls(values, tensors, weights, tables.embedding, tables.head, stored_dtype(target))
+        return cls.going_on(target, values, tensors.config, weights, tables)
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """As its configuration says."""
-        return self.tensors.config.taps
-
-    @property
-    def most_depth(self) -> int | None:
-        """As many guesses as a block has."""
-        return self.tensors.config.most_depth
-
-    @property
-    def depth_weights(self) -> tuple[float, ...]:
-        """Falling exponentially, as in both papers."""
-        return tuple(math.exp(-depth / FADES) for depth in range(self.tensors.config.most_depth))
+    @classmethod
+    def going_on(
+        cls,
+        target: Blueprint,
+        values: Mapping[str, Any],
+        config: BlockConfig,
+        weights: Mapping[str, Tensor],
+        tables: TargetTables,
+    ) -> BlockStudent:
+        """One with these weights. Depths count exponentially less, as in both papers."""
+        return cls.begun(
+            target,
+            values,
+            weights,
+            config=config,
+            embedding=tables.embedding,
+            head=tables.head,
+            taps=config.taps,
+            depth_weights=tuple(math.exp(-depth / FADES) for depth in range(config.most_depth)),
+            most_depth=config.most_depth,
+        )
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every guess of the blocks from these roots, and the confidence in it."""
-        c = self.tensors.config
+        c = self.config
         roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
         states = self.states(batch, roots)
         padded = functional.pad(batch.tokens, (0, c.block_size))
@@ -142,7 +139,7 @@ class BlockStudent(WrittenStudent):
         if whole:
             return found + pairs
         flat = found.flatten(0, 1)
-        candidates = largest(flat, self.tensors.config.top_k)
+        candidates = largest(flat, self.config.top_k)
         hidden = torch.full_like(flat, -math.inf).scatter_(1, candidates, 0.0)
         return found + pairs + hidden.view_as(found)
 
@@ -151,12 +148,12 @@ class BlockStudent(WrittenStudent):
     ) -> Float[Tensor, "batch roots"]:
         """The logit of the chance that a place's guess is accepted."""
         w = self.weights
-        read = [states, w[MARKOV_W1][before]] if self.tensors.config.confidence_with_markov else [states]
+        read = [states, w[MARKOV_W1][before]] if self.config.confidence_with_markov else [states]
         return functional.linear(torch.cat(read, dim=-1), w[CONFIDENCE], w[CONFIDENCE_BIAS])[..., 0]
 
     def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
         """What the heads read of every place of the blocks from these roots."""
-        c = self.tensors.config
+        c = self.config
         context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[MAP]), MAP_NORM)
         rows = torch.arange(len(roots), device=roots.device)[:, None]
         mask = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
@@ -176,20 +173,12 @@ class BlockStudent(WrittenStudent):
         roots: Int[Tensor, "batch roots"],
     ) -> Float[Tensor, "batch roots places hidden"]:
         """What a layer's attention adds: a block sees the context before its root, and its own places."""
-        c, places = self.tensors.config, x.shape[2]
+        c, places = self.config, x.shape[2]
         inner = layer.normed(x, "input_layernorm")
         at = roots[:, :, None] + torch.arange(places, device=x.device)
         text = torch.arange(context.shape[1], device=x.device).expand(len(x), -1)
-        q = layer.rotated(inner, "q", at).movedim(-2, 1)  # [batch, heads, roots, places, head_dim]
-        own_k, own_v, k, v = (
-            t.repeat_interleave(c.layers.group, dim=-2).movedim(-2, 1)
-            for t in (
-                layer.rotated(inner, "k", at),
-                layer.projected(inner, "v"),
-                layer.rotated(context, "k", text),
-                layer.projected(context, "v"),
-            )
-        )
+        q, (own_k, own_v) = layer.queries(inner, at), layer.keys_and_values(inner, at)
+        k, v = layer.keys_and_values(context, text)
         unseen = (text[:, None] >= roots[:, :, None])[:, None, :, None]  # [batch, 1, roots, 1, length]
         later = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1) & c.causal
         scores = [(q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).masked_fill(unseen, -math.inf)]
@@ -197,11 +186,11 @@ class BlockStudent(WrittenStudent):
         weights = (torch.cat(scores, dim=-1) / math.sqrt(c.layers.head_dim)).softmax(-1)
         seen, own = weights.split([context.shape[1], places], dim=-1)
         mixed = (seen.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]) + own @ own_v
-        return layer.linear(mixed.movedim(1, -2).flatten(-2), "self_attn.o_proj")
+        return layer.joined(mixed)
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm whose gain has this name."""
-        return rms_norm(x, self.weights[name], self.tensors.config.layers.norm_eps)
+        return rms_norm(x, self.weights[name], self.config.layers.norm_eps)
 
 
 def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
@@ -235,9 +224,3 @@ def usual_layers(num_layers: int) -> list[int]:
     """The target's layers that are read: evenly spaced from the second to the last but two, as the authors choose."""
     first, last = min(1, num_layers - 1), max(0, num_layers - 3)
     return sorted({round(first + i * (last - first) / (NUM_TAPS - 1)) for i in range(NUM_TAPS)})
-
-
-def make_block(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """A block drafter: layers, and heads on their states."""
-    sizes.only("block", "layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
-    return BlockStudent.fresh(target, sizes, seed)

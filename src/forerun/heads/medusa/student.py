@@ -8,51 +8,44 @@ nothing that follows counts. The target stays as it is. The result is a folder f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float, Int
-from forerun.heads.fresh import (
-    TargetTables,
-    WrittenStudent,
-    stored_dtype,
-    trainable,
-)
+from forerun.annotations import Float
+from forerun.heads.fresh import HeadStudent, TargetTables
 from forerun.heads.medusa.format import MOST_HEADS, MedusaConfig
-from forerun.heads.student import Predictions, TextBatch, check_most
+from forerun.heads.student import Predictions, StudentSizes, TextBatch, check_most
 from forerun.models.loading import Blueprint
 
 NUM_HEADS = 4  # unless said
 DEPTH_WEIGHT = 0.8  # of each head, of the one before it
 
 
-@dataclass(frozen=True)
-class MedusaStudent(WrittenStudent):
-    """Heads in training. `head` and `embedding` are the target's, and stay as they are."""
+@dataclass(frozen=True, kw_only=True)
+class MedusaStudent(HeadStudent):
+    """Heads in training, as many as guesses. `head` and `embedding` are the target's, and stay as they are."""
 
     kind: ClassVar[str] = "medusa"
-    values: Mapping[str, Any]
     config: MedusaConfig
-    dtype: torch.dtype
-    weights: dict[str, Tensor]
-    head: Float[Tensor, "vocab hidden"]
     embedding: Float[Tensor, "vocab hidden"]
-    taps: tuple[int, ...] = (-1,)
-    vocabulary: Int[Tensor, " ids"] | None = None
+    head: Float[Tensor, "vocab hidden"]
 
     @classmethod
-    def fresh(
-        cls, target: Blueprint, num_heads: int | None, num_blocks: int | None, hydra: bool, shared_head: bool
-    ) -> MedusaStudent:
-        """Heads that say what the target's head says of the state they read. Raises InvalidRequest."""
-        of = target.config
-        check_most("heads", num_heads or NUM_HEADS, MOST_HEADS)
-        config = MedusaConfig(num_heads or NUM_HEADS, num_blocks or 1, of.hidden, of.vocab_size, not shared_head, hydra)
+    def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MedusaStudent:
+        """Heads that say what the target's head says of the state they read, whatever the seed.
+
+        Raises InvalidRequest.
+        """
+        sizes.only(cls.kind, "heads", "layers", "hydra", "shared_head", "tune_target")
+        of, num_heads = target.config, sizes.heads or NUM_HEADS
+        check_most("heads", num_heads, MOST_HEADS)
+        config = MedusaConfig(
+            num_heads, sizes.layers or 1, of.hidden, of.vocab_size, not sizes.shared_head, bool(sizes.hydra)
+        )
         tables = TargetTables.of(target)
         weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
         for name, tensor in weights.items():
@@ -60,18 +53,16 @@ class MedusaStudent(WrittenStudent):
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
             elif tensor.shape == tables.head.shape and name.endswith(f".{config.num_blocks}.weight"):
                 tensor.copy_(tables.head)
-        weights = trainable(weights, target.placement.device)
-        return cls(config.values, config, stored_dtype(target), weights, tables.head, tables.embedding)
-
-    @property
-    def depth_weights(self) -> tuple[float, ...]:
-        """Less for each head."""
-        return tuple(DEPTH_WEIGHT**head for head in range(self.config.num_heads))
-
-    @property
-    def most_depth(self) -> int | None:
-        """As many guesses as there are heads."""
-        return self.config.num_heads
+        return cls.begun(
+            target,
+            config.values,
+            weights,
+            config=config,
+            embedding=tables.embedding,
+            head=tables.head,
+            depth_weights=tuple(DEPTH_WEIGHT**head for head in range(num_heads)),
+            most_depth=num_heads,
+        )
 
     def inputs(self, batch: TextBatch, head: int) -> Float[Tensor, "batch roots inputs"]:
         """What a head reads for every root: the state before it and, with hydra, the embeddings of what is between."""

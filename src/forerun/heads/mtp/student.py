@@ -10,10 +10,9 @@ in the layout of Qwen3-Next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,62 +20,40 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.fields import Fields
-from forerun.heads.drafted_layer import DraftedLayer, DraftSteps, KeysAndValues
-from forerun.heads.fresh import (
-    TargetTables,
-    WrittenStudent,
-    drawn_weights,
-    layer_values,
-    stored_dtype,
-    trainable,
-)
+from forerun.heads.drafted_layer import DraftedStudent, KeysAndValues
+from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
-from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
-from forerun.models.config import ModelConfig, config_of
+from forerun.heads.student import StudentSizes, TextBatch
+from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
-from forerun.models.rope import rope_tables
-from forerun.models.rows import rms_norm
 
 STEPS = 4  # of a draft that training goes through
 DEPTH_WEIGHT = 0.6  # of each step, of the one before it
 LEAST_GAIN = 0.05  # of the target's final norm, that is divided by
 
 
-@dataclass(frozen=True)
-class MtpStudent(WrittenStudent):
-    """A module in training. `embedding` and `head` are the target's."""
+@dataclass(frozen=True, kw_only=True)
+class MtpStudent(DraftedStudent):
+    """A module in training."""
 
     kind: ClassVar[str] = "mtp"
-    values: Mapping[str, Any]
-    dtype: torch.dtype
-    config: ModelConfig
-    weights: dict[str, Tensor]
-    embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "vocab hidden"]
-    taps: tuple[int, ...] = (-1,)
-    vocabulary: Int[Tensor, " ids"] | None = None
-    most_depth: int | None = None
+    place: ClassVar[str] = QWEN.layer.format(0).removesuffix(".")
     depth_weights: tuple[float, ...] = tuple(DEPTH_WEIGHT**step for step in range(STEPS))
-    own: DraftedLayer = field(init=False)
-
-    def __post_init__(self) -> None:
-        rope = rope_tables(self.config).to(self.embedding.device)
-        place = QWEN.layer.format(0).removesuffix(".")
-        object.__setattr__(self, "own", DraftedLayer(self.config, self.weights, place, rope))
 
     @classmethod
-    def fresh(cls, target: Blueprint, mlp: int | None, seed: int, portable: bool = False) -> MtpStudent:
+    def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MtpStudent:
         """A module shaped like the target's layers, or with so many neurons, that begins by repeating its state.
 
-        A `portable` one has norms on queries and keys, as modules of `speculators` have.
+        A portable one has norms on queries and keys, as modules of `speculators` have.
         """
+        sizes.only(cls.kind, "mlp", "portable")
         of = target.config
         values = {
-            "model_type": "qwen3" if portable else "llama",
+            "model_type": "qwen3" if sizes.portable else "llama",
             COUNT_KEYS[-1]: 1,
             "vocab_size": of.vocab_size,
-            **layer_values(target, 1, mlp),
+            **layer_values(target, 1, sizes.mlp),
         }
         config = config_of(Fields(Path("the module's config.json"), values))
         weights = drawn_weights(MtpTensors(config, QWEN, of.layers).shapes(), seed)
@@ -84,16 +61,13 @@ class MtpStudent(WrittenStudent):
         gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
         weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / torch.where(gain.abs() < LEAST_GAIN, 1.0, gain))
-        weights = trainable(weights, target.placement.device)
-        return cls(values, stored_dtype(target), config, weights, tables.embedding, tables.head)
+        return cls.begun(target, values, weights, config=config, embedding=tables.embedding, head=tables.head)
 
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every step of the drafts from these roots."""
-        drafts = DraftSteps.of(batch, STEPS, dice)
-        steps = drafts.run(batch.taps[:, :-1, 0].float(), self.embedding, self.module)
-        return Predictions([functional.linear(states, self.head) for states in steps], drafts.roots)
+    def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
+        """The target's last states."""
+        return batch.taps[:, :-1, 0].float()
 
-    def module(
+    def step(
         self,
         embedded: Float[Tensor, "batch places hidden"],
         states: Float[Tensor, "batch places hidden"],
@@ -101,18 +75,7 @@ class MtpStudent(WrittenStudent):
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
         """The module's output where the drafts from these places are; its keys and values join the past."""
-        own = self.own
         joined = torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=2)
         x = functional.linear(joined, self.weights[QWEN.projection])
-        x = x + own.mix(own.normed(x, "input_layernorm"), places, past)
-        return self.normed(x + own.mlp(x), QWEN.norm)
-
-    def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the norm whose gain has this name."""
-        return rms_norm(x, self.weights[name], self.config.norm_eps)
-
-
-def make_mtp(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """An MTP module."""
-    sizes.only("mtp", "mlp", "portable")
-    return MtpStudent.fresh(target, sizes.mlp, seed, bool(sizes.portable))
+        x = x + self.attention(self.layer.normed(x, "input_layernorm"), places, past)
+        return self.normed(x + self.layer.mlp(x), QWEN.norm)
