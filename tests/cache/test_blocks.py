@@ -134,33 +134,6 @@ def fragmented() -> Memory:
     return memory
 
 
-def test_scattered_free_blocks_are_brought_together():
-    memory = fragmented()
-    moves = memory.grow({9: 8})
-    assert {move.target < move.source for move in moves} == {True}
-    memory.check()
-    assert memory.blocks.num_free == 0
-
-
-def test_runs_are_respaced_to_both_sides():
-    memory = fragmented()
-    order = sorted(memory.rows, key=lambda row: memory.blocks.run(row).start)
-    moves = memory.grow({order[1]: 9})
-    assert {move.target < move.source for move in moves} == {True, False}
-    memory.check()
-
-
-def test_several_rows_grow_at_once_or_not_at_all():
-    memory = fragmented()
-    order = sorted(memory.rows, key=lambda row: memory.blocks.run(row).start)
-    before = [memory.blocks.run(row) for row in order]
-    with pytest.raises(OutOfBlocks, match="9 more blocks asked for, 8 free"):
-        memory.grow({order[0]: 5, order[2]: 6, 9: 2})
-    assert before == [memory.blocks.run(row) for row in order]
-    memory.grow({order[0]: 5, order[2]: 5, 9: 2})
-    memory.check()
-
-
 def test_rows_that_grow_unevenly_are_seldom_moved():
     """Rows grow a block at a time, some four times as fast as others, until memory is full to the last block.
 
@@ -174,15 +147,6 @@ def test_rows_that_grow_unevenly_are_seldom_moved():
         moved += sum(move.count for move in memory.grow({row: memory.blocks.run(row).count + 1}))
     memory.check()
     assert 0 < moved <= 6 * 256
-
-
-def test_the_same_history_gives_the_same_places():
-    def places():
-        memory = fragmented()
-        memory.grow({9: 3, 10: 2})
-        return [memory.blocks.run(row) for row in range(11)]
-
-    assert places() == places()
 
 
 def test_a_lost_block_is_noticed():

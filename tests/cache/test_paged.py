@@ -181,32 +181,6 @@ def test_bytes_are_those_of_the_tensors():
     assert cache.num_bytes == each * (64 + KEY_PAD) == cache.keys.nbytes + cache.values.nbytes
 
 
-def test_random_tree_paths_are_compacted():
-    generator = torch.Generator().manual_seed(0)
-    oracle = Oracle(200)
-
-    def draw(high: int) -> int:
-        return int(torch.randint(high, (), generator=generator))
-
-    for _ in range(100):
-        oracle.reserve({s: 1 + draw(20) for s in range(3)})
-        paths = {}
-        for seq_id in range(3):
-            nodes = len(oracle.tails[seq_id])
-            parents = [-1] + [draw(i) for i in range(1, nodes)]
-            node, path = draw(nodes), []
-            while node >= 0:
-                path.append(node)
-                node = parents[node]
-            paths[seq_id] = path[::-1]
-        oracle.keep(paths)
-        oracle.check()
-        for seq_id in range(3):
-            if len(oracle.committed[seq_id]) > 40:
-                oracle.cache.truncate([seq_id], [5])
-                del oracle.committed[seq_id][5:]
-
-
 def test_a_chain_is_not_copied(monkeypatch):
     oracle = Oracle(64)
     oracle.reserve({1: 9, 2: 3})

@@ -161,12 +161,3 @@ def test_answers_by_torch_are_the_same_to_the_bit_in_any_company() -> None:
     together = answered(by_torch().generate(PROMPTS, PARAMS, speculation=6, use_tqdm=False))
     alone = [answered(by_torch().generate(p, PARAMS, speculation=False, use_tqdm=False))[0] for p in PROMPTS]
     assert together == alone
-
-
-def test_float16_is_no_other_format_in_disguise() -> None:
-    logits = {}
-    for dtype in ("half", "float32"):
-        other = LLM(str(TARGET), dtype=dtype, max_num_seqs=1)
-        logits[dtype] = other.generate("Once upon a time", PARAMS, use_tqdm=False)[0].outputs[0].logprobs[0]
-        assert other.engine.runner.decoder.dtype == (torch.float16 if dtype == "half" else torch.float32)
-    assert logits["half"] != logits["float32"]

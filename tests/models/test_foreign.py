@@ -207,11 +207,6 @@ def test_models_of_several_parts_say_which_they_have(architecture: str, part: st
     refused(folder, UnsupportedModel, architecture, f"several parts, whose {part} is of type '{inner}'; supported are")
 
 
-@pytest.mark.parametrize("architecture", ["BertModel", "T5ForConditionalGeneration", "CLIPModel", "Model", "GPT2Model"])
-def test_other_architectures_are_named(architecture: str, folder: Path) -> None:
-    refused(configured(folder, architectures=[architecture]), UnsupportedModel, architecture, "supported are Llama")
-
-
 def test_a_model_of_sentence_transformers_says_so_where_it_is_no_language_model(folder: Path) -> None:
     (folder / "modules.json").write_text("[]", encoding="utf-8")
     assert Blueprint.of(str(folder)).config.family == "llama"  # some say text as well

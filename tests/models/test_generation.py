@@ -76,44 +76,9 @@ def test_every_key_of_transformers_has_one_class() -> None:
     assert not keys - set(classes)
 
 
-EFFECTS: dict[str, Any] = {
-    "assistant_ensemble_weight": 0.5,
-    "bad_words_ids": [[5]],
-    "begin_suppress_tokens": [5],
-    "constraints": [{}],
-    "diversity_penalty": 0.5,
-    "dola_layers": "high",
-    "encoder_no_repeat_ngram_size": 3,
-    "encoder_repetition_penalty": 1.2,
-    "epsilon_cutoff": 3e-4,
-    "eta_cutoff": 3e-4,
-    "exponential_decay_length_penalty": [15, 1.6],
-    "force_words_ids": [[5]],
-    "forced_bos_token_id": 0,
-    "forced_eos_token_id": 2,
-    "guidance_scale": 1.5,
-    "max_length": 100,
-    "max_time": 3.0,
-    "min_length": 10,
-    "min_new_tokens": 10,
-    "no_repeat_ngram_size": 3,
-    "num_beam_groups": 2,
-    "num_beams": 4,
-    "num_return_sequences": 2,
-    "penalty_alpha": 0.6,
-    "remove_invalid_values": True,
-    "sequence_bias": [[[5], 2.0]],
-    "suppress_tokens": [5],
-    "token_healing": True,
-    "top_h": 0.5,
-    "typical_p": 0.9,
-    "watermarking_config": {"greenlist_ratio": 0.25},
-}
-
-
 @pytest.mark.parametrize("key", UNSERVED)
 def test_a_key_that_would_change_answers_is_told_of_where_it_does(tmp_path: Path, key: str) -> None:
-    value = EFFECTS[key]
+    value = 100 if key == "max_length" else 0.75  # nothing changes with none of the idle ones
     (problem,) = read(tmp_path, **{key: value}).problems
     assert f": {key} is {value!r}, which forerun does not do" in problem
     for idle in (None, *UNSERVED[key]):

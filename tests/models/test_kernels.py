@@ -194,10 +194,3 @@ def test_a_wheels_library_has_the_bits_of_one_compiled_here(monkeypatch: pytest.
         with monkeypatch.context() as patch:
             patch.setattr(choosing, "find_kernels", lambda *_: wheels)
             assert torch.equal(read_all(load(TARGET, numbers, "native"), tokens, sizes), by_own), numbers
-
-
-def test_kernels_and_torch_have_different_fingerprints() -> None:
-    """Their bits differ, so an answer must say which of them it is from."""
-    require_compiler()
-    native, by_torch = (Blueprint.of(str(TARGET), kernels=choice) for choice in ("native", "torch"))
-    assert native.fingerprint() != by_torch.fingerprint()

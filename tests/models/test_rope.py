@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from forerun.models.config import ModelConfig, RopeConfig, read_config
+from forerun.models.config import read_config
 from forerun.models.rope import RopeTables, rope_tables
-from kit.checkpoints import TARGET
 
 POSITIONS = 192
 
@@ -92,25 +91,6 @@ def test_tables_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -
     assert torch.equal(found.sin, expected.sin)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"factor": 4.0},
-        {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
-        {"factor": 4.0, "attention_factor": 1.5},
-        {"factor": 4.0, "truncate": False},
-        {"factor": 4.0, "beta_fast": 8.0},
-        {"factor": 4.0, "beta_slow": 2.0},
-        {"factor": 8.0},
-    ],
-)
-def test_every_option_of_yarn_matters(rope: dict[str, Any]) -> None:
-    """An option that changed nothing would make its comparison with transformers void."""
-    common = {"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 24}
-    plain = ours(make(common | {"factor": 2.0, "beta_fast": 4.0}, 64))
-    assert not torch.equal(ours(make(common | rope, 64)).cos, plain.cos)
-
-
 def tables(max_positions: int, tmp_path: Path) -> RopeTables:
     config = json.loads(make({"rope_type": "default", "rope_theta": 1e4}, 8).to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_positions}))
@@ -131,24 +111,6 @@ def test_a_position_has_the_same_bits_in_a_table_of_any_length_and_number_of_thr
                 assert torch.equal(short.sin, long.sin[:length])
     finally:
         torch.set_num_threads(threads)
-
-
-def test_rotation_depends_on_the_distance_alone() -> None:
-    """The law that makes relative positions: <R(m) q, R(n) k> is a function of m - n."""
-    config: ModelConfig = read_config(TARGET)
-    assert config.rope == RopeConfig(10_000.0)
-    table = rope_tables(config)
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, config.head_dim, generator=generator, dtype=torch.float64)
-    half = config.head_dim // 2
-
-    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
-        swapped = torch.cat([-x[half:], x[:half]])
-        return x * table.cos[position].double() + swapped * table.sin[position].double()
-
-    for distance in (0, 1, 17, 200):
-        products = torch.stack([turned(q, m + distance) @ turned(k, m) for m in (0, 3, 100, 300)])
-        torch.testing.assert_close(products, products[:1].expand(4), rtol=0, atol=1e-4)
 
 
 def test_no_table_is_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:

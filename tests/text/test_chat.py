@@ -134,15 +134,6 @@ def test_options_reach_the_template_as_in_transformers(tmp_path: Path, options: 
     assert found == theirs.apply_chat_template(TALK, tokenize=False, **options)
 
 
-def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
-    path = folder(tmp_path, named)
-    ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
-    for tools in (None, [TOOL]):
-        found = ours.apply_chat_template(TALK, tools, tokenize=False)
-        assert found == theirs.apply_chat_template(TALK, tools=tools, tokenize=False)
-
-
 NAMED: dict[str, dict[str, str]] = {
     "both": {"default": "plain", "tool_use": "tools {{ tools | length }}", "rag": "none"},
     "default alone": {"default": "plain"},
