@@ -1,4 +1,4 @@
-"""Imports go one way, every module says what it is for, and the core does not load what it does not need."""
+"""Imports go one way, every module says what it is for, and the core does without what it does not need."""
 
 import ast
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.checkpoints import SRC
+from kit.checkpoints import SRC, TARGET
 
 MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
@@ -109,3 +109,31 @@ def test_importing_forerun_loads_neither_transformers_nor_a_server() -> None:
     env = os.environ | {"PYTHONPATH": str(SRC)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.split() == []
+
+
+WITHOUT_EXTRAS = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jaxtyping", "beartype", "huggingface_hub", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+from forerun import LLM, ForerunError, SamplingParams
+llm = LLM(sys.argv[1], "ngram", kernels="torch", dtype="float32")
+print(repr(llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].text))
+try:
+    LLM("owner/name")
+except ForerunError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_it_generates_without_jaxtyping_and_without_the_hub() -> None:
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, str(TARGET)], capture_output=True, text=True, env=env, check=True
+    )
+    text, error = run.stdout.splitlines()
+    assert text == "', there was a'"
+    assert error.startswith("MissingPackage owner/name is no folder here")
+    assert "pip install huggingface_hub" in error

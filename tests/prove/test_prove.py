@@ -120,12 +120,6 @@ def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
         ProofWorkload(num_texts=0)
 
 
-def test_thorough_is_more_of_all() -> None:
-    more = ProofWorkload().thorough()
-    assert more.num_prompts * more.max_tokens == 8 * ProofWorkload().num_prompts * ProofWorkload().max_tokens
-    assert more.num_texts * more.num_openings == 12 * ProofWorkload().num_texts
-
-
 @pytest.mark.full
 def test_many_texts_are_drawn_by_several_requests(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, report: ProofReport

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun.config import Speculation
 from forerun.llm import LLM
@@ -33,31 +33,24 @@ def weights(generator: torch.Generator) -> dict[str, Tensor]:
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> Path:
     """A Hugging Face folder."""
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(VOCAB),
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    config = LlamaConfig(
+        vocab_size=len(VOCAB),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(tensors)
+    model.save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
 
