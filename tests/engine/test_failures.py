@@ -20,7 +20,7 @@ from forerun.async_llm import AsyncLLM
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.text.ngram import NgramDrafter
-from forerun.engine import round as round_module
+from forerun.engine import engine as engine_module
 from forerun.engine.recovery import STRIKES
 from forerun.engine.sequence import ActiveSequences, Status
 from forerun.engine.sequence import Sequence as TextSequence
@@ -200,7 +200,7 @@ def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, 
     *parts, name = where.split(".")
     for part in parts:
         owner = getattr(owner, part)
-    owners = {"verify": round_module, "delta": TextSequence, "settle": ActiveSequences}
+    owners = {"verify": engine_module, "delta": TextSequence, "settle": ActiveSequences}
     owner = owners.get(name, owner)
     call = getattr(owner, name)
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))

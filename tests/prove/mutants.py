@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.cache.paged import PagedCache
 from forerun.config import Verification
-from forerun.engine import round as engine_round
+from forerun.engine import engine as engine_round
 from forerun.engine.reading import Reading
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.batch import TokenBatch

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from forerun.control.forecast import Forecast
-from forerun.engine.engine import Engine
-from forerun.engine.round import RoundPlan
+from forerun.engine.engine import Engine, RoundPlan
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
 from forerun.serve.access import ApiKeys

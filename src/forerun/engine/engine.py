@@ -1,23 +1,61 @@
-"""Engine: requests come and go, and rounds follow one another; one that raises ends the request at fault alone."""
+"""Engine: requests come and go, and rounds follow one another; a round on one page, from top to bottom.
+
+`Engine.round` plans, drafts, reads, verifies and accepts, in methods of these names. What happens after an error is in
+`recovery.py`: a round that raises ends only the request at fault.
+"""
 
 from __future__ import annotations
 
-import torch
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 
+import torch
+from torch.nn.functional import pad
+
+from forerun.accept.commit import accept, host_trees
 from forerun.accept.delta import Delta
+from forerun.accept.outcome import Outcome, RoundClock, RowOutcome, Stats
 from forerun.config import EngineOptions
-from forerun.control.controller import Controller
-from forerun.draft.base import Drafter
+from forerun.control.controller import Controller, FixedDepth, Load
+from forerun.control.measured import MeasuredDepth
+from forerun.draft.base import Budget, Draft, Drafter
+from forerun.engine.constrained import constrained_tree, forced_chains
+from forerun.engine.prefixes import Prefixes
+from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, drawn_tokens, num_begun, resumable
 from forerun.engine.recovery import Recovery
-from forerun.engine.round import MakeDraws, Rounds
-from forerun.engine.sequence import OnDelta, Sequence, Status
+from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
+from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
 from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+from forerun.verify.rules import Verdict
+from forerun.verify.sanitize import sanitize
+from forerun.verify.verify import verify
+
+MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
+log = logging.getLogger(__name__)
 
 
-class Engine(Rounds):
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """What a round reads: all rows, and those of them that draw a token, with their randomness.
+
+    `drafts`: whether anything may be drafted for them. `constrained`: whether a grammar has a say.
+    """
+
+    rows: Seq[RowPlan]
+    drawing: Seq[RowPlan]
+    draws: Draws
+    drafts: bool
+    constrained: bool
+    num_prompt_tokens: int  # read without being drawn from
+
+
+class Engine:
     """Generates many sequences at once. Not thread-safe: one thread steps it, submits and cancels.
 
     `num_ids` is the number of real token ids; a padded vocabulary's further ones are never emitted. `draws` makes each
@@ -36,7 +74,18 @@ class Engine(Rounds):
         draws: MakeDraws = Draws,
         kernels: SamplingKernels | None = None,
     ) -> None:
-        super().__init__(runner, drafter, controller, options or EngineOptions(), num_ids, draws, kernels)
+        self.runner = runner
+        self.drafter = drafter
+        self.drafter_name = "" if drafter is None else ", ".join(drafter.names)
+        self.controller = controller or MeasuredDepth()  # a drafter may come later
+        self.options = options or EngineOptions()
+        self.num_ids = num_ids
+        self.draws = draws
+        self.kernels = kernels
+        self.prefixes = Prefixes(runner.cache, lambda: self.drafter, self.options.prefix_cache)
+        self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, ChunkSize.of(self.options, runner))
+        self.active = ActiveSequences()
+        self.stats = Stats()
         self.recovery = Recovery(self)
 
     @property
@@ -93,3 +142,203 @@ class Engine(Rounds):
         self.active.decided = None
         recovery.unfinished = False
         return deltas
+
+    def round(self, plan: RoundPlan) -> list[Delta]:
+        """Make one round; what each sequence that drew tokens gained."""
+        clock = RoundClock(plan.draws.device)
+        draft = self.draft(plan)
+        clock.mark()
+        reading = self.read(plan, draft)
+        clock.mark()
+        verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)
+        deltas, rows = self.accept(reading, verdict)
+        self.record(plan, draft, rows, clock)
+        return deltas
+
+    def plan(self, alone: Sequence | None = None, drafts: bool = True) -> RoundPlan:
+        """Which sequences are read, or one alone. Preempted sequences are forgotten by the drafter too."""
+        rows, preempted = self.scheduler.plan(alone)
+        assert rows, "unfinished sequences have something to read"
+        self.forget(preempted)
+        drawing = [row for row in rows if row.draws]
+        draws = self.draws(
+            [row.sequence.sampling() for row in drawing],
+            self.runner.vocab_size,
+            rejection=self.options.verification != "coupled",
+            num_ids=self.num_ids,
+            device=self.runner.device,
+            kernels=self.kernels,
+        )
+        constrained = any(row.sequence.constraint is not None for row in drawing)
+        return RoundPlan(rows, drawing, draws, drafts, constrained, sum(row.num_chunk for row in rows))
+
+    def draft(self, plan: RoundPlan) -> Draft:
+        """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
+        roots = [row.sequence.tokens[-1] for row in plan.drawing]
+        tree = bare = DraftTree.of_roots(roots)
+        draft = Draft(bare)
+        if plan.drafts and plan.drawing:
+            forced: Seq[Seq[int]] = [()] * len(roots)
+            if plan.constrained:
+                forced = forced_chains(plan.rows, plan.drawing, self.runner.cache)
+            if self.drafter is not None:
+                draft, tree = self.guess(self.drafter, plan, draft, forced)
+            if plan.constrained:
+                tree = constrained_tree(tree, plan.draws, forced)
+            if draft.tree is not bare:
+                draft = self.matched(plan, draft, tree)
+        tree = tree.to(plan.draws.device)
+        return draft if tree is draft.tree else replace(draft, tree=tree)
+
+    def guess(self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]) -> tuple[Draft, DraftTree]:
+        """The draft, as far as the controller allows it beside `forced` tokens, and its tree as it is judged."""
+        seq_ids, controller = plan.draws.seq_ids, self.controller
+        load = Load(
+            seq_ids=seq_ids,
+            speculations=[row.sequence.speculation for row in plan.drawing],
+            rooms=[guessing_room(row, chain) for row, chain in zip(plan.drawing, forced, strict=True)],
+            num_prompt_tokens=plan.num_prompt_tokens,
+            num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
+        )
+        if controller.skips(load):
+            return bare, bare.tree
+        needed = dict(zip(seq_ids, map(len, forced), strict=True))
+        counts = [row.num_certain + needed.get(row.sequence.id, 0) for row in plan.rows]
+        spare = self.runner.cache.spare([row.sequence.id for row in plan.rows], counts)
+        budgets = controller.budgets(load, drafter.outlook(seq_ids), spare)
+        if not any(budget.depth for budget in budgets):
+            return bare, bare.tree
+        draft = drafter.propose(plan.draws, budgets)
+        safe = self.sanitized(draft.tree, plan, bare.tree, budgets)
+        tree = controller.admit(replace(draft, tree=safe), load)
+        return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
+
+    def sanitized(self, tree: DraftTree, plan: RoundPlan, bare: DraftTree, budgets: Seq[Budget]) -> DraftTree:
+        """What a drafter gave as a tree of these roots within its budgets, whatever it was."""
+        roots = bare.tokens[:, 0] if tree.tokens.is_cpu else plan.draws.roots_tokens
+        return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
+
+    def matched(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
+        """The draft with the tree that is judged; what its drafter read for the target stays if it fits this tree."""
+        begun = [0] * len(plan.drawing)
+        if draft.resume is not None:
+            resumed = resumable(draft, tree, () if self.drafter is None else self.drafter.taps)
+            begun = num_begun(draft) if resumed else begun
+            draft = draft if resumed else replace(draft, resume=None)
+        if draft.drafter is not None:  # a constrained tree may have more columns than were proposed
+            draft = replace(
+                draft, drafter=pad(draft.drafter, (0, tree.tokens.shape[1] - draft.drafter.shape[1]), value=-1)
+            )
+        rows = zip(plan.draws.seq_ids, begun, strict=True)
+        left = [seq_id for seq_id, num in rows if not num and self.runner.cache.tail(seq_id)]
+        if left:
+            self.runner.drop(left)
+        return replace(draft, tree=tree)
+
+    def read(self, plan: RoundPlan, draft: Draft) -> Reading:
+        """The target's pass: prompt chunks, roots and guesses side by side."""
+        tree = draft.tree
+        tree_of = {
+            row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree, draft.drafter), strict=True)
+        }
+        parts = Part.of_rows(plan.rows, tree_of)
+        taps = self.drafter.taps if self.drafter else ()
+        unseen = tree.known is not None and tree.known.tokens is None
+        drawn = drawn_tokens(parts, tree.tokens) if unseen else None
+        begun = begun_parts(parts, draft) if draft.resume is not None else None
+        states = self.runner.read([part.read() for part in parts], taps, drawn, begun)
+        return Reading(parts, states, tree.tokens if unseen else None)
+
+    def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
+        """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.
+
+        Everything is computed first; the host waits for the device once. The assignment of `active.decided` makes the
+        round final.
+        """
+        accepted = accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn)
+        reading.check_drawn(accepted)
+        drawing = [part.row.sequence for part in reading.parts if part.tree]
+        # Grammars may raise here: they are asked before any sequence is told of the round, which has no effect then.
+        runs = iter([(run, s.completed_by(run.tokens)) for s, run in zip(drawing, accepted, strict=True)])
+        deltas, outcomes, kept, places = [], [], [], []
+        logits = reading.states.logits[:, : self.num_ids]  # padding ids have no log-probabilities
+        for part in reading.parts:
+            sequence = part.row.sequence
+            if part.num_scored:
+                sequence.score_prompt(part.num_scored, logits[part.first :], self.kernels)
+            if part.tree is None:
+                kept.append(CommittedPart(part, []))
+                continue
+            run, completed_by = next(runs)
+            delta = sequence.delta(run, logits, part.first_node, self.kernels, completed_by)
+            assert delta.outcome is not None, "a committed run has an outcome"
+            outcomes.append(delta.outcome)
+            deltas.append(delta)
+            places.append(len(sequence.tokens))
+            kept.append(CommittedPart(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+        self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
+        self.active.decided = list(zip(places, deltas, strict=True))
+        self.active.settle()
+        self.inform(kept, reading)
+        ended = [delta.seq_id for delta in deltas if delta.finish_reason is not None]
+        if ended:
+            self.leave([self.active.sequences[seq_id] for seq_id in ended])
+        return deltas, outcomes
+
+    def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
+        """Count the tokens that were read, and tell the drafter what became final, also of sequences that end here."""
+        for k in kept:
+            k.sequence.num_read += len(k.path)
+        if self.drafter is not None and kept:
+            salts = [k.sequence.tenant if self.options.prefix_cache else None for k in kept]
+            self.drafter.observe(reading.committed(kept, salts))
+
+    def record(self, plan: RoundPlan, draft: Draft, rows: list[RowOutcome], clock: RoundClock) -> None:
+        """Count the round, and let the controller and the size of chunks learn from its times."""
+        draft_s, draft_pass_s, pass_s, verdict_s = clock.times(draft.pass_s)
+        usual = bool(rows) and not plan.num_prompt_tokens and not clock.captured
+        learns = self.drafter is not None
+        plain_s = self.controller.plain_s(len(rows)) if usual and learns else None
+        counted = self.prefixes.counted() if self.prefixes.num_queried else (0, 0)
+        outcome = Outcome(
+            rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.drafter_s), verdict_s, plain_s,
+            *counted, clock.captured,
+        )  # fmt: skip
+        if learns:
+            self.controller.record(outcome)
+        self.stats.record(outcome)
+        if plan.num_prompt_tokens:
+            self.scheduler.chunk.record(outcome)
+        if plain_s is not None:
+            for row, result in zip(plan.drawing, rows, strict=True):
+                row.sequence.pace.add(outcome.round_s, plain_s * result.num_emitted, result.num_emitted)
+
+    def leave(self, sequences: Seq[Sequence]) -> None:
+        """Take sequences out and free their memory; it may be repeated."""
+        self.forget(sequences)
+        self.runner.hand_over([sequence.id for sequence in sequences])
+        for sequence in sequences:
+            self.prefixes.retire(sequence)
+            self.scheduler.finish(sequence)
+            self.active.remove(sequence)
+
+    def forget(self, sequences: Seq[Sequence]) -> None:
+        """Tell the drafter to drop these sequences. A drafter that cannot is switched off."""
+        drafter = self.drafter
+        if drafter is not None and sequences:
+            error = attempt(lambda: drafter.forget([sequence.id for sequence in sequences]))
+            if error is not None:
+                self.disable_drafter(error)
+
+    def disable_drafter(self, error: BaseException) -> None:
+        """Switch drafting off for good. Requests go on without it, slower and no less exact."""
+        if self.drafter is not None:
+            log.warning("Drafting is switched off: the drafter %s failed.", self.drafter_name, exc_info=error)
+        self.drafter, self.controller = None, FixedDepth()
+
+
+def guessing_room(row: RowPlan, forced: Seq[int]) -> int:
+    """How deep a drafter may guess for a row: as far as all guesses could still be emitted."""
+    sequence = row.sequence
+    slow = sequence.constraint is not None and sequence.constraint.slow
+    return 0 if row.num_chunk or forced or slow else sequence.room - 1

@@ -7,7 +7,8 @@ result of the pass.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -30,17 +31,30 @@ from forerun.tree import DraftTree
 class Part:
     """One row of a round: a chunk of its unread tokens, then its tree where it draws a token.
 
-    `num_scored` of the chunk's tokens, all or none, have their logits wanted for the prompt's log-probabilities.
+    Its logits begin at row `first` of the pass's: those of `num_scored` tokens of the chunk, all or none, which are
+    wanted for the prompt's log-probabilities, then those of its nodes.
     """
 
     row: RowPlan
     tree: HostTree | None
+    first: int
     num_scored: int
 
     @classmethod
-    def of(cls, row: RowPlan, tree: HostTree | None) -> Part:
-        """The part as it stands before the pass."""
-        return cls(row, tree, row.num_chunk if row.sequence.scores_prompt else 0)
+    def of_rows(cls, rows: Seq[RowPlan], trees: Mapping[int, HostTree]) -> list[Part]:
+        """The parts of a round, as they stand before the pass; `trees` are those of rows that draw, by sequence."""
+        parts: list[Part] = []
+        first = 0
+        for row in rows:
+            num_scored = row.num_chunk if row.sequence.scores_prompt else 0
+            parts.append(cls(row, trees.get(row.sequence.id), first, num_scored))
+            first += num_scored + parts[-1].num_nodes
+        return parts
+
+    @property
+    def first_node(self) -> int:
+        """Where the logits of its nodes begin."""
+        return self.first + self.num_scored
 
     @property
     def num_nodes(self) -> int:
@@ -97,22 +111,22 @@ def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
     return torch.equal(proposed.tokens, tree.tokens) and torch.equal(proposed.parents, tree.parents)
 
 
-def begun_rows(draft: Draft) -> set[int]:
-    """The rows of which a drafter has read anything for the target."""
+def num_begun(draft: Draft) -> list[int]:
+    """How many nodes of each row a drafter has read for the target: the first ones of its chain."""
     assert draft.resume is not None, "nothing was read"
-    columns = draft.tree.tokens.shape[1]
-    return {node // columns for node in draft.resume.nodes.tolist()}
+    batch, columns = draft.tree.tokens.shape
+    nodes: list[int] = draft.resume.nodes.tolist()
+    counts = Counter(node // columns for node in nodes)
+    assert nodes == [row * columns + i for row in range(batch) for i in range(counts[row])], "nodes from each root on"
+    return [counts[row] for row in range(batch)]
 
 
 def begun_parts(parts: Seq[Part], draft: Draft) -> PartialPass:
-    """What of the parts a drafter has read through the target's lower layers: of each chain the first nodes."""
-    resume, columns = draft.resume, draft.tree.tokens.shape[1]
-    assert resume is not None, "a pass goes on where another one stopped"
-    nodes = [divmod(node, columns) for node in resume.nodes.tolist()]
-    known = [sum(row == b for row, _ in nodes) for b in range(len(draft.tree.tokens))]
-    assert nodes == [(b, i) for b, count in enumerate(known) for i in range(count)], "nodes from each root on"
-    of_trees = iter(known)
-    return PartialPass(resume.layer, [0 if part.tree is None else next(of_trees) for part in parts], resume.hidden)
+    """What of the parts a drafter has read through the target's lower layers."""
+    assert draft.resume is not None, "a pass goes on where another one stopped"
+    of_trees = iter(num_begun(draft))
+    begun = [0 if part.tree is None else next(of_trees) for part in parts]
+    return PartialPass(draft.resume.layer, begun, draft.resume.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,27 +137,20 @@ class Reading:
     states: States
     drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, where the host has not seen them
 
-    def first_rows(self) -> list[int]:
-        """Where each part's logits begin: those of its scored prompt tokens, then of its nodes."""
-        return list(itertools.accumulate((part.num_scored + part.num_nodes for part in self.parts[:-1]), initial=0))
-
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
         """The logits of all trees' nodes, packed."""
         if not any(part.num_scored for part in self.parts):
             return self.states.logits
-        firsts = [first + part.num_scored for part, first in zip(self.parts, self.first_rows(), strict=True)]
-        logits = self.states.logits
-        return torch.cat([logits[f : f + part.num_nodes] for part, f in zip(self.parts, firsts, strict=True)])
+        return torch.cat([self.states.logits[p.first_node : p.first_node + p.num_nodes] for p in self.parts])
 
     def check_drawn(self, runs: Seq[Accepted]) -> None:
         """Raise RequestFailed for the first sequence that has no law for its next token; its logits say why."""
         if all(run.tokens[-1] >= 0 for run in runs):
             return
-        drawing = ((part, first) for part, first in zip(self.parts, self.first_rows(), strict=True) if part.tree)
-        for (part, first), run in zip(drawing, runs, strict=True):
+        for part, run in zip((part for part in self.parts if part.tree), runs, strict=True):
             if run.tokens[-1] < 0:
-                sequence, row = part.row.sequence, first + part.num_scored + run.nodes[-1]
-                raise RequestFailed(sequence.id) from undrawable(sequence, self.states.logits[row])
+                sequence, logits = part.row.sequence, self.states.logits[part.first_node + run.nodes[-1]]
+                raise RequestFailed(sequence.id) from undrawable(sequence, logits)
 
     def committed(self, kept: Seq[CommittedPart], salts: Seq[Hashable]) -> Committed:
         """What the drafter is told of tokens that stay, which their sequences count as read already."""

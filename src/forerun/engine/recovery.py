@@ -12,16 +12,19 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from forerun.accept.delta import Delta
 from forerun.cache.paged import OutOfBlocks
 from forerun.config import Speculation
-from forerun.engine.round import Rounds
-from forerun.engine.sequence import Sequence, Status
+from forerun.draft.base import Drafter
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import ActiveSequences, Sequence, Status
 from forerun.errors import ForerunError, ModelError, OutOfMemory, RequestFailed, RoundFailed
 from forerun.guard import attempt
+from forerun.models.runner import Runner
 
 MEMORY = (MemoryError, torch.OutOfMemoryError, OutOfBlocks)
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, whose error is a RuntimeError
@@ -61,14 +64,31 @@ class FaultSearch:
         return sequences[next(iter(self.suspects))] if self.alone else None
 
 
+@runtime_checkable
+class Recoverable(Protocol):
+    """What recovery needs of an engine."""
+
+    runner: Runner
+    drafter: Drafter | None
+    drafter_name: str
+    scheduler: Scheduler
+    active: ActiveSequences
+
+    def leave(self, sequences: Seq[Sequence]) -> None: ...
+
+    def forget(self, sequences: Seq[Sequence]) -> None: ...
+
+    def disable_drafter(self, error: BaseException) -> None: ...
+
+
 class Recovery:
     """The state of an engine between its rounds, and what is done where one of them raised.
 
     `unfinished`: a round or a cancellation was begun and has not come to its end. `strikes`: errors of the drafter.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
-        self.rounds = rounds
+    def __init__(self, engine: Recoverable) -> None:
+        self.engine = engine
         self.unfinished = False
         self.search: FaultSearch | None = None
         self.strikes = 0
@@ -76,11 +96,11 @@ class Recovery:
     @property
     def sequences(self) -> dict[int, Sequence]:
         """The unfinished sequences, by id."""
-        return self.rounds.active.sequences
+        return self.engine.active.sequences
 
     def finish_round(self) -> None:
         """A round has come to its end, and its deltas are told."""
-        self.rounds.active.decided = None
+        self.engine.active.decided = None
         self.unfinished = False
 
     def alone(self) -> Sequence | None:
@@ -101,11 +121,11 @@ class Recovery:
 
     def rebuild(self) -> None:
         """Apply what was decided, and have all sequences read again from their tokens."""
-        rounds = self.rounds
-        rounds.active.settle()
-        rounds.forget(list(self.sequences.values()))
-        rounds.runner.clear()
-        rounds.scheduler.restart(rounds.active.restart())
+        engine = self.engine
+        engine.active.settle()
+        engine.forget(list(self.sequences.values()))
+        engine.runner.clear()
+        engine.scheduler.restart(engine.active.restart())
         self.finish_round()
 
     def continue_after(self, error: BaseException) -> list[Delta]:
@@ -113,7 +133,7 @@ class Recovery:
         deltas: list[Delta] = []
         undecided = attempt(lambda: deltas.extend(self.decide(error)))
         if undecided is not None:
-            return [delta for _, delta in self.rounds.active.decided or ()] + self.fail_one(undecided)
+            return [delta for _, delta in self.engine.active.decided or ()] + self.fail_one(undecided)
         self.finish_round()
         return deltas
 
@@ -125,11 +145,11 @@ class Recovery:
         fault is searched for. Logits that are NaN are such an error too: NaN that one sequence leaves in the cache may
         reach the logits of others.
         """
-        rounds, decided = self.rounds, self.rounds.active.decided
+        engine, decided = self.engine, self.engine.active.decided
         if decided is None and isinstance(error, RequestFailed) and self.names_request(error):
-            rounds.runner.drop([sequence.id for sequence in rounds.scheduler.running])
+            engine.runner.drop([sequence.id for sequence in engine.scheduler.running])
             return self.undraft_or_fail(error)
-        running = list(rounds.scheduler.running or self.sequences.values())
+        running = list(engine.scheduler.running or self.sequences.values())
         if (unmended := self.recover()) is not None:
             raise unmended
         self.unfinished = True
@@ -154,7 +174,7 @@ class Recovery:
         """Search for the sequence at fault in the next rounds. A sequence that was read alone is at fault and ends."""
         search = self.search
         if search is None:
-            self.search = search = FaultSearch(error, alone=self.rounds.drafter is None)
+            self.search = search = FaultSearch(error, alone=self.engine.drafter is None)
         elif not search.alone:
             search.alone = True
         else:
@@ -173,21 +193,21 @@ class Recovery:
         """
         self.strikes += 1
         if self.strikes >= STRIKES or isinstance(error, ForerunError):
-            self.rounds.disable_drafter(error)
+            self.engine.disable_drafter(error)
         else:
             message = "The drafter %s raised an error; its state was dropped, and it goes on."
-            log.warning(message, self.rounds.drafter_name, exc_info=error)
+            log.warning(message, self.engine.drafter_name, exc_info=error)
 
     def fail_request(self, culprit: Sequence, failed: RequestFailed) -> list[Delta]:
         """End a request; each of its samples gets a last delta with the error."""
-        rounds = self.rounds
-        samples = rounds.active.samples_of(culprit.request_id)
+        engine = self.engine
+        samples = engine.active.samples_of(culprit.request_id)
         deltas = [sample.failure(failed.told) for sample in samples]
-        rounds.active.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
-        rounds.active.settle()
-        rounds.runner.cache.wipe(ids := [sample.id for sample in samples])
-        rounds.runner.release(ids)  # so nothing of it is kept
-        rounds.leave(samples)
+        engine.active.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
+        engine.active.settle()
+        engine.runner.cache.wipe(ids := [sample.id for sample in samples])
+        engine.runner.release(ids)  # so nothing of it is kept
+        engine.leave(samples)
         return deltas
 
     def fail_one(self, error: BaseException) -> list[Delta]:
@@ -195,7 +215,7 @@ class Recovery:
 
         It is the suspect that was read alone, or else the longest one, which needs most memory to be read again.
         """
-        search, active = self.search, self.rounds.active
+        search, active = self.search, self.engine.active
         suspect = next(iter(search.suspects), None) if search is not None and search.alone else None
         left = [sequence for sequence in self.sequences.values() if sequence.status is not Status.FINISHED]
         culprit = max(left, key=lambda sequence: (sequence.id == suspect, len(sequence.tokens)), default=None)

@@ -16,9 +16,8 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import RowOutcome
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
-from forerun.engine.engine import Engine
+from forerun.engine.engine import Engine, RoundPlan
 from forerun.engine.reading import Reading
-from forerun.engine.round import RoundPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
