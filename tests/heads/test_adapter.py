@@ -308,7 +308,7 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
 
 
 BAD = {
-    "another width": ({"hidden_size": 32}, UnsupportedModel, r"hidden_size is 32; .*has 64: name an adapter"),
+    "another width": ({"hidden_size": 32}, UnsupportedModel, r"hidden_size is 32; .*has 64: name a drafter"),
     "another exit": ({"exit_layer": 3}, UnsupportedModel, r"exit_layer is 3; .* write early-exit:3:.*/a, or name"),
     "no exit": ({"exit_layer": None}, ModelNotFound, r"its config\.json has no exit_layer: name the folder"),
     "a layer more": ({"num_hidden_layers": 2}, MissingWeights, r"no tensor model\.layers\.1\.input_layernorm\.weight"),

@@ -17,9 +17,9 @@ from forerun.draft.model.grower import with_first
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import MissingWeights, ModelError, UnsupportedModel, WrongShape
-from forerun.heads.block.drafter import BlockBlueprint
-from forerun.heads.block.network import MASKED, BlockDecoder
-from forerun.heads.folder import HeadFolder, LoadedHeads
+from forerun.heads.block.drafter import BlockBlueprint, BlockDrafter
+from forerun.heads.block.network import MASKED
+from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
@@ -186,12 +186,12 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
     """To the bit: states, logits, and what the heads say."""
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
     planned = BlockBlueprint.of(HeadFolder.of(str(made(kind)), target))
-    host, dice = target.load(64).decoder, torch.Generator().manual_seed(3)
+    host, dice = target.load(64), torch.Generator().manual_seed(3)
     lengths, block = (4, 9, 40), planned.tensors.config
     features = [torch.randn(n, len(block.taps), target.config.hidden, generator=dice) for n in lengths]
     places = [5, *[MASKED] * (block.block_size - 1)]
 
-    def told(layers: LoadedHeads[BlockDecoder], seq_ids: list[int], pieces: int) -> None:
+    def told(layers: BlockDrafter, seq_ids: list[int], pieces: int) -> None:
         for piece in range(pieces):
             parts = {s: features[s][piece * lengths[s] // pieces : (piece + 1) * lengths[s] // pieces] for s in seq_ids}
             reads = [Read(s, [0] * len(own)) for s, own in parts.items() if len(own)]
@@ -201,7 +201,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
 
     found: list[list[Tensor]] = []
     for groups, pieces in (([[0, 1, 2]], 1), ([[2], [0], [1]], 4)):
-        layers = planned.load(1024, 512, host)
+        layers = planned.build(1024, host)
         heads = layers.decoder.heads
         results: dict[int, list[Tensor]] = {}
         for group in groups:

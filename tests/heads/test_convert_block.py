@@ -14,7 +14,7 @@ from forerun.heads.block.network import MASKED
 from forerun.heads.convert import convert
 from forerun.heads.folder import HeadFolder
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from heads.conversions import CLOSE, assert_comes_back, changed, expected, no_package
 from heads.package import load
 from heads.package_block import ANCHORS, CHECKPOINTS, FOLDER, TAPS, TARGET, said
@@ -31,8 +31,8 @@ def own(folder: Path, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
     """What a drafter says here in the guessing places of the blocks; [anchors, places, tokens]."""
     target = Blueprint.of(str(TARGET), dtype="float32")
     plan = BlockBlueprint.of(HeadFolder.of(str(folder), target))
-    layers = plan.load(2048, 512, target.load(64).decoder)
-    runner, decoder, heads = layers.runner, layers.decoder, layers.decoder.heads
+    decoder = plan.load(512, target.load(64).decoder)
+    runner, heads = Runner.of(decoder, 2048), decoder.heads
     block, text = plan.tensors.config, tokens.tolist()
     assert block.taps == TAPS
     ids = torch.arange(block.layers.vocab_size) if plan.ids.head_ids is None else plan.ids.head_ids
@@ -173,7 +173,7 @@ MIXED = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["slidi
         ({"mask_token_id": None}, "no tensor mask_embedding"),
         ({"speculators_model_type": "dspark", "markov_head_type": "gated"}, "markov_head_type is 'gated'"),
         ({"speculators_model_type": "xpress"}, "xPress combines"),
-        ({"num_hidden_layers": 1, "layer_types": None}, "nothing reads the tensor layers.1"),
+        ({"num_hidden_layers": 1, "layer_types": None}, "layers.1.* is none of a block drafter"),
         ({"vocab_size": 999}, "vocab_size is 999; .* has 512"),
         ({"hidden_act": "gelu"}, "supported is silu"),
         (MIXED, "sliding_window_non_causal is False; so layers with windows are causal"),

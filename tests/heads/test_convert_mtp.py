@@ -13,7 +13,7 @@ from forerun.heads.convert import convert
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from heads.conversions import CLOSE, assert_comes_back, expected, no_package, same_tensors
 from heads.modules import apart
 from heads.package_mtp import FOLDER, NAME, PLACES, TARGET, load, logits_of
@@ -31,11 +31,12 @@ def known() -> dict[str, Tensor]:
 def own_logits(folder: Path, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """What a module says here beside these states, and then beside its own outputs."""
     target = Blueprint.of(str(TARGET), dtype="float32")
-    modules = MtpBlueprint.of(HeadFolder.of(str(folder), target)).load(2048, 512, target.load(64).decoder)
+    modules = MtpBlueprint.of(HeadFolder.of(str(folder), target)).load(512, target.load(64).decoder)
+    runner = Runner.of(modules, 2048)
     found, inputs, text = [], states[:PLACES], tokens.tolist()
     for step in range(2):
-        inputs = modules.runner.read([Read(step, text[1 + step : 1 + step + PLACES])], inputs=inputs).hidden
-        found.append(modules.decoder.logits(inputs))
+        inputs = runner.read([Read(step, text[1 + step : 1 + step + PLACES])], inputs=inputs).hidden
+        found.append(modules.logits(inputs))
     return found[0], found[1]
 
 
@@ -97,7 +98,7 @@ def test_a_module_of_ours_comes_back_from_speculators_as_it_was(tmp_path: Path) 
     ("count", "keys", "told"),
     [
         (1, {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}, "has no window"),
-        (2, {}, "nothing reads the tensor mtp.layers.1"),
+        (2, {}, "mtp.layers.1.* is none of 1 MTP modules"),
         (1, {"hidden_size": 128}, "hidden_size is 128; .* has 64"),
     ],
     ids=str,

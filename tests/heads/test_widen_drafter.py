@@ -14,10 +14,8 @@ from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.heads import widen as module
-from forerun.heads.folder import OpenFolder
-from forerun.heads.kinds import HEADS
+from forerun.heads.blueprint import WideDrafter, widened_tap
 from forerun.heads.widen import widen_drafter
-from forerun.heads.widened import WideDrafter, widened_tap
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan, Wider, widen
@@ -100,12 +98,13 @@ def test_a_wrong_widening_guesses_otherwise(
 ) -> None:
     """Each kind is caught where what it adds to a stream leaks into the channels that must stay 0."""
     draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets("exact")
-    plain = HEADS[spec_name(draft)]
+    plain = module.planned
 
-    def leaking(argument: str, plan: Plan, open_folder: OpenFolder) -> WideDrafter:
-        return replace(plain.widen(argument, plan, open_folder), writers=())
+    def leaking(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
+        plan, found = plain(draft, source, wider, seed)
+        return plan, replace(found, writers=())
 
-    monkeypatch.setattr(module, "HEADS", {**HEADS, spec_name(draft): replace(plain, widen=leaking)})
+    monkeypatch.setattr(module, "planned", leaking)
     spec = widen_drafter(draft, str(TARGET), wide, WAYS["exact"])
     shape = Speculation(3)
     assert counts(wide, str(spec), shape)[1:] != counts(TARGET, draft, shape)[1:]
@@ -143,8 +142,3 @@ def test_what_cannot_be_widened_is_refused(wide_targets: Callable[[str], Path], 
     with pytest.raises(InvalidRequest, match="exists and is not this drafter"):
         widen_drafter(draft, str(TARGET), wide, way)
     (wide / "medusa").rmdir()
-
-
-def spec_name(draft: str) -> str:
-    """The drafter's name."""
-    return parse_spec(draft).name

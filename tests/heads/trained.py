@@ -15,7 +15,7 @@ from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import written
 from kit.texts import STARTS
@@ -80,16 +80,17 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
     tensors: dict[str, Tensor] = {"d2t": ids - torch.arange(num_ids)}
     written_eagle(folder, config, tensors | {"lm_head.weight": torch.zeros(num_ids, hidden)}, hidden, generator)
     blueprint, host = EagleBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
-    layer = blueprint.load(4096, 512, host.decoder)
+    layers = blueprint.load(512, host.decoder)
+    runner = Runner.of(layers, 4096)
     outputs, wanted = [], []
     for seq_id, text in enumerate(texts(source)):
         taps = host.read([Read(seq_id, text)], taps=blueprint.tensors.form.taps).taps
         assert taps is not None
-        read = layer.runner.read([Read(seq_id, text[1:-1])], inputs=layer.decoder.fuse(taps[:-2]))
-        outputs.append(layer.decoder.head_inputs(read.hidden))
+        read = runner.read([Read(seq_id, text[1:-1])], inputs=layers.fuse(taps[:-2]))
+        outputs.append(layers.head_inputs(read.hidden))
         wanted.append(torch.tensor(text[2:]))
         host.release([seq_id])
-        layer.runner.release([seq_id])
+        runner.release([seq_id])
     sought = 20 * (torch.cat(wanted)[:, None] == ids).float()
     tensors["lm_head.weight"] = torch.linalg.lstsq(torch.cat(outputs), sought).solution.T
     return written_eagle(folder, config, tensors, hidden, torch.Generator().manual_seed(0))
@@ -156,8 +157,8 @@ def paired(tensors: dict[str, Tensor], states: Tensor, before: Tensor) -> Tensor
 def seen_blocks(source: Path, folder: Path, target: Blueprint) -> tuple[Tensor, Tensor, Tensor]:
     """The states behind the guessing places of blocks in the target's texts, and the tokens before and after them."""
     planned, host = BlockBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
-    block, layers = planned.tensors.config, planned.load(4096, 512, host.decoder)
-    runner, decoder = layers.runner, layers.decoder
+    block, decoder = planned.tensors.config, planned.load(512, host.decoder)
+    runner = Runner.of(decoder, 4096)
     found, before, after = [], [], []
     for seq_id, text in enumerate(texts(source)):
         taps = host.read([Read(seq_id, text)], taps=block.taps).taps

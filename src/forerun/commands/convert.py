@@ -76,6 +76,6 @@ def card(made: Converted) -> Table:
     table.add_row("from", Text(f"{made.source} ({made.read.format})"))
     table.add_row("to", Text(f"{made.folder} ({made.written.format})"))
     table.add_row("weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, the same to the bit")
-    if made.is_used_as_it_is:
+    if made.written.is_run:
         table.add_row("use it with", Text(f"--draft {made.draft}"))
     return table

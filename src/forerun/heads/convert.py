@@ -7,7 +7,6 @@ says. So a folder that has its name holds the same drafter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from forerun.did_you_mean import nearest
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.heads.folder import find_heads
+from forerun.heads.fresh import save_config
 from forerun.heads.kinds import HEADS
-from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, DraftSource, TargetFacts
+from forerun.heads.layouts import FETCHED, PICKLES, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.heads.speculators import SPECULATORS
 from forerun.store import whole_folder, writable
 
@@ -47,11 +49,6 @@ class Converted:
         """What `--draft` takes to use the new folder."""
         return str(DraftSpec(self.read.method.drafter, argument=str(self.folder)))
 
-    @property
-    def is_used_as_it_is(self) -> bool:
-        """Whether forerun reads the format without converting it again."""
-        return self.written.is_run
-
     def as_object(self) -> dict[str, Any]:
         """What was converted, for JSON."""
         return {
@@ -60,7 +57,7 @@ class Converted:
             "to": {"format": self.written.format, "folder": str(self.folder)},
             "tensors": self.num_tensors,
             "bytes": self.num_bytes,
-            "draft": self.draft if self.is_used_as_it_is else None,
+            "draft": self.draft if self.written.is_run else None,
         }
 
 
@@ -72,7 +69,7 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     the names that are written are replaced; no others are touched.
     """
     check_free(out, force)
-    found = DraftSource.of(source)
+    found = DraftFiles.of(find_heads(source, files=FETCHED))
     if out.exists() and out.resolve() == found.folder.resolve():
         raise InvalidRequest("out", f"{out} is what is read: name another folder.")
     layout = recognise(found)
@@ -105,41 +102,34 @@ def check_free(out: Path, force: bool) -> None:
 def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
     """The files of a layout, in an empty folder."""
     tensors, weights = dict(files.tensors), folder / layout.file
-    if layout.is_pickle:
+    if layout.file in PICKLES:
         torch.save(tensors, weights)
     else:
         save_file(tensors, weights, {"format": "pt"})
     weights.chmod(0o644)  # safetensors leaves it to its owner alone
-    (folder / "config.json").write_text(json.dumps(dict(files.config), indent=2) + "\n", "utf-8")
+    save_config(files.config, folder)
 
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:
     """Raise UnsupportedModel where what a folder holds is not this drafter."""
-    found = layout.read(DraftSource.at(folder), target)
-    meanings = [layout.method.meaning(each, target) for each in (files, found)]
-    differing = [
-        name
-        for name in sorted(files.tensors.keys() | found.tensors.keys())
-        if not same(files.tensors, found.tensors, name)
-    ]
-    if differing or meanings[0] != meanings[1]:
-        what = f"the tensor {differing[0]}" if differing else "the configuration"
-        raise UnsupportedModel(
-            f"{files.path.parent} cannot be kept as {layout.format}: {what} would be lost; choose another format"
-        )
+    found = layout.read(DraftFiles.of(folder), target)
+    names = sorted(files.tensors.keys() | found.tensors.keys())
+    lost = [f"the tensor {name}" for name in names if not same(files.tensors.get(name), found.tensors.get(name))]
+    if layout.method.meaning(files, target) != layout.method.meaning(found, target):
+        lost.append("the configuration")
+    if lost:
+        problem = f"cannot be kept as {layout.format}: {lost[0]} would be lost; choose another format"
+        raise UnsupportedModel(f"{files.folder} {problem}")
 
 
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], name: str) -> bool:
-    """Whether both have this tensor, with the same bits."""
-    if name not in one or name not in other:
-        return False
-    a, b = one[name], other[name]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether both are there, with the same bits."""
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def recognise(source: DraftSource) -> DraftLayout:
+def recognise(source: DraftFiles) -> DraftLayout:
     """The layout of a folder. Raises UnsupportedModel for one that is in none of them."""
-    kind = source.values.get(SPECULATORS)
+    kind = source.config.get(SPECULATORS)
     if isinstance(kind, str) and kind in NOT_RUN:
         raise source.fields.refuse(SPECULATORS, NOT_RUN[kind])
     found = next((layout for layout in LAYOUTS if layout.holds(source)), None)
@@ -157,7 +147,6 @@ def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
         raise InvalidRequest("to", f"{format_name!r} is no format: {meant}choose one of {', '.join(FORMATS)}.")
     formats = {layout.format: layout for layout in LAYOUTS if layout.method is method}
     if format_name not in formats:
-        raise InvalidRequest(
-            "to", f"{format_name!r} has no place for {method.label}: choose one of {', '.join(formats)}."
-        )
+        wanted = f"choose one of {', '.join(formats)}"
+        raise InvalidRequest("to", f"{format_name!r} has no place for {method.label}: {wanted}.")
     return formats[format_name]

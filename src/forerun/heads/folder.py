@@ -8,11 +8,11 @@ and fields a kind has stands in its `format.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any
 
 from forerun.cache.plan import ModelMemory
 from forerun.errors import MissingWeights, ModelNotFound, UnsupportedModel
@@ -20,17 +20,15 @@ from forerun.fields import Fields, read_fields, short
 from forerun.models.backends.base import Backend
 from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.packing import MakeLinear
 from forerun.models.projections import Shapes
-from forerun.models.runner import Runner
 from forerun.models.source import HUB_FILES, find_folder, similar
 from forerun.models.weights import BUFFERS, Checkpoint
 
 OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # of files that heads are published in
 WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
-HeadDecoder = TypeVar("HeadDecoder", bound=Decoder)
+OpenFolder = Callable[[str], "HeadFolder"]  # the folder of this name, which is of the kind that is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,31 +118,13 @@ class HeadFolder:
 
     def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str]) -> ModelMemory:
         """What the layers take once loaded, with `tables`, which are never quantised."""
-        layers, size = (
-            self.layers(config, shapes, tables).memory,
-            sum(math.prod(shapes[n]) for n in shapes if n in tables),
-        )
+        layers = self.layers(config, shapes, tables).memory
+        size = sum(math.prod(shape) for name, shape in shapes.items() if name in tables)
         return replace(layers, weights_bytes=layers.weights_bytes + size * self.target.dtype.itemsize)
 
     def fingerprint(self) -> str:
         """What tells the weights apart from others."""
         return self.layers(self.target.config, {}).fingerprint()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedHeads(Generic[HeadDecoder]):
-    """Heads that are layers: their decoder, and the runner that it is read with."""
-
-    runner: Runner
-    decoder: HeadDecoder
-
-    @classmethod
-    def of(cls, decoder: HeadDecoder, num_tokens: int) -> LoadedHeads[HeadDecoder]:
-        """The decoder with a cache of `num_tokens`."""
-        return cls(Runner.of(decoder, num_tokens), decoder)
-
-
-OpenFolder = Callable[[str], HeadFolder]  # the folder of this name, which is of the kind that is asked for
 
 
 def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
@@ -183,3 +163,28 @@ def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], he
     if unread:
         cure = ", ".join(("use the config.json that came with the weights", *cures))
         raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} is none of {heads}: {cure}")
+
+
+def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
+    """Raise UnsupportedModel where a field says another size than the target of this name has."""
+    for key, size in sizes.items():
+        if fields.values.get(key) not in (None, size):
+            raise fields.refuse(key, f"{target} has {size}: name a drafter that was trained for it")
+
+
+def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:
+    """The fields as those of a model of the drafter's layers, with the `usual` values of what they leave out."""
+    kept = {key: value for key, value in fields.values.items() if key != "architectures"}
+    return replace(fields, values={**usual, **kept})
+
+
+def layer_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a layer's shape."""
+    return {
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate,
+        "rms_norm_eps": config.norm_eps,
+    }

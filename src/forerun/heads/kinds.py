@@ -9,82 +9,97 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from forerun.draft.plan import DraftContext, DraftPlan, refuse_members
+from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import ModelNotFound
 from forerun.fields import read_fields
-from forerun.heads.adapter import drafter as adapter
-from forerun.heads.adapter.format import SIGNS as ADAPTER_SIGNS
+from forerun.heads.adapter import format as adapter
+from forerun.heads.adapter.drafter import ExitBlueprint
 from forerun.heads.adapter.student import AdapterStudent
-from forerun.heads.block import convert as block_layouts
-from forerun.heads.block.drafter import BlockBlueprint, plan_block
-from forerun.heads.block.format import SIGNS as BLOCK_SIGNS
+from forerun.heads.block import format as block
+from forerun.heads.block.convert import LAYOUTS as BLOCK_LAYOUTS
+from forerun.heads.block.drafter import BlockBlueprint
 from forerun.heads.block.student import BlockStudent
-from forerun.heads.eagle import convert as eagle_layouts
-from forerun.heads.eagle.drafter import EagleBlueprint, plan_eagle
-from forerun.heads.eagle.format import SIGNS as EAGLE_SIGNS
+from forerun.heads.blueprint import WideDrafter
+from forerun.heads.eagle import format as eagle
+from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import WANTED, HeadFolder, HeadSigns, OpenFolder, find_heads, refuse_other_weights
 from forerun.heads.layouts import DraftLayout
-from forerun.heads.medusa import convert as medusa_layouts
-from forerun.heads.medusa.drafter import MedusaBlueprint, plan_medusa
-from forerun.heads.medusa.format import SIGNS as MEDUSA_SIGNS
+from forerun.heads.medusa import format as medusa
+from forerun.heads.medusa.drafter import MedusaBlueprint
 from forerun.heads.medusa.joint import make_medusa
-from forerun.heads.mtp import convert as mtp_layouts
-from forerun.heads.mtp.drafter import MtpBlueprint, plan_mtp
-from forerun.heads.mtp.format import SIGNS as MTP_SIGNS
+from forerun.heads.mtp import format as mtp
+from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.student import MakeStudent
-from forerun.heads.widened import WideDrafter
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan
 
-WidenHeads = Callable[[str, Plan, OpenFolder], WideDrafter]  # of an argument of `--draft`
+
+@runtime_checkable
+class FoundHeads(Protocol):
+    """Heads that were found and checked, but that are not loaded."""
+
+    def plan(self, name: str) -> DraftPlan:
+        """The plan of their drafter, which is called so."""
+        ...
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """What becomes of them when their target is widened. Raises InvalidRequest."""
+        ...
+
+
+ReadHeads = Callable[[DraftSpec, Blueprint, OpenFolder], FoundHeads]  # of a specification, for a target
 
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """A kind of heads. `plan` plans its drafter for a specification, `student` makes what is trained, and `widen` says
-    what becomes of a drafter, given by its argument, whose target is widened; `layouts` are those of its conversions.
+    """A kind of heads. `read` finds those of a specification, `student` makes what is trained, and `layouts` are those
+    of its conversions. `read` raises UnknownDrafter for a wrong argument, and ModelError for an unusable folder.
     """
 
     signs: HeadSigns
-    plan: Callable[[DraftSpec, DraftContext, OpenFolder], DraftPlan]
+    read: ReadHeads
     student: MakeStudent
-    widen: WidenHeads
     layouts: tuple[DraftLayout, ...] = ()
 
-    def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
-        """The plan of the drafter that is spelled so. Raises UnknownDrafter, and ModelError for an unusable folder."""
+    def find(self, spec: DraftSpec, target: Blueprint) -> FoundHeads:
+        """The heads that are spelled so."""
         refuse_members(spec)
-        return self.plan(spec, context, head_folders(spec.name, context.target))
+        return self.read(spec, target, head_folders(spec.name, target))
+
+    def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
+        """The plan of the drafter that is spelled so."""
+        return self.find(spec, context.target).plan(str(spec))
 
 
-class Widenable(Protocol):
-    """A blueprint of heads that can be widened with their target."""
+def in_folder(of: Callable[[HeadFolder], FoundHeads]) -> ReadHeads:
+    """How heads are read whose argument is their folder."""
 
-    def widened(self, plan: Plan) -> WideDrafter:
-        """What becomes of the heads. Raises InvalidRequest."""
-        ...
+    def read(spec: DraftSpec, _target: Blueprint, open_folder: OpenFolder) -> FoundHeads:
+        if spec.argument is None:
+            refuse(spec, f"name the folder with the heads, as in {spec.name}:DIR")
+        return of(open_folder(spec.argument))
+
+    return read
 
 
-def widen_read(read: Callable[[HeadFolder], Widenable]) -> WidenHeads:
-    """How heads are widened whose argument is their folder, which is read so."""
-    return lambda argument, plan, open_folder: read(open_folder(argument)).widened(plan)
+def read_modules(spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> FoundHeads:
+    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder."""
+    if spec.argument is not None:
+        return MtpBlueprint.of(open_folder(spec.argument))
+    return MtpBlueprint.of(HeadFolder.at(target.folder, str(target.folder), target), ships=True)
 
 
 HEADS: Mapping[str, HeadKind] = {
-    "block": HeadKind(
-        BLOCK_SIGNS, plan_block, BlockStudent.fresh, widen_read(BlockBlueprint.of), block_layouts.LAYOUTS
-    ),
-    "eagle": HeadKind(
-        EAGLE_SIGNS, plan_eagle, EagleStudent.fresh, widen_read(EagleBlueprint.of), eagle_layouts.LAYOUTS
-    ),
-    "early-exit": HeadKind(ADAPTER_SIGNS, adapter.plan_early_exit, AdapterStudent.fresh, adapter.widened_adapter),
-    "medusa": HeadKind(MEDUSA_SIGNS, plan_medusa, make_medusa, widen_read(MedusaBlueprint.of), medusa_layouts.LAYOUTS),
-    "mtp": HeadKind(MTP_SIGNS, plan_mtp, MtpStudent.fresh, widen_read(MtpBlueprint.of), mtp_layouts.LAYOUTS),
+    "block": HeadKind(block.SIGNS, in_folder(BlockBlueprint.of), BlockStudent.fresh, BLOCK_LAYOUTS),
+    "eagle": HeadKind(eagle.SIGNS, in_folder(EagleBlueprint.of), EagleStudent.fresh, eagle.LAYOUTS),
+    "early-exit": HeadKind(adapter.SIGNS, ExitBlueprint.of, AdapterStudent.fresh),
+    "medusa": HeadKind(medusa.SIGNS, in_folder(MedusaBlueprint.of), make_medusa, medusa.LAYOUTS),
+    "mtp": HeadKind(mtp.SIGNS, read_modules, MtpStudent.fresh, mtp.LAYOUTS),
 }
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.layouts import DraftSource, TargetFacts
+from forerun.heads.folder import layer_fields
+from forerun.heads.layouts import DraftFiles, TargetFacts
 from forerun.models.config import ModelConfig
 
 SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
@@ -20,10 +20,11 @@ KEPT = "speculators_config"  # what the layout says beside the layer: the target
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)
 VERSION_KEY = "speculators_version"
 TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which only training reads
+USUAL_GUESSES = 3  # what the package's own converter writes
 
 
 def package_config(
-    fields: Fields, target: TargetFacts | None, kind: str, num_guesses: int, values: Mapping[str, Any]
+    fields: Fields, target: TargetFacts | None, kind: str, values: Mapping[str, Any], num_guesses: int = USUAL_GUESSES
 ) -> dict[str, Any]:
     """config.json of a drafter of this type with these fields; `fields` are those that were read.
 
@@ -40,24 +41,20 @@ def package_config(
         "algorithm": kind,
         "verifier": verifier,
     }
-    return {
-        SPECULATORS: kind,
-        VERSION_KEY: VERSION,
-        KEPT: around,
-        **values,
-        "tie_word_embeddings": False,
-        "dtype": number_format(fields),
-    }
+    own = {SPECULATORS: kind, VERSION_KEY: VERSION, KEPT: around}
+    return {**own, **values, "tie_word_embeddings": False, "dtype": number_format(fields)}
 
 
-def resolved(config: ModelConfig) -> Mapping[str, Any]:
-    """Fields of layers that forerun takes from the family or the target, and the package elsewhere, written out."""
+def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) -> dict[str, Any]:
+    """The fields of a drafter's layers, without its `others`; what comes from the family or target is written out."""
+    kept = {key: value for key, value in config.items() if key not in (*FORMAT_KEYS, *others)}
     return {
-        "head_dim": config.head_dim,
-        "num_key_value_heads": config.kv_heads,
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "vocab_size": config.vocab_size,
+        **kept,
+        **layer_fields(layers),
+        "model_type": layers.family,
+        "num_hidden_layers": layers.layers,
+        "max_position_embeddings": layers.max_positions,
+        "vocab_size": layers.vocab_size,
         "tie_word_embeddings": False,
     }
 
@@ -67,13 +64,13 @@ def number_format(fields: Fields) -> Any:
     return fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
 
 
-def named(target: TargetFacts | None, folder: object, why: str) -> TargetFacts:
-    """The target. Raises UnsupportedModel where none was named, which these folders need."""
-    if target is None:
-        raise UnsupportedModel(f"{folder}: {why}: name the target with --model")
-    return target
-
-
-def of_speculators(*kinds: str) -> Callable[[DraftSource], bool]:
+def of_speculators(*kinds: str) -> Callable[[DraftFiles], bool]:
     """Whether a folder's config.json is of one of these types in `speculators`."""
-    return lambda source: source.values.get(SPECULATORS) in kinds
+    return lambda files: files.config.get(SPECULATORS) in kinds
+
+
+def refuse_fields(fields: Fields, refused: Mapping[str, tuple[bool, str]], cure: str) -> None:
+    """Raise UnsupportedModel for the first of these fields that the package cannot have, and why."""
+    for key, (is_refused, why) in refused.items():
+        if is_refused:
+            raise fields.refuse(key, f"{why}: {cure}")

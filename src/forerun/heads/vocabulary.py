@@ -7,6 +7,7 @@ programs read, says which of the target's tokens the head has.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.errors import UnsupportedModel
-from forerun.heads.layouts import DraftFiles
+from forerun.heads.layouts import DraftFiles, TargetFacts
 from forerun.models.chains import SameIds
 from forerun.models.weights import Checkpoint
 
@@ -37,8 +38,7 @@ class DraftVocabulary(SameIds):
 
 def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
     """The target's id of every token of the head's. Raises UnsupportedModel for ids that are not the target's."""
-    there = OFFSETS in checkpoint.stored
-    offsets = checkpoint.take_ids(OFFSETS, (draft_vocab,)) if there else None
+    offsets = checkpoint.take_ids(OFFSETS, (draft_vocab,)) if OFFSETS in checkpoint else None
     return ids_of(offsets, draft_vocab, vocab_size, checkpoint.folder)
 
 
@@ -46,12 +46,9 @@ def ids_of(
     offsets: Int[Tensor, " draft_vocab"] | None, draft_vocab: int, vocab_size: int, folder: Path
 ) -> Int[Tensor, " draft_vocab"]:
     """The target's ids, each so much larger than the head's own; None is a head over all of them."""
-    own = torch.arange(draft_vocab)
-    if offsets is None:
-        if draft_vocab == vocab_size:
-            return own
+    if offsets is None and draft_vocab != vocab_size:
         raise UnsupportedModel(f"{folder} has no tensor {OFFSETS}, which says whose tokens the head's are")
-    ids = own + offsets
+    ids = torch.arange(draft_vocab) + (0 if offsets is None else offsets)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < draft_vocab:
         raise UnsupportedModel(
             f"{folder}: {OFFSETS} must give each token of the head another one of the target's {vocab_size} tokens: "
@@ -63,16 +60,23 @@ def ids_of(
 def head_ids(files: DraftFiles, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
     """The target's ids of the head's tokens. Raises UnsupportedModel for a table that gives none."""
     offsets = files.tensors.get(OFFSETS)
-    if offsets is not None and (offsets.is_floating_point() or offsets.dim() != 1):
-        raise UnsupportedModel(f"{files.path.parent}: {OFFSETS} must be whole numbers, one for each token of the head")
-    size = vocab_size if offsets is None else len(offsets)
-    return ids_of(None if offsets is None else offsets.long(), size, vocab_size, files.path.parent)
+    if offsets is None:
+        return torch.arange(vocab_size)
+    if offsets.is_floating_point() or offsets.dim() != 1:
+        raise UnsupportedModel(f"{files.folder}: {OFFSETS} must be whole numbers, one for each token of the head")
+    return ids_of(offsets.long(), len(offsets), vocab_size, files.folder)
 
 
-def id_tables(files: DraftFiles) -> dict[str, Tensor]:
-    """`d2t` and `t2d` of a head over some of the target's tokens; none of one over all of them."""
+def check_ids(files: DraftFiles, draft_vocab: int, vocab_size: int) -> None:
+    """Raise UnsupportedModel for a head of other tokens than so many of the target's."""
+    if len(head_ids(files, vocab_size)) != draft_vocab:
+        raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
+
+
+def with_id_tables(files: DraftFiles, _target: TargetFacts | None = None) -> DraftFiles:
+    """The drafter with `t2d` beside `d2t`, for a head over some of the target's tokens."""
     if OFFSETS not in files.tensors:
-        return {}
+        return files
     vocab_size = files.fields.whole("vocab_size")
     mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, head_ids(files, vocab_size), True)
-    return {OFFSETS: files.tensors[OFFSETS].long(), MASK: mask}
+    return replace(files, tensors={**files.tensors, OFFSETS: files.tensors[OFFSETS].long(), MASK: mask})

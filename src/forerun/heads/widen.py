@@ -2,7 +2,7 @@
 
 What a drafter writes to a residual stream stays 0 in the new channels, what reads them may hold any value, and norms
 shrink. A tensor that reads several streams side by side grows inside each of them. The file decides what the grown
-tensors hold, and where the folder is written; which tensors and fields there are stands in `widened.py` and in the
+tensors hold, and where the folder is written; which tensors and fields there are stands in `blueprint.py` and in the
 blueprint of each kind. Models, which read no states, are widened alone.
 """
 
@@ -25,9 +25,9 @@ from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
-from forerun.heads.kinds import HEADS, head_folders
+from forerun.heads.blueprint import WideDrafter
+from forerun.heads.kinds import HEADS
 from forerun.heads.vocabulary import OFFSETS
-from forerun.heads.widened import WideDrafter
 from forerun.models.config import WIDENED
 from forerun.models.loading import Blueprint
 from forerun.models.projections import Shapes
@@ -72,7 +72,7 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
         raise InvalidRequest("draft", f"{draft} reads no states of the target: {wanted}.")
     if plan.wide.vocab_size != plan.source.config.vocab_size:
         raise InvalidRequest("vocab_size", "drafters have the source's vocabulary: leave it as it is.")
-    return plan, kind.widen(spec.argument, plan, head_folders(spec.name, plan.source))
+    return plan, kind.find(spec, plan.source).widened(plan)
 
 
 def put(

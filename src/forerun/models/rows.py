@@ -5,6 +5,8 @@ All of it keeps each row's bits independent of the other rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,11 @@ def padded_rows(rows: int) -> int:
 def pad_rows(x: Float[Tensor, "rows ..."], rows: int) -> Float[Tensor, "padded ..."]:
     """The rows with rows of zeros behind them, which do not affect the others."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
+def product(linear: Callable[[Tensor], Tensor], x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+    """A linear layer's outputs, of any number of rows."""
+    return linear(pad_rows(x, padded_rows(len(x))))[: len(x)]
 
 
 def rms_norm(x: Float[Tensor, "*rows width"], gain: Tensor, eps: float) -> Float[Tensor, "*rows width"]:

@@ -15,7 +15,7 @@ pass; accepted guesses are not read again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -26,17 +26,18 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Budget, Committed, Draft, Resume
 from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.model.follower import Follower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
+from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
 from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
+from forerun.heads.blueprint import WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.heads.widened import WideDrafter, layer_fields, widened_layers, widened_tap
 from forerun.models.chains import Chains, SameIds, Start
+from forerun.models.config import ModelConfig
 from forerun.models.decoder import States
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
-from forerun.models.widen import WRITERS, Plan
+from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
@@ -166,49 +167,52 @@ class EarlyExitDrafter(Follower):
                 self.sequences[seq_id].clear()
 
 
-def plan_adapter(folder: HeadFolder, layer: int) -> Blueprint:
-    """The adapter in a folder, for the exit before layer `layer`, to be loaded under the target as its host.
-
-    Raises ModelError for a folder that cannot be used.
-    """
-    config = adapter_config(folder, layer)
-    return folder.layers(config, adapter_shapes(folder, config))
-
-
-def plan_early_exit(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
+@dataclass(frozen=True, slots=True)
+class ExitBlueprint:
     """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
-    layers = context.target.config.layers
-    if layers < 2:
-        refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
-    exit_layer, colon, folder = (spec.argument or "").partition(":")
-    if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
-        refuse(
-            spec,
-            f"the argument is the number of layers that guess: at least 1 and at most {layers - 1}, as the target has "
-            f"{layers}, for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter",
-        )
-    layer = int(exit_layer)
-    if not colon:
-        return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, layer))
-    if not folder:
-        refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out")
-    name, adapter = str(spec), plan_adapter(open_folder(folder), layer)
 
-    def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> EarlyExitDrafter:
-        above = adapter.load(cache_tokens[name], progress, target.decoder.config.max_positions, target.decoder)
-        return EarlyExitDrafter(target, layer, above)
+    layer: int
+    adapter: tuple[HeadFolder, ModelConfig] | None = None  # the folder, and the layers in it
 
-    return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)
+    @classmethod
+    def of(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> ExitBlueprint:
+        """The exit that is spelled so. Raises UnknownDrafter, and ModelError for a folder that cannot be used."""
+        layers = target.config.layers
+        if layers < 2:
+            refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
+        exit_layer, colon, name = (spec.argument or "").partition(":")
+        if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
+            wanted = f"at least 1 and at most {layers - 1}, as the target has {layers}"
+            example = f"for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter"
+            refuse(spec, f"the argument is the number of layers that guess: {wanted}, {example}")
+        layer = int(exit_layer)
+        if not colon:
+            return cls(layer)
+        if not name:
+            wanted = f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out"
+            refuse(spec, wanted)
+        folder = open_folder(name)
+        return cls(layer, (folder, adapter_config(folder, layer)))
 
+    def plan(self, name: str) -> DraftPlan:
+        """The plan of this drafter, which is called so; an adapter is loaded under the target as its host."""
+        if self.adapter is None:
+            return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, self.layer))
+        folder, config = self.adapter
+        adapter = folder.layers(config, adapter_shapes(folder, config))
 
-def widened_adapter(argument: str, plan: Plan, open_folder: OpenFolder) -> WideDrafter:
-    """The layers of an adapter, for the exit where the same states are. Raises InvalidRequest where none is named."""
-    exit_layer, _, name = argument.partition(":")
-    if not exit_layer.isdecimal() or not name:
-        raise InvalidRequest("draft", f"early-exit:{argument} has no weights of its own: name an adapter's folder.")
-    folder = open_folder(name)
-    narrow, exit_wide = adapter_config(folder, int(exit_layer)), widened_tap(plan, int(exit_layer))
-    wide = widened_layers(narrow, plan, name)
-    shapes = adapter_shapes(folder, narrow), adapter_shapes(folder, wide)
-    fields = layer_fields(wide) | {EXIT: exit_wide}
-    return WideDrafter(folder, *shapes, fields, WRITERS, narrow.qk_norm, f"{exit_wide}:")
+        def build(tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> EarlyExitDrafter:
+            above = adapter.load(tokens[name], progress, target.decoder.config.max_positions, target.decoder)
+            return EarlyExitDrafter(target, self.layer, above)
+
+        return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)
+
+    def widened(self, plan: Plan) -> WideDrafter:
+        """The layers of an adapter, for the exit where the same states are. Raises InvalidRequest without one."""
+        if self.adapter is None:
+            wanted = f"early-exit:{self.layer} has no weights of its own: name an adapter's folder."
+            raise InvalidRequest("draft", wanted)
+        folder, config = self.adapter
+        wide, exit_wide = widened_layers(config, plan, folder.name), widened_tap(plan, self.layer)
+        shapes = adapter_shapes(folder, config), adapter_shapes(folder, wide)
+        return WideDrafter.of_layers(folder, shapes, wide, {EXIT: exit_wide}, argument=f"{exit_wide}:")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.heads.folder import HeadFolder, HeadSigns
+from forerun.heads.folder import HeadFolder, HeadSigns, refuse_sizes
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import FINAL_NORM
 from forerun.models.projections import Shapes, promised_tensors, tensor_shapes
@@ -36,9 +36,7 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
         cure = f"write early-exit:{trained_for}:{folder.name}, or name an adapter that was trained for exit {layer}"
         raise fields.refuse(EXIT, f"it is not for exit {layer}: {cure}")
     config = replace(config_of(fields), vocab_size=0, tied=False)
-    if config.hidden != of.hidden:
-        name = folder.target.name
-        raise fields.refuse("hidden_size", f"{name} has {of.hidden}: name an adapter that was trained for it")
+    refuse_sizes(fields, folder.target.name, hidden_size=of.hidden)
     config = with_stored_names(config, checkpoint)
     promised = (
         (name, shape)

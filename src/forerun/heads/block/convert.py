@@ -25,34 +25,27 @@ from forerun.heads.block.format import (
     ARCHITECTURE,
     EMBEDDING,
     HEAD,
+    HEADS,
     INSIDE,
     MAP,
     MAP_NORM,
+    MASK_ID,
     TAP_IDS,
     BlockConfig,
     BlockTensors,
 )
-from forerun.heads.layouts import (
-    DraftFiles,
-    DraftLayout,
-    DraftMethod,
-    DraftSource,
-    TargetFacts,
-    check_tensors_of,
-    own_target,
-)
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.heads.speculators import (
-    FORMAT_KEYS,
     LAYER_CONFIG,
     SPECULATORS,
     TRAINING,
     VERSION_KEY,
-    named,
     of_speculators,
     package_config,
-    resolved,
+    package_layer,
+    refuse_fields,
 )
-from forerun.heads.vocabulary import MASK, OFFSETS, head_ids, id_tables
+from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, with_id_tables
 from forerun.models.config import config_of
 
 KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their values where they are not given
@@ -68,7 +61,7 @@ KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their valu
 }
 ARCHITECTURES = {"dflash": ARCHITECTURE, "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
-IDS, MASK_ID = "aux_hidden_state_layer_ids", "mask_token_id"
+IDS = "aux_hidden_state_layer_ids"
 AUTHORS = (INSIDE, TAP_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
@@ -78,42 +71,39 @@ LAST = "its state is read before the target's final norm in speculators, and beh
 NUMBERS = "the last of the target's layers means another state in this format"
 
 
-def is_block(source: DraftSource) -> bool:
+def named(target: TargetFacts | None, files: DraftFiles) -> TargetFacts:
+    """The target. Raises UnsupportedModel where none was named."""
+    if target is None:
+        raise UnsupportedModel(f"{files.folder}: {NUMBERS}: name the target with --model")
+    return target
+
+
+def is_block(files: DraftFiles) -> bool:
     """Whether a folder is in the authors' layout."""
-    return {MAP, MAP_NORM} <= source.shapes.keys() and SPECULATORS not in source.values
+    return {MAP, MAP_NORM} <= files.tensors.keys() and SPECULATORS not in files.config
 
 
-def read_block_authors(source: DraftSource, _target: TargetFacts | None) -> DraftFiles:
+def read_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """As `block:DIR` reads it."""
-    return source.files(MASK)
+    return files.without(MASK)
 
 
-def write_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """With `t2d`, which other programs read."""
-    return replace(files, tensors={**files.tensors, **id_tables(files)})
-
-
-def read_block_package(source: DraftSource, target: TargetFacts | None) -> DraftFiles:
+def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """A dflash, dspark or dflash2. Raises UnsupportedModel for states and layers that `block:DIR` does not read."""
-    of = named(target, source.folder, NUMBERS).config
-    fields = source.fields
-    kind = str(fields.values[SPECULATORS])
-    given = {key: value for key, value in fields.values.items() if value is not None}
-    own = COMMON | KINDS[kind] | given
+    fields, num_layers = files.fields, named(target, files).config.layers
+    given = {key: value for key, value in files.config.items() if value is not None}
+    own = COMMON | KINDS[str(given[SPECULATORS])] | given
     layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the package's layers are always its
     config = layer | {key: value for key, value in own.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
-    config |= {"architectures": [ARCHITECTURES["dflash"]], "num_target_layers": of.layers}
+    config |= {"architectures": [ARCHITECTURE], "num_target_layers": num_layers}
     config[INSIDE] = {
-        TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, of.layers)],
+        TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, num_layers)],
         "causal": read_causal(replace(fields, values=own), replace(fields, values=layer)),
+        MASK_ID: given.get(MASK_ID),
     }
-    if MASK_ID in given:
-        config[INSIDE][MASK_ID] = given[MASK_ID]
-    files = source.files(MASK, *TRAINING)
-    tensors = without_convolutions(fields, files.tensors)
-    if given.get("draft_vocab_size") == config.get("vocab_size"):
-        tensors.pop(OFFSETS, None)  # of a head over all tokens
-    return replace(files, config=config, tensors=tensors)
+    over_all = given.get("draft_vocab_size") == config.get("vocab_size")
+    files = files.without(MASK, *TRAINING, *((OFFSETS,) if over_all else ()))
+    return replace(files, config=config, tensors=without_convolutions(fields, files.tensors))
 
 
 def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
@@ -153,57 +143,49 @@ def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[
 
 def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors:
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
-    fields = files.fields
-    of = (
-        own_target(replace(fields, values={"model_type": "qwen3", **files.config})) if target is None else target.config
-    )
-    name = "its own config.json" if target is None else target.name
-    found = BlockTensors.of(fields, of, name, files.tensors)
-    check_tensors_of(files, found.shapes(), (OFFSETS,))
-    if len(head_ids(files, of.vocab_size)) != found.draft_vocab:
-        raise fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
+    of = target or TargetFacts.said_by(files.fields, "qwen3")
+    found = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
+    files.check(found.shapes(), HEADS, (OFFSETS,))
+    check_ids(files, found.draft_vocab, of.config.vocab_size)
     return found
 
 
 def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The same without embedding and whole head. Raises UnsupportedModel where those are not the target's."""
-    of, tensors = named(target, files.path.parent, NUMBERS), dict(files.tensors)
-    tables = {EMBEDDING: of.embedding} | ({} if OFFSETS in tensors else {HEAD: of.head})
+    """The drafter without embedding and whole head. Raises UnsupportedModel where those are not the target's."""
+    of = named(target, files)
+    tables = {EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {HEAD: of.head})
     for name, table in tables.items():
-        own = tensors.pop(name, None)
-        if own is not None and not torch.equal(own, table().to(own.dtype)):
-            raise UnsupportedModel(
-                f"{files.path.parent}: {name} differs from the one of {of.name}, which speculators takes: choose "
-                "another format"
-            )
-    return replace(files, tensors=tensors)
+        stored = files.tensors.get(name)
+        if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
+            wanted = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
+            raise UnsupportedModel(f"{files.folder}: {wanted}")
+    return files.without(*tables)
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """As `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
-    fields, of = files.fields, named(target, files.path.parent, NUMBERS)
-    config = block_meaning(files, of).config
-    check_written(replace(fields, values={**files.config, **fields.inside(INSIDE).values}), config, of)
+    fields, of = files.fields, named(target, files)
+    meaning = block_meaning(files, of)
+    check_written(meaning, fields, of)
+    config = meaning.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov_rank or config.confidence else "dflash"
     own = COMMON | KINDS[kind]
     own |= {key: value for key, value in said(config).items() if key in own}
-    strange = (*AUTHORS, *FORMAT_KEYS, *(key for each in KINDS.values() for key in each), *COMMON, "target_hidden_size")
-    layer = {key: value for key, value in files.config.items() if key not in strange}
-    layer |= {"model_type": "qwen3", **resolved(config.layers)}
+    strange = (*AUTHORS, *(key for each in KINDS.values() for key in each), *COMMON, "target_hidden_size")
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
-        LAYER_CONFIG: layer,
+        LAYER_CONFIG: package_layer(files.config, config.layers, *strange),
         "draft_vocab_size": fields.whole("draft_vocab_size", config.layers.vocab_size),
         "target_hidden_size": fields.values.get("target_hidden_size"),
         IDS: list(config.taps),
         MASK_ID: config.mask_id,
         **own,
     }
-    tensors = {**files.tensors, **id_tables(files)}
+    tensors = dict(with_id_tables(files).tensors)
     if kind == "dflash2":
         values |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
         tensors |= neutral_convolutions(config, files.tensors[MAP].dtype)
-    return DraftFiles(files.path, package_config(fields, of, kind, config.most_depth, values), tensors)
+    return replace(files, config=package_config(fields, of, kind, values, config.most_depth), tensors=tensors)
 
 
 def said(config: BlockConfig) -> Mapping[str, Any]:
@@ -220,33 +202,21 @@ def said(config: BlockConfig) -> Mapping[str, Any]:
     }
 
 
-def check_written(fields: Fields, config: BlockConfig, of: TargetFacts) -> None:
+def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> None:
     """Raise UnsupportedModel for what `speculators` cannot say."""
+    c, layers, selects = tensors.config, tensors.config.layers, tensors.config.selector_rank > 0
+    some_tokens, other_width = tensors.draft_vocab != of.config.vocab_size, layers.hidden != of.config.hidden
     refused = {
-        "model_type": (config.layers.family != "qwen3", "the layers of speculators are qwen3's"),
-        TAP_IDS: (-1 in config.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
-        MASK_ID: (config.mask_id is None, "speculators has no embedding of its own for masked places"),
-        "causal": (
-            config.causal and not all(config.layers.windows),
-            "in speculators only layers with sliding windows are causal",
-        ),
-        "hidden_size": (
-            config.layers.hidden != of.config.hidden,
-            f"{of.name} has {of.config.hidden}, and speculators takes its embedding",
-        ),
-        "draft_vocab_size": (
-            bool(config.selector_rank)
-            and fields.values.get("draft_vocab_size", of.config.vocab_size) != of.config.vocab_size,
-            "speculators has selectors for heads over all tokens only",
-        ),
-        "enable_confidence_head": (
-            bool(config.selector_rank) and config.confidence,
-            "speculators has no confidence head beside a selector",
-        ),
+        "model_type": (layers.family != "qwen3", "the layers of speculators are qwen3's"),
+        TAP_IDS: (-1 in c.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
+        MASK_ID: (c.mask_id is None, "speculators has no embedding of its own for masked places"),
+        "causal": (c.causal and not all(layers.windows), "in speculators only layers with sliding windows are causal"),
+        "hidden_size": (other_width, f"{of.name} has {of.config.hidden}, and speculators takes its embedding"),
+        "draft_vocab_size": (selects and some_tokens, "speculators has selectors for heads over all tokens only"),
+        "enable_confidence_head": (selects and c.confidence, "speculators has no confidence head beside a selector"),
     }
-    for key, (is_refused, why) in refused.items():
-        if is_refused:
-            raise fields.refuse(key, f"{why}: convert it to another format, or train another one: {PORTABLE}")
+    fields = replace(fields, values={**fields.values, **fields.inside(INSIDE).values})
+    refuse_fields(fields, refused, f"convert it to another format, or train another one: {PORTABLE}")
 
 
 def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -271,5 +241,5 @@ LAYOUTS = (
         with_the_targets_tables,
         is_run=False,
     ),
-    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, write_block_authors),
+    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, with_id_tables),
 )

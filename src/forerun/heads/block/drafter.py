@@ -17,37 +17,33 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, ProgressCallback
+from forerun.annotations import Float
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
 from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
-from forerun.draft.spec import DraftSpec
-from forerun.heads.block.format import INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
+from forerun.heads.block.format import HEADS, INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
 from forerun.heads.block.network import MASKED, BlockDecoder
-from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
+from forerun.heads.blueprint import INNER, HeadBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.folder import HeadFolder
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
-from forerun.heads.widened import INNER, WideDrafter, layer_fields, widened_layers, widened_tap
 from forerun.models.chains import IdExchange, SameIds
 from forerun.models.decoder import Decoder, States
 from forerun.models.runner import DeviceTokens, Read, Runner
-from forerun.models.widen import WRITERS, Plan
+from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
 class BlockDrafter(Follower):
-    """Drafts with the `layers` of a block, and with the heads on their states."""
+    """Drafts with the `layers` of a block, the heads on their states, and a cache of `num_tokens`."""
 
     names: tuple[str, ...] = ("block",)
     rereads: ClassVar[bool] = False
 
-    def __init__(self, layers: LoadedHeads[BlockDecoder], ids: IdExchange) -> None:
-        super().__init__(layers.runner, ids)
-        self.decoder = layers.decoder
-        self.heads = self.decoder.heads
-        self.taps = self.decoder.block.taps
+    def __init__(self, layers: BlockDecoder, num_tokens: int, ids: IdExchange) -> None:
+        super().__init__(Runner.of(layers, num_tokens), ids)
+        self.decoder, self.heads, self.taps = layers, layers.heads, layers.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # the states behind the guessing places
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
@@ -107,8 +103,8 @@ class BlockDrafter(Follower):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBlueprint:
-    """A drafter that was checked, but that is not loaded; `ids` are between those of its head and the target's."""
+class BlockBlueprint(HeadBlueprint):
+    """`block:DIR`: a drafter that was checked, not loaded; `ids` are between those of its head and the target's."""
 
     folder: HeadFolder
     tensors: BlockTensors
@@ -120,7 +116,7 @@ class BlockBlueprint:
         folder.refuse_devices("block drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
-        folder.check(tensors.shapes(), "a block drafter with these fields", (OFFSETS, MASK))
+        folder.check(tensors.shapes(), HEADS, (OFFSETS, MASK))
         size = target.config.vocab_size
         if tensors.draft_vocab == size and OFFSETS not in checkpoint:
             return cls(folder, tensors, SameIds(size, size))
@@ -131,35 +127,25 @@ class BlockBlueprint:
         """What it takes once loaded."""
         return self.folder.memory(self.tensors.config.layers, self.tensors.shapes(), self.tensors.tables)
 
-    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> LoadedHeads[BlockDecoder]:
-        """The layers with a cache of `num_tokens`, for texts of `max_model_len` at most, and what stands on them."""
-        config = self.tensors.config
-        positions = min(max_model_len + config.block_size, config.layers.max_positions)
-        tensors = replace(self.tensors, config=replace(config, layers=replace(config.layers, max_positions=positions)))
-        return LoadedHeads.of(BlockDecoder(tensors, self.folder, target, self.ids.spread), num_tokens)
+    def load(self, max_model_len: int, target: Decoder) -> BlockDecoder:
+        """The layers and what stands on them, for texts of `max_model_len` at most."""
+        config, layers = self.tensors.config, self.tensors.config.layers
+        layers = replace(layers, max_positions=min(max_model_len + config.block_size, layers.max_positions))
+        tensors = replace(self.tensors, config=replace(config, layers=layers))
+        return BlockDecoder(tensors, self.folder, target, self.ids.spread)
+
+    def build(self, num_tokens: int, target: Runner) -> BlockDrafter:
+        """The drafter for engines on this runner."""
+        return BlockDrafter(self.load(target.decoder.config.max_positions, target.decoder), num_tokens, self.ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, the map of the states that they read, and what stands on their own."""
         tensors = self.tensors
         layers = widened_layers(tensors.config.layers, plan, self.folder.name)
         taps = tuple(widened_tap(plan, tap) for tap in tensors.config.taps)
-        config = replace(tensors.config, layers=layers, taps=taps)
+        wide = replace(
+            tensors, config=replace(tensors.config, layers=layers, taps=taps), target_hidden=plan.wide.hidden
+        )
         inside = {**self.folder.fields.inside(INSIDE).values, TAP_IDS: layer_ids(taps, plan.wide.layers)}
-        fields = layer_fields(layers) | {"vocab_size": layers.vocab_size, INSIDE: inside}
-        wide = replace(tensors, config=config, target_hidden=plan.wide.hidden).shapes()
-        writers = (*WRITERS, MAP, MASK_EMBEDDING)
-        inner = (*INNER, *RANKED)
-        return WideDrafter(self.folder, tensors.shapes(), wide, fields, writers, layers.qk_norm, inner=inner)
-
-
-def plan_block(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
-    """`block:DIR`: layers that guess a block of tokens in one pass, with a cache of their own."""
-    if spec.argument is None:
-        refuse(spec, "name the folder with the layers, as in block:DIR")
-    name, block = str(spec), BlockBlueprint.of(open_folder(spec.argument))
-
-    def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> BlockDrafter:
-        layers = block.load(cache_tokens[name], target.decoder.config.max_positions, target.decoder)
-        return BlockDrafter(layers, block.ids)
-
-    return DraftPlan({name: block.memory}, build, block.folder.fingerprint)
+        shapes, writers = (tensors.shapes(), wide.shapes()), (MAP, MASK_EMBEDDING)
+        return WideDrafter.of_layers(self.folder, shapes, layers, {INSIDE: inside}, writers, inner=(*INNER, *RANKED))

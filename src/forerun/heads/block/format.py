@@ -1,4 +1,4 @@
-"""The folder of a block drafter: the fields of its config.json, and the names and shapes of its tensors.
+"""The folder of a block drafter: the fields of its config.json, the names and shapes of its tensors, and conversions.
 
 The layout is that of DFlash's authors (z-lab, 2602.06036), with the heads of DSpark (2607.05147) and the candidate
 selector of DFlash 2 as fields that may be absent. All tensors have the target's width and are named without a prefix:
@@ -19,7 +19,7 @@ not. The fields of the drafter stand beside that or inside `dflash_config`: `tar
 that a layer of the target leaves, -1 the embedding; `block_size`; `mask_token_id`; `causal`, whether the places of a
 block see those before them alone; `sample_from_anchor`, whether the root's place guesses too; `markov_rank`,
 `enable_confidence_head`, `confidence_head_with_markov`, `selector_rank`, `selector_top_k`. Fields of other drafters
-that would change what is computed are refused by name.
+that would change what is computed are refused by name. How `speculators` saves block drafters is said in `convert.py`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns
+from forerun.heads.folder import HeadSigns, model_fields, refuse_sizes
 from forerun.heads.speculators import SPECULATORS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import Shapes, layer_tensors
 
 MOST_BLOCK = 64
 USUAL_BLOCK, USUAL_TOP_K = 16, 16  # of checkpoints that do not say
-ARCHITECTURE = "DFlashDraftModel"
-INSIDE, TAP_IDS = "dflash_config", "target_layer_ids"
+ARCHITECTURE, HEADS = "DFlashDraftModel", "a block drafter with these fields"
+INSIDE, TAP_IDS, MASK_ID = "dflash_config", "target_layer_ids", "mask_token_id"
 MAP, MAP_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
 EMBEDDING, HEAD, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 PREDECESSORS, SUCCESSORS = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
 SELECTOR = "candidate_selector.hidden_projection.weight"
-NEUTRAL = {  # fields of other drafters' arithmetic, and the values with which they change nothing
-    "markov_head_type": (None, "vanilla"),
-    "output_multiplier": (None, 1),
-    "final_logit_softcapping": (None, 0),
-    "input_embedding_scale": (None, 1),
-    "use_swa": (None, False),
-    "conv_kernel_size": (None, 0),
+NEUTRAL = {  # fields of other drafters' arithmetic, and the value with which each changes nothing
+    "markov_head_type": "vanilla",
+    "output_multiplier": 1,
+    "final_logit_softcapping": 0,
+    "input_embedding_scale": 1,
+    "use_swa": False,
+    "conv_kernel_size": 0,
 }
 SIGNS = HeadSigns(((INSIDE, ""), ("architectures", "DFlash"), (SPECULATORS, "dflash")))
 RANKED = ("markov_w1.weight", "markov_w2.weight", "_codebook")  # ends of names of matrices that read no states
@@ -119,14 +119,14 @@ class BlockTensors:
         """
         config = read_block(fields, of, target)
         draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
-        found = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
-        if config.layers.hidden != of.hidden and not (found.own_embedding and found.own_head):
+        tensors = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
+        if config.layers.hidden != of.hidden and not (tensors.own_embedding and tensors.own_head):
             wanted = f"{target} has {of.hidden}, and {EMBEDDING} or {HEAD} is missing: name one that was trained for it"
             raise fields.refuse("hidden_size", wanted)
-        if draft_vocab != of.vocab_size and not found.own_head:
+        if draft_vocab != of.vocab_size and not tensors.own_head:
             wanted = f"the folder has no {HEAD} of its own, and {target} has {of.vocab_size} ids: correct it"
             raise fields.refuse("draft_vocab_size", wanted)
-        return found
+        return tensors
 
     @property
     def tables(self) -> Collection[str]:
@@ -159,28 +159,22 @@ class BlockTensors:
 
 def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
     """The configuration that these fields spell, for the target of this configuration. Raises UnsupportedModel."""
-    inside = read.inside(INSIDE).values
-    given = {key: value for key, value in (dict(read.values) | dict(inside)).items() if key != "architectures"}
-    defaults = {"max_position_embeddings": of.max_positions, "model_type": "qwen3", "vocab_size": of.vocab_size}
-    fields = replace(read, values=defaults | given)
+    usual = {"max_position_embeddings": of.max_positions, "model_type": "qwen3", "vocab_size": of.vocab_size}
+    fields = model_fields(replace(read, values={**read.values, **read.inside(INSIDE).values}), usual)
     for key, neutral in NEUTRAL.items():
-        if given.get(key) not in neutral:
-            raise fields.refuse(key, f"supported is {neutral[1]!r}: use another drafter")
-    if fields.values["vocab_size"] != of.vocab_size:
-        raise fields.refuse("vocab_size", f"{target} has {of.vocab_size}: name a drafter that was trained for it")
+        if fields.values.get(key) not in (None, neutral):
+            raise fields.refuse(key, f"supported is {neutral!r}: use another drafter")
+    refuse_sizes(fields, target, vocab_size=of.vocab_size)
     layers = replace(config_of(fields), tied=False)
     if layers.experts or layers.sinks:
-        raise fields.refuse(
-            "model_type", "a block drafter's layers are dense, without attention sinks: use another one"
-        )
-    mask_id = None if given.get("mask_token_id") is None else fields.whole("mask_token_id", least=0)
-    if mask_id is not None and mask_id >= of.vocab_size:
-        raise fields.refuse("mask_token_id", f"the target's ids are below {of.vocab_size}: correct it")
+        wanted = "a block drafter's layers are dense, without attention sinks: use another one"
+        raise fields.refuse("model_type", wanted)
+    has_mask = fields.values.get(MASK_ID) is not None
+    mask_id = fields.whole(MASK_ID, least=0, most=of.vocab_size - 1) if has_mask else None
     markov_rank, selector_rank = (fields.whole(key, 0, least=0) for key in ("markov_rank", "selector_rank"))
     if markov_rank and selector_rank:
-        raise fields.refuse(
-            "selector_rank", "it takes the place of a Markov head: set markov_rank or selector_rank to 0"
-        )
+        wanted = "it takes the place of a Markov head: set markov_rank or selector_rank to 0"
+        raise fields.refuse("selector_rank", wanted)
     confidence = fields.flag("enable_confidence_head")
     with_markov = confidence and fields.flag("confidence_head_with_markov", bool(markov_rank))
     if with_markov and not markov_rank:
@@ -248,7 +242,7 @@ def author_values(
             "block_size": block_size,
             "causal": mask_id is None,
             "sample_from_anchor": True,
-            **({} if mask_id is None else {"mask_token_id": mask_id}),
+            **({} if mask_id is None else {MASK_ID: mask_id}),
         },
         "markov_rank": markov_rank,
         "selector_rank": selector_rank,

@@ -17,8 +17,9 @@ chance a place's guess is accepted, if those before it are. The file decides how
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear
 from forerun.models.packing import MakeLinear, Take
-from forerun.models.rows import pad_rows, padded_rows, rms_norm, rotate
+from forerun.models.rows import product, rms_norm, rotate
 from forerun.sampling.winners import largest
 
 MASKED = -1  # stands for the token of a masked place
@@ -83,17 +84,10 @@ class BlockDecoder(Decoder):
         return rms_norm(product(self.fc, states.flatten(1).to(self.stream)), self.hidden_norm, self.config.norm_eps)
 
     def forward(
-        self,
-        batch: TokenBatch,
-        cache: PagedCache,
-        *,
-        layers: range | None = None,
-        inputs: Float[Tensor, "total hidden"] | None = None,
-        taps: Sequence[int] = (),
+        self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
     ) -> Hidden:
         """Put context into the cache, which is `inputs`; without it read blocks, whose masked places are MASKED."""
-        assert layers is None, "all layers are read"
-        assert not taps, "nobody reads its states"
+        assert not any(more.values()), "all layers are read, and nobody reads their states"
         if inputs is not None:
             self.remember(inputs, batch, cache)
             return Hidden(inputs, None)
@@ -105,9 +99,8 @@ class BlockDecoder(Decoder):
         """The keys and values that every layer makes of the context."""
         c, total = self.config, len(batch.tokens)
         cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
-        x = pad_rows(context, padded_rows(total))
         for i, layer in enumerate(self.layers):
-            qkv = layer.attention.qkv(x)[:total].view(total, -1, c.head_dim)
+            qkv = product(layer.attention.qkv, context).view(total, -1, c.head_dim)
             key, value = qkv[:, c.heads : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
             if layer.attention.qk_norm is not None:
                 key = rms_norm(key, layer.attention.qk_norm[c.heads :], c.norm_eps)
@@ -204,8 +197,3 @@ class BlockHeads:
             return cls(after, None)
         weight, bias = take(CONFIDENCE)[0].float(), take(CONFIDENCE_BIAS)[0].float()
         return cls(after, ConfidenceHead(weight, bias, before if c.confidence_with_markov else None))
-
-
-def product(linear: Linear, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-    """The layer's, for any number of rows."""
-    return linear(pad_rows(x, padded_rows(len(x))))[: len(x)]

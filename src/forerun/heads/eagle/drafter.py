@@ -14,35 +14,43 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, Int, ProgressCallback
+from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
 from forerun.draft.model.state_follower import StateFollower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
-from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.eagle.format import EMBEDDING, MAP, MAP_BIAS, MASK_STATE, TAP_IDS, EagleTensors, fitted_tensors
+from forerun.heads.blueprint import HeadBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.eagle.format import (
+    EMBEDDING,
+    HEADS,
+    MAP,
+    MAP_BIAS,
+    MASK_STATE,
+    TAP_IDS,
+    EagleForm,
+    EagleTensors,
+    fitted_tensors,
+)
 from forerun.heads.eagle.network import EagleDecoder
-from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
+from forerun.heads.folder import HeadFolder
 from forerun.heads.speculators import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
-from forerun.heads.widened import WideDrafter, layer_fields, widened_layers, widened_tap
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
-from forerun.models.widen import WRITERS, Plan
+from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
 class EagleDrafter(StateFollower):
-    """Drafts with a target's `layers`; `taps` are the states that they read."""
+    """Drafts with `layers` and a cache of `num_tokens`; `taps` are the target's states that they read."""
 
     names: tuple[str, ...] = ("eagle",)
 
-    def __init__(self, layers: LoadedHeads[EagleDecoder], ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
-        super().__init__(layers.runner, ids)
-        self.decoder = layers.decoder
+    def __init__(self, layers: EagleDecoder, num_tokens: int, ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
+        super().__init__(Runner.of(layers, num_tokens), ids)
+        self.decoder = layers
         self.taps = taps
 
     def of_text(
@@ -59,11 +67,10 @@ class EagleDrafter(StateFollower):
 class ParallelEagleDrafter(EagleDrafter):
     """P-EAGLE: its masked places have the embedding of `mask_token`, and a state that was learned."""
 
-    def __init__(
-        self, layers: LoadedHeads[EagleDecoder], ids: DraftVocabulary, taps: tuple[int, ...], mask_token: int
-    ) -> None:
-        super().__init__(layers, ids, taps)
-        self.mask_token = mask_token
+    def __init__(self, layers: EagleDecoder, num_tokens: int, ids: DraftVocabulary, form: EagleForm) -> None:
+        super().__init__(layers, num_tokens, ids, form.taps)
+        assert form.mask_token is not None, "it has masked places"
+        self.mask_token = form.mask_token
 
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
@@ -100,8 +107,8 @@ class ParallelEagleDrafter(EagleDrafter):
 
 
 @dataclass(frozen=True, slots=True)
-class EagleBlueprint:
-    """A drafter that was checked, but that is not loaded; `ids` are the target's ids of its head's tokens."""
+class EagleBlueprint(HeadBlueprint):
+    """`eagle:DIR`: a drafter that was checked, but that is not loaded; `ids` are the target's of its head's tokens."""
 
     folder: HeadFolder
     tensors: EagleTensors
@@ -113,8 +120,7 @@ class EagleBlueprint:
         folder.refuse_devices("EAGLE drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
-        idle = () if tensors.form.joined else (OFFSETS, MASK)
-        folder.check(tensors.shapes(), "the EAGLE drafter of its config.json", idle)
+        folder.check(tensors.shapes(), HEADS, () if tensors.form.joined else (OFFSETS, MASK))
         return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, target.config.vocab_size))
 
     @property
@@ -122,11 +128,19 @@ class EagleBlueprint:
         """What it takes once loaded."""
         return self.folder.memory(self.tensors.config, self.tensors.shapes(), (EMBEDDING,))
 
-    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> LoadedHeads[EagleDecoder]:
-        """The layers with a cache of `num_tokens`, for texts of `max_model_len` at most."""
+    def load(self, max_model_len: int, target: Decoder) -> EagleDecoder:
+        """The layers, for texts of `max_model_len` at most."""
         config = self.tensors.config
-        tensors = replace(self.tensors, config=replace(config, max_positions=min(max_model_len, config.max_positions)))
-        return LoadedHeads.of(EagleDecoder(tensors, self.folder, target), num_tokens)
+        config = replace(config, max_positions=min(max_model_len, config.max_positions))
+        return EagleDecoder(replace(self.tensors, config=config), self.folder, target)
+
+    def build(self, num_tokens: int, target: Runner) -> EagleDrafter:
+        """The drafter for engines on this runner."""
+        config, form = target.decoder.config, self.tensors.form
+        layers, ids = self.load(config.max_positions, target.decoder), DraftVocabulary(config.vocab_size, self.ids)
+        if form.mask_token is None:
+            return EagleDrafter(layers, num_tokens, ids, form.taps)
+        return ParallelEagleDrafter(layers, num_tokens, ids, form)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, and the map of the states that they read."""
@@ -136,27 +150,7 @@ class EagleBlueprint:
             layout = f"write one in its authors' with `{command}`, and widen that"
             raise InvalidRequest("draft", f"{name} is in the layout of speculators: {layout}.")
         config = widened_layers(tensors.config, plan, name)
-        wide = replace(tensors, config=config, target_hidden=plan.wide.hidden)
-        fields = layer_fields(config) | {"vocab_size": config.vocab_size}
-        if not tensors.form.joined:
-            fields[TAP_IDS] = [widened_tap(plan, tap) for tap in tensors.form.taps]
-        writers = (*WRITERS, MAP, MAP_BIAS, MASK_STATE)
-        shapes = tensors.shapes(), wide.shapes()
-        return WideDrafter(self.folder, *shapes, fields, writers, config.qk_norm, readers=(MASK_STATE,))
-
-
-def plan_eagle(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
-    """`eagle:DIR`: an EAGLE layer on the target's states, with a cache of its own."""
-    if spec.argument is None:
-        refuse(spec, "name the folder with the layer, as in eagle:DIR")
-    name, eagle = str(spec), EagleBlueprint.of(open_folder(spec.argument))
-
-    def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> EagleDrafter:
-        config, form = target.decoder.config, eagle.tensors.form
-        layers = eagle.load(cache_tokens[name], config.max_positions, target.decoder)
-        ids = DraftVocabulary(config.vocab_size, eagle.ids)
-        if form.mask_token is None:
-            return EagleDrafter(layers, ids, form.taps)
-        return ParallelEagleDrafter(layers, ids, form.taps, form.mask_token)
-
-    return DraftPlan({name: eagle.memory}, build, eagle.folder.fingerprint)
+        shapes = tensors.shapes(), replace(tensors, config=config, target_hidden=plan.wide.hidden).shapes()
+        taps = {} if tensors.form.joined else {TAP_IDS: [widened_tap(plan, tap) for tap in tensors.form.taps]}
+        writers = (MAP, MAP_BIAS, MASK_STATE)
+        return WideDrafter.of_layers(self.folder, shapes, config, taps, writers, readers=(MASK_STATE,))

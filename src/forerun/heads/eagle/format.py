@@ -1,4 +1,4 @@
-"""The folder of an EAGLE drafter: which tensors it must hold, and how its config.json is understood.
+"""The folder of an EAGLE drafter: which tensors it must hold, how its config.json is understood, and conversions.
 
 EAGLE-1 and EAGLE-2 share a layout, EAGLE-3 (2503.01840) has another one with options of its own, and P-EAGLE
 (2602.01469) one more. The authors' layouts have tensors under `midlayer.` or `layers.0.`, and `fc.weight`; a folder
@@ -7,20 +7,37 @@ folder has no tensor for are the target's own. config.json is read in the author
 `speculators`, which puts the layer's own fields under `transformer_layer_config`; its options, beside that, have the
 same names and meanings in both, and so have the ids of the target's layers, which name a layer by its input. Layers
 that are not computed are refused by name.
+
+A conversion holds the authors' form: EAGLE-3 under `midlayer.`, EAGLE-1 under `layers.0.`, and the head's tokens in the
+order of their ids. `t2d`, which says the same as `d2t`, is left out there and written anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import partial
 
+import torch
+
+from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns
-from forerun.heads.speculators import LAYER_CONFIG, SPECULATORS
+from forerun.heads.folder import HeadSigns, model_fields, refuse_sizes
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.heads.speculators import (
+    KEPT,
+    LAYER_CONFIG,
+    SPECULATORS,
+    of_speculators,
+    package_config,
+    package_layer,
+)
+from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, head_ids, with_id_tables
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.projections import LayerTable
+from forerun.models.projections import LayerTable, Shapes
 
-PLACES = ("midlayer", "layers.0")  # what the layer's tensors are called
+PLACES = MIDLAYER, FIRST_LAYER = "midlayer", "layers.0"  # what the layer's tensors are called
+HEADS = "the EAGLE drafter of its config.json"
 FEATURE = (-1,)  # the state that EAGLE-1 reads: the one behind the target's final norm
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 MASK_STATE = "mask_hidden"  # what stands for the target's states in masked places
@@ -28,11 +45,11 @@ INPUT_NORM, STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 MAP, MAP_BIAS = "fc.weight", "fc.bias"
 ALL_NORM, TAP_NORM = "input_norm.weight", "fc_norm.{}.weight"  # of the states before they are mapped
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+TAP_IDS, INSIDE = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 NORMED_RESIDUAL = "norm_before_residual"
 OPTIONS = (NORMED_RESIDUAL, "norm_before_fc", "fc_norm", "norm_output")
 MASK_TOKEN = "mask_token_id"
-KINDS = ("eagle3", "peagle")  # of speculators
+KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # of speculators, and their architectures
 # What speculators puts beside the layer's own.
 OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
 MOST_TAPS = 16
@@ -82,38 +99,28 @@ class EagleTensors:
         vectors = {**table.vectors, STATE_NORM: self.config.hidden}
         return replace(table, vectors=vectors, qkv=replace(table.qkv, inputs=2 * self.config.hidden))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """All of them but the table of ids."""
-        outside = self.of_joined() if self.form.joined else self.of_fused()
-        if self.form.fc_bias:
-            outside[MAP_BIAS] = (self.config.hidden,)
-        if self.own_embedding:
-            outside[EMBEDDING] = (self.config.vocab_size, self.config.hidden)
-        for index in range(1, self.config.layers):
-            table = LayerTable.of(self.config, index)
-            outside |= {f"layers.{index}.{name}": shape for name, shape in table.tensors().items()}
-        return outside | {f"{self.place}.{name}": shape for name, shape in self.table.tensors().items()}
-
-    def of_joined(self) -> dict[str, tuple[int, ...]]:
-        """Those outside of EAGLE-1's layer."""
-        return {MAP: (self.config.hidden, self.config.hidden + self.target_hidden)}
-
-    def of_fused(self) -> dict[str, tuple[int, ...]]:
-        """Those outside of EAGLE-3's layer."""
-        hidden, num_taps = self.config.hidden, len(self.form.taps)
-        found: dict[str, tuple[int, ...]] = {
-            MAP: (hidden, num_taps * self.target_hidden),
-            NORM: (hidden,),
-        }
+        c, form, hidden, inputs = self.config, self.form, self.config.hidden, len(self.form.taps) * self.target_hidden
+        found: Shapes = {MAP: (hidden, inputs + (hidden if form.joined else 0))}
+        if not form.joined:
+            found[NORM] = (hidden,)
         if self.own_head:
             found[HEAD] = (self.draft_vocab, hidden)
-        if self.form.norm_before_fc:
-            found[ALL_NORM] = (num_taps * self.target_hidden,)
-        if self.form.mask_token is not None:
-            found[MASK_STATE] = (1, 1, num_taps * self.target_hidden)
-        if self.form.fc_norm:
-            found |= {TAP_NORM.format(tap): (self.target_hidden,) for tap in range(num_taps)}
-        return found
+        if form.norm_before_fc:
+            found[ALL_NORM] = (inputs,)
+        if form.mask_token is not None:
+            found[MASK_STATE] = (1, 1, inputs)
+        if form.fc_norm:
+            found |= {TAP_NORM.format(tap): (self.target_hidden,) for tap in range(len(form.taps))}
+        if form.fc_bias:
+            found[MAP_BIAS] = (hidden,)
+        if self.own_embedding:
+            found[EMBEDDING] = (c.vocab_size, hidden)
+        tables = {f"layers.{index}": LayerTable.of(c, index) for index in range(1, c.layers)} | {self.place: self.table}
+        return found | {
+            f"{place}.{name}": shape for place, table in tables.items() for name, shape in table.tensors().items()
+        }
 
 
 def author_fields(fields: Fields) -> Fields:
@@ -136,11 +143,9 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
 
     Raises UnsupportedModel for a layer that is not computed, or that is another target's.
     """
-    fields = of_layers(author_fields(read), of)
-    if fields.values.get("vocab_size") != of.vocab_size:
-        raise fields.refuse("vocab_size", f"{target} has {of.vocab_size}: name a drafter that was trained for it")
-    if fields.whole("target_hidden_size", of.hidden) != of.hidden:
-        raise fields.refuse("target_hidden_size", f"{target} has {of.hidden}: name a drafter that was trained for it")
+    usual = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
+    fields = model_fields(author_fields(read), usual)
+    refuse_sizes(fields, target, vocab_size=of.vocab_size, target_hidden_size=of.hidden)
     tensors = read_tensors(fields, stored, of)
     for name, is_own in ((EMBEDDING, tensors.own_embedding), (HEAD, tensors.own_head)):
         if not is_own and tensors.config.hidden != of.hidden:
@@ -149,13 +154,6 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
     if not tensors.own_head and tensors.draft_vocab != of.vocab_size:
         raise fields.refuse("draft_vocab_size", f"the folder has no {HEAD} for so many tokens: add it")
     return tensors
-
-
-def of_layers(read: Fields, of: ModelConfig) -> Fields:
-    """The fields as those of a model of these layers; what they leave out is the target's or the family's."""
-    kept = {key: value for key, value in read.values.items() if key != "architectures"}
-    defaults = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
-    return replace(read, values=defaults | kept)
 
 
 def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> EagleTensors:
@@ -185,7 +183,7 @@ def read_form(fields: Fields, num_layers: int) -> EagleForm:
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The states that it reads, each named by the layer that it enters; as the authors choose them, unless said."""
-    inside = fields.values.get("eagle_config")
+    inside = fields.values.get(INSIDE)
     found = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
     if found is None:
         return usual_taps(num_layers)
@@ -201,3 +199,93 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
 def usual_taps(num_layers: int) -> tuple[int, ...]:
     """The states that the authors choose."""
     return (min(2, num_layers), num_layers // 2, max(0, num_layers - 3))
+
+
+def is_authors(files: DraftFiles, joined: bool) -> bool:
+    """Whether a folder is in the authors' layout of EAGLE-3 or, `joined`, of EAGLE-1 and EAGLE-2."""
+    names = files.tensors
+    there = MAP in names and any(f"{place}.mlp.down_proj.weight" in names for place in PLACES)
+    fused = any(name in names for name in (NORM, *(f"{place}.{STATE_NORM}" for place in PLACES)))
+    is_block = STATE_NORM in names  # whose tensors are otherwise named like these
+    return there and fused != joined and not is_block and SPECULATORS not in files.config
+
+
+def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """EAGLE-3, in either spelling."""
+    config = dict(author_fields(files.fields).values)
+    inside = config.pop(INSIDE, None)
+    if isinstance(inside, dict) and inside.get(TAP_IDS) is not None:
+        config.setdefault(TAP_IDS, inside[TAP_IDS])
+    config["architectures"] = [ARCHITECTURE]
+    if files.config.get(KEPT) is not None:
+        config[KEPT] = files.config[KEPT]
+    return in_order(replace(files.without(MASK).renamed({f"{FIRST_LAYER}.": f"{MIDLAYER}."}), config=config))
+
+
+def read_joined(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """EAGLE-1 or EAGLE-2, in the authors' spelling."""
+    return files.without(MASK).renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
+
+
+def in_order(files: DraftFiles) -> DraftFiles:
+    """The drafter with its head's tokens in the order of their ids, without a table of ids for a head over all."""
+    if OFFSETS not in files.tensors or HEAD not in files.tensors:
+        return files
+    vocab_size = files.fields.whole("vocab_size")
+    ids, order = head_ids(files, vocab_size).sort()
+    offsets = {OFFSETS: ids - torch.arange(len(ids))} if len(ids) < vocab_size else {}
+    head = {HEAD: files.tensors[HEAD][order]}
+    return replace(files, tensors={**files.without(OFFSETS).tensors, **head, **offsets})
+
+
+def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors:
+    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    of = target or TargetFacts.said_by(files.fields, "llama")
+    found = fitted_tensors(files.fields, files.tensors, of.config, of.name)
+    files.check(found.shapes(), HEADS, () if found.form.joined else (OFFSETS,))
+    if not found.form.joined:
+        check_ids(files, found.draft_vocab, of.config.vocab_size)
+    return found
+
+
+def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
+    """The drafter with an embedding and a head of its own, which `speculators` expects: the target's, if need be."""
+    missing = [name for name in (EMBEDDING, HEAD) if name not in files.tensors]
+    if missing and target is None:
+        raise UnsupportedModel(f"{files.folder} uses its target's {', '.join(missing)}: name that with --model")
+    tables = {} if target is None else {EMBEDDING: target.embedding, HEAD: target.head}
+    dtype = files.tensors[MAP].dtype
+    return replace(files, tensors={**files.tensors, **{name: tables[name]().to(dtype) for name in missing}})
+
+
+def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
+    """EAGLE-3 as `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
+    fields = files.fields
+    if fields.flag("qkv_bias"):
+        raise fields.refuse("qkv_bias", "speculators has no such layer: convert it to another format")
+    mask_token, layers = fields.values.get(MASK_TOKEN), eagle_meaning(files, target).config
+    kind = "eagle3" if mask_token is None else "peagle"
+    values = {
+        "architectures": [KINDS[kind]],
+        LAYER_CONFIG: package_layer(files.config, layers, *OUTSIDE, INSIDE),
+        "draft_vocab_size": fields.whole("draft_vocab_size", fields.whole("vocab_size")),
+        "target_hidden_size": fields.values.get("target_hidden_size"),
+        TAP_IDS: fields.values.get(TAP_IDS, None if target is None else list(usual_taps(target.config.layers))),
+        **{name: fields.flag(name) for name in OPTIONS},
+        "embed_requires_grad": kind == "peagle",
+        **({} if mask_token is None else {MASK_TOKEN: mask_token}),
+    }
+    files = with_id_tables(files).renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
+    return replace(files, config=package_config(fields, target, kind, values))
+
+
+EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
+EAGLE1 = DraftMethod("EAGLE-1 or EAGLE-2", "eagle", eagle_meaning)
+IS_EAGLE3, IS_EAGLE1 = (partial(is_authors, joined=joined) for joined in (False, True))
+THEIRS = f"config.json with {SPECULATORS} eagle3 or peagle"
+OURS, FIRST = "fc.weight, norm.weight, midlayer.* or layers.0.*", "fc.weight, layers.0.*, no norm.weight"
+LAYOUTS = (
+    DraftLayout("speculators", EAGLE3, THEIRS, of_speculators(*KINDS), read_fused, write_speculators, self_contained),
+    DraftLayout("eagle", EAGLE3, OURS, IS_EAGLE3, read_fused, with_id_tables),
+    DraftLayout("eagle", EAGLE1, FIRST, IS_EAGLE1, read_joined),
+)

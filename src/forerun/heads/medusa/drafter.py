@@ -8,6 +8,7 @@ those before it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +16,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, ProgressCallback
+from forerun.annotations import Float
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.parallel_heads import Paths, grow_ahead
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse
-from forerun.draft.spec import DraftSpec
 from forerun.errors import WrongTarget
-from forerun.heads.folder import HeadFolder, OpenFolder
+from forerun.heads.blueprint import HeadBlueprint, WideDrafter
+from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa.format import MedusaConfig, fitted_heads
 from forerun.heads.medusa.network import MedusaHeads
-from forerun.heads.widened import WideDrafter
-from forerun.models.decoder import Decoder
 from forerun.models.loading import HELD_BYTES
 from forerun.models.runner import Runner
 from forerun.models.widen import Plan
@@ -104,8 +102,8 @@ class MedusaDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaBlueprint:
-    """Heads that were checked, but that are not loaded."""
+class MedusaBlueprint(HeadBlueprint):
+    """`medusa:DIR`: heads that were checked, but that are not loaded. They need no cache."""
 
     folder: HeadFolder
     config: MedusaConfig
@@ -115,19 +113,19 @@ class MedusaBlueprint:
         """The heads in a folder. Raises ModelError for one that cannot be used."""
         of, stored = folder.target.config, folder.checkpoint.stored
         config = fitted_heads(folder.fields, stored, of.hidden, of.vocab_size, folder.target.name)
-        folder.check(config.shapes(), "these heads")
+        folder.check(config.shapes(), str(config))
         return cls(folder, config)
 
     @property
     def memory(self) -> ModelMemory:
         """What they take once loaded: weights, and no cache."""
-        target = self.folder.target
+        target, size = self.folder.target, sum(map(math.prod, self.config.shapes().values()))
         each, _ = HELD_BYTES.get(target.quantize, (target.dtype.itemsize, 0))
-        return ModelMemory(int(self.config.num_parameters * each), 0, 0, target.config.max_positions)
+        return ModelMemory(int(size * each), 0, 0, target.config.max_positions)
 
-    def load(self, target: Decoder) -> MedusaHeads:
-        """The heads, for this decoder of the target."""
-        return MedusaHeads(self.config, self.folder, target)
+    def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:
+        """The drafter for engines on this runner."""
+        return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder))
 
     def widened(self, plan: Plan) -> WideDrafter:
         """What their blocks add stays 0 in the new channels."""
@@ -135,15 +133,3 @@ class MedusaBlueprint:
         fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
         writers = ("linear.weight", "linear.bias", "in.weight")
         return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, writers)
-
-
-def plan_medusa(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
-    """`medusa:DIR`: heads on the target's last hidden state. They need no cache."""
-    if spec.argument is None:
-        refuse(spec, "name the folder with the heads, as in medusa:DIR")
-    heads = MedusaBlueprint.of(open_folder(spec.argument))
-
-    def build(_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> MedusaDrafter:
-        return MedusaDrafter(heads.load(target.decoder))
-
-    return DraftPlan({str(spec): heads.memory}, build, heads.folder.fingerprint)

@@ -1,22 +1,32 @@
 """The folder of Medusa heads: config.json with `medusa_num_heads`, and the tensors by head and block (2401.10774).
 
 Tensors in model.safetensors are named as the authors' code does: `0.0.linear.weight`, `0.0.linear.bias`, and
-`0.1.weight` for the output matrix behind one block; `0.in.weight` is what hydra adds (2402.05109).
+`0.1.weight` for the output matrix behind one block; `0.in.weight` is what hydra adds (2402.05109). The authors publish
+a state dict in `medusa_lm_head.pt`, or the same in safetensors; some versions put `medusa_head.` before all names.
+Their config.json has no sizes, and in published checkpoints fewer heads than the file: sizes and number are those of
+the tensors.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns, refuse_unread
+from forerun.heads.folder import HeadSigns, refuse_sizes
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.models.projections import Shapes
 
 MOST_HEADS = 16
 HEADS, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers", "hydra", "MedusaModel"
 SIGNS = HeadSigns(((HEADS, ""),), needed=HEADS, layout="medusa")
+PREFIX, PICKLE = "medusa_head.", "medusa_lm_head.pt"
+TENSOR = re.compile(r"(?:medusa_head\.)?(\d{1,4})\.(?:in|\d{1,4}|\d{1,4}\.linear)\.(?:weight|bias)")
+FIRST = "0.0.linear.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +40,12 @@ class MedusaConfig:
     own_output: bool
     hydra: bool
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def __str__(self) -> str:
+        return f"{self.num_heads} heads with {self.num_blocks} blocks each"
+
+    def shapes(self) -> Shapes:
         """Every tensor's name and shape."""
-        found: dict[str, tuple[int, ...]] = {}
+        found: Shapes = {}
         for head in range(self.num_heads):
             if self.hydra:
                 found[f"{head}.in.weight"] = (self.hidden, (2 + head) * self.hidden)
@@ -55,30 +68,71 @@ class MedusaConfig:
             HYDRA: self.hydra,
         }
 
-    @property
-    def num_parameters(self) -> int:
-        """The weights of all heads."""
-        return sum(map(math.prod, self.shapes().values()))
-
 
 def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_size: int, target: str) -> MedusaConfig:
     """The heads that a folder with this config.json and these tensors holds, for the target of this name and sizes.
 
-    Raises UnsupportedModel for those of another target, and for a tensor that none of them has.
+    Raises UnsupportedModel for those of another target.
     """
-    for key, own in (("hidden_size", hidden), ("vocab_size", vocab_size)):
-        if fields.values.get(key, own) != own:
-            raise fields.refuse(key, f"{target} has {own}: name heads that were trained for it")
+    refuse_sizes(fields, target, hidden_size=hidden, vocab_size=vocab_size)
     num_blocks = fields.whole(BLOCKS, 1)
-    config = MedusaConfig(
-        num_heads=fields.whole(HEADS, most=MOST_HEADS),
-        num_blocks=num_blocks,
-        hidden=hidden,
-        vocab_size=vocab_size,
-        own_output=f"0.{num_blocks}.weight" in stored,
-        hydra=fields.flag(HYDRA),
-    )
-    refuse_unread(
-        fields.path.parent, stored, config.shapes(), f"{config.num_heads} heads with {num_blocks} blocks each"
-    )
-    return config
+    num_heads, own_output = fields.whole(HEADS, most=MOST_HEADS), f"0.{num_blocks}.weight" in stored
+    return MedusaConfig(num_heads, num_blocks, hidden, vocab_size, own_output, fields.flag(HYDRA))
+
+
+def holds_heads(files: DraftFiles, is_pickle: bool) -> bool:
+    """Whether a folder is of Medusa heads by its configuration or its tensors, and these are the authors' pickle."""
+    heads = HEADS in files.config or (bool(files.tensors) and all(map(TENSOR.fullmatch, files.tensors)))
+    return heads and is_pickle == (files.file == PICKLE)
+
+
+def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """The heads, with the sizes that their tensors have."""
+    fields, files = files.fields, files.renamed({PREFIX: ""})
+    first = files.tensors.get(FIRST)
+    if first is None or first.dim() != 2:
+        raise MissingWeights(f"{files.folder} has no tensor {FIRST}: these are no Medusa heads, or not all of them")
+    count = 1 + max(int(found[1]) for found in map(TENSOR.fullmatch, files.tensors) if found)
+    num_blocks = fields.whole(BLOCKS, 1)
+    config = {**files.config, "architectures": [ARCHITECTURE], HEADS: max(count, fields.whole(HEADS, count))}
+    config |= {BLOCKS: num_blocks, "hidden_size": first.shape[0]}
+    outputs = files.tensors.get(f"0.{num_blocks}.weight")
+    return replace(files, config=config if outputs is None else config | {"vocab_size": outputs.shape[0]})
+
+
+def medusa_meaning(files: DraftFiles, target: TargetFacts | None) -> MedusaConfig:
+    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    fields = files.fields
+    if target is not None:
+        name, hidden, vocab_size = target.name, target.config.hidden, target.config.vocab_size
+    else:
+        name, hidden = "its own config.json", fields.whole("hidden_size")
+        vocab_size = fields.whole("vocab_size", 1)  # heads without matrices of their own do not say it
+    found = fitted_heads(fields, files.tensors, hidden, vocab_size, name)
+    files.check(found.shapes(), str(found))
+    return found
+
+
+def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """As the authors' code reads them. Raises UnsupportedModel for Hydra's, which it does not have."""
+    if files.fields.flag(HYDRA):
+        raise UnsupportedModel(f"{files.folder}: heads of Hydra have no place in Medusa's own layout: use medusa")
+    return replace(files, config={key: value for key, value in files.config.items() if key != HYDRA})
+
+
+MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)
+LAYOUTS = (
+    DraftLayout(
+        "medusa-pt",
+        MEDUSA,
+        PICKLE,
+        partial(holds_heads, is_pickle=True),
+        read_medusa,
+        write_authors,
+        file=PICKLE,
+        is_run=False,
+    ),
+    DraftLayout(
+        "medusa", MEDUSA, "config.json with medusa_num_heads", partial(holds_heads, is_pickle=False), read_medusa
+    ),
+)

@@ -25,22 +25,21 @@ class MedusaHeads:
     """The heads, over a target's embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
-        checkpoint, device = folder.checkpoint, target.embedding.device
+        shapes, device = config.shapes(), target.embedding.device
 
-        def layer(name: str, bias: bool) -> Linear:
-            shapes = config.shapes()
-            weight = checkpoint.take(f"{name}.weight", shapes[f"{name}.weight"]).to(device)
-            return folder.make(
-                weight, checkpoint.take(f"{name}.bias", shapes[f"{name}.bias"]).to(device) if bias else None
-            )
+        def take(name: str) -> Tensor | None:
+            return folder.checkpoint.take(name, shapes[name]).to(device) if name in shapes else None
+
+        def layer(name: str) -> Linear:
+            return folder.make(take(f"{name}.weight"), take(f"{name}.bias"))
 
         heads, blocks = range(config.num_heads), range(config.num_blocks)
         self.config = config
         self.embedding = target.embedding
         self.dtype = target.stream
-        self.entries = [layer(f"{head}.in", bias=False) if config.hydra else None for head in heads]
-        self.blocks = [[layer(f"{head}.{block}.linear", bias=True) for block in blocks] for head in heads]
-        self.outputs = [layer(f"{d}.{len(blocks)}", bias=False) if config.own_output else target.head for d in heads]
+        self.entries = [layer(f"{head}.in") if config.hydra else None for head in heads]
+        self.blocks = [[layer(f"{head}.{block}.linear") for block in blocks] for head in heads]
+        self.outputs = [layer(f"{d}.{len(blocks)}") if config.own_output else target.head for d in heads]
 
     def logits(
         self, head: int, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows seen"]

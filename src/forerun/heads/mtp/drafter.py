@@ -14,32 +14,30 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, ProgressCallback
+from forerun.annotations import Float
 from forerun.cache.plan import ModelMemory
 from forerun.draft.model.state_follower import StateFollower
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan
-from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.folder import HeadFolder, LoadedHeads, OpenFolder
+from forerun.heads.blueprint import HeadBlueprint, WideDrafter, widened_layers
+from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.format import MtpTensors, check_modules
 from forerun.heads.mtp.network import UNKNOWN, MtpDecoder
-from forerun.heads.widened import WideDrafter, layer_fields, widened_layers
 from forerun.models.chains import SameIds
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
-from forerun.models.widen import WRITERS, Plan
+from forerun.models.widen import Plan
 
 
 class MtpDrafter(StateFollower):
-    """Drafts with a target's `modules`."""
+    """Drafts with a target's `modules`, and a cache of `num_tokens`."""
 
     names: tuple[str, ...] = ("mtp",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, modules: LoadedHeads[MtpDecoder]) -> None:
-        config = modules.decoder.config
-        super().__init__(modules.runner, SameIds(config.vocab_size, config.vocab_size))
-        self.num_modules = len(modules.decoder.modules)
+    def __init__(self, modules: MtpDecoder, num_tokens: int) -> None:
+        config = modules.config
+        super().__init__(Runner.of(modules, num_tokens), SameIds(config.vocab_size, config.vocab_size))
+        self.num_modules = len(modules.modules)
         self.hidden = config.hidden
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
@@ -69,8 +67,8 @@ class MtpDrafter(StateFollower):
 
 
 @dataclass(frozen=True, slots=True)
-class MtpBlueprint:
-    """Modules that were checked, but that are not loaded."""
+class MtpBlueprint(HeadBlueprint):
+    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
 
     folder: HeadFolder
     tensors: MtpTensors
@@ -86,11 +84,15 @@ class MtpBlueprint:
         """What they take once loaded; tables of their own count as they are stored."""
         return self.folder.memory(self.tensors.config, self.tensors.shapes(), self.tensors.own)
 
-    def load(self, num_tokens: int, max_model_len: int, target: Decoder) -> LoadedHeads[MtpDecoder]:
-        """The modules with a cache of `num_tokens`, for texts of `max_model_len` at most."""
+    def load(self, max_model_len: int, target: Decoder) -> MtpDecoder:
+        """The modules, for texts of `max_model_len` at most."""
         config = self.tensors.config
-        tensors = replace(self.tensors, config=replace(config, max_positions=min(max_model_len, config.max_positions)))
-        return LoadedHeads.of(MtpDecoder(tensors, self.folder, target), num_tokens)
+        config = replace(config, max_positions=min(max_model_len, config.max_positions))
+        return MtpDecoder(replace(self.tensors, config=config), self.folder, target)
+
+    def build(self, num_tokens: int, target: Runner) -> MtpDrafter:
+        """The drafter for engines on this runner."""
+        return MtpDrafter(self.load(target.decoder.config.max_positions, target.decoder), num_tokens)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """Modules in a folder of their own: what they map into their residual stream stays 0 in the new channels."""
@@ -98,19 +100,5 @@ class MtpBlueprint:
         if tensors.naming.behind_layers:
             raise InvalidRequest("draft", f"{name} numbers its modules behind the target's layers, which become more.")
         config = widened_layers(tensors.config, plan, name)
-        fields = layer_fields(config) | {"vocab_size": config.vocab_size}
-        writers = (*WRITERS, tensors.naming.projection.rpartition("}.")[2])
-        wide = replace(tensors, config=config).shapes()
-        return WideDrafter(self.folder, tensors.shapes(), wide, fields, writers, tensors.config.qk_norm)
-
-
-def plan_mtp(spec: DraftSpec, context: DraftContext, open_folder: OpenFolder) -> DraftPlan:
-    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
-    ships = context.target.folder
-    folder = HeadFolder.at(ships, str(ships), context.target) if spec.argument is None else open_folder(spec.argument)
-    name, modules = str(spec), MtpBlueprint.of(folder, ships=spec.argument is None)
-
-    def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> MtpDrafter:
-        return MtpDrafter(modules.load(cache_tokens[name], target.decoder.config.max_positions, target.decoder))
-
-    return DraftPlan({name: modules.memory}, build, folder.fingerprint)
+        shapes = tensors.shapes(), replace(tensors, config=config).shapes()
+        return WideDrafter.of_layers(self.folder, shapes, config, {}, (tensors.naming.projection.rpartition("}.")[2],))

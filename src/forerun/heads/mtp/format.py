@@ -1,32 +1,55 @@
 """What a checkpoint must hold to have MTP modules: which tensors, of which shapes, for how many modules.
 
 The file decides how many modules there are, what their layers are shaped like, and that no tensor of theirs is left
-out: each is read, or refused by name. What namings there are is a table of its own (`mtp_names.py`); how modules
-compute is decided in `network.py`.
+out: each is read, or refused by name. What namings there are is a table of its own (`mtp_names.py`).
+
+Conversions know the layout of Qwen3-Next and that of `speculators`. Both compute the same: the embedding, normed,
+before the state, normed; a projection, a layer, a norm. In `speculators` there is one module, its layer is qwen3's, and
+embedding and head are the target's. The state that enters is the target's behind its final norm where a module serves,
+in vLLM as here; the package computes with what it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadFolder, HeadSigns
+from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.heads.speculators import (
+    KEPT,
+    LAYER_CONFIG,
+    SPECULATORS,
+    TRAINING,
+    number_format,
+    of_speculators,
+    package_config,
+    package_layer,
+    refuse_fields,
+)
 from forerun.models.bundled import BUNDLED, TARGET
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import FINAL_NORM, Blueprint
-from forerun.models.mtp_names import MtpNaming, find_modules
-from forerun.models.projections import layer_tensors
+from forerun.models.mtp_names import QWEN, MtpNaming, find_modules
+from forerun.models.projections import Shapes, layer_tensors
 from forerun.models.weights import Checkpoint
 
 COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names of one number
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the target's own
 SHAPE_KEY = "hidden_size"  # a folder that says it describes its modules' layers; else they are shaped as the target's
 SIGNS = HeadSigns()
+KIND, COUNT = "mtp", COUNT_KEYS[0]  # its type in speculators, and what a number of modules is called there
+PACKAGE_NAMES = {  # beginnings of names, and what they are in speculators
+    QWEN.projection: "mtp_layers.0.input_proj.weight",
+    QWEN.embedding_norm: "mtp_layers.0.token_layernorm.weight",
+    QWEN.state_norm: "mtp_layers.0.hidden_layernorm.weight",
+    QWEN.norm: "mtp_layers.0.final_layernorm.weight",
+    QWEN.layer.format(0): "mtp_layers.0.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +68,10 @@ class MtpTensors:
         """What one of the naming's patterns is for this module."""
         return pattern.format(self.naming.number(module, self.behind))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """All of them but embeddings and heads that are the target's."""
         c, n = self.config, self.naming
-        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
+        found: Shapes = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
         for module in range(c.layers):
             found[self.name(module, n.projection)] = (c.hidden, 2 * c.hidden)
             found |= {self.name(module, each): (c.hidden,) for each in (n.embedding_norm, n.state_norm, n.norm)}
@@ -94,41 +117,24 @@ def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
 
 
 def layer_config(folder: HeadFolder, ships: bool, naming: MtpNaming) -> ModelConfig:
-    """The configuration of the modules' layers: one like the target's last layer, unless the folder describes its own.
-
-    There are as many as config.json says or, where it does not say, as are stored.
-    """
+    """The configuration of the modules' layers. There are as many as config.json says or, where it does not say, as are
+    stored."""
     of, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
     count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, of.layers))
-    whole = of if ships or SHAPE_KEY not in fields.values else described(fields, of, folder.target.name)
+    whole = of if ships else described(fields, of, folder.target.name)
     experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, of.layers))}mlp.gate_proj.weight"
-    return replace(
-        whole,
-        layers=count,
-        windows=whole.windows[-1:] * count,
-        experts=None if experts is None or dense in checkpoint else replace(experts, layers=tuple(range(count))),
-        tied=False,
-    )
+    experts = None if experts is None or dense in checkpoint else replace(experts, layers=tuple(range(count)))
+    return replace(whole, layers=count, windows=whole.windows[-1:] * count, experts=experts, tied=False)
 
 
 def described(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
-    """The configuration that a folder of modules gives of its layers, for the target of this name. Raises
-    UnsupportedModel for another target's."""
-    defaults: dict[str, Any] = {
-        "max_position_embeddings": of.max_positions,
-        "vocab_size": of.vocab_size,
-        "model_type": of.family,
-        "num_hidden_layers": 1,
-    }
-    kept = {key: value for key, value in fields.values.items() if key != "architectures"}
-    config = config_of(replace(fields, values=defaults | kept))
-    for key, own, wanted in (
-        ("hidden_size", config.hidden, of.hidden),
-        ("vocab_size", config.vocab_size, of.vocab_size),
-    ):
-        if own != wanted:
-            raise fields.refuse(key, f"{target} has {wanted}: name modules that were trained for it")
-    return config
+    """The configuration that a folder of modules gives of its layers, for the target of this name: that of the target's
+    last layer, unless it says more. Raises UnsupportedModel for another target's."""
+    if SHAPE_KEY not in fields.values:
+        return of
+    refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
+    usual = {"max_position_embeddings": of.max_positions, "vocab_size": of.vocab_size, "model_type": of.family}
+    return config_of(model_fields(fields, {**usual, "num_hidden_layers": 1}))
 
 
 def promised_modules(fields: Fields) -> int:
@@ -160,3 +166,61 @@ def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -
             if not torch.equal(checkpoint.take(name, size), whole.take(shared, size)):
                 found.append(name)
     return found
+
+
+def is_modules(files: DraftFiles) -> bool:
+    """Whether a folder holds modules as Qwen3-Next names them, and nothing else."""
+    return QWEN.projection in files.tensors and all(name.startswith(QWEN.prefix) for name in files.tensors)
+
+
+def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
+    """A module of `speculators`. Raises UnsupportedModel for layers of other families than qwen3."""
+    fields, layer = files.fields, files.fields.inside(LAYER_CONFIG)
+    if layer.values.get("model_type") != "qwen3":
+        raise layer.refuse("model_type", "a module of speculators is read if its layer is qwen3's: use another")
+    config = {key: value for key, value in layer.values.items() if key not in ("layer_types", "max_window_layers")}
+    config |= {"num_hidden_layers": 1, COUNT_KEYS[-1]: fields.whole(COUNT, 1), "dtype": number_format(fields)}
+    if files.config.get(KEPT) is not None:
+        config[KEPT] = files.config[KEPT]
+    names = {theirs: ours for ours, theirs in PACKAGE_NAMES.items()}
+    return replace(files.without(*TRAINING).renamed(names), config=config)
+
+
+def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
+    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    of, count = target or TargetFacts.said_by(files.fields, "llama"), promised_modules(files.fields) or 1
+    config = described(files.fields, of.config, of.name)
+    config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
+    files.check((found := MtpTensors(config, QWEN, 0)).shapes(), f"{count} MTP modules as {QWEN.name} name them")
+    return found
+
+
+def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
+    """As `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
+    fields, config = files.fields, modules_meaning(files, target).config
+    refused = {
+        COUNT_KEYS[-1]: (config.layers != 1, "speculators has one module"),
+        "model_type": (not config.qk_norm or config.qkv_bias, "the layers of speculators are qwen3's"),
+        "sliding_window": (any(config.windows), "the layer of a module in speculators has no window"),
+    }
+    refuse_fields(fields, refused, "use another drafter, such as `forerun train mtp --portable` writes")
+    layer = package_layer(files.config, config, *COUNT_KEYS, "use_sliding_window") | {"model_type": "qwen3"}
+    if target is not None:
+        layer["num_hidden_layers"] = target.config.layers  # by which the package finds the state that it reads
+    values = {"architectures": ["MTPDraftModel"], LAYER_CONFIG: layer, COUNT: 1}
+    return replace(files.renamed(PACKAGE_NAMES), config=package_config(fields, target, KIND, values))
+
+
+MTP = DraftMethod("MTP module", "mtp", modules_meaning)
+LAYOUTS = (
+    DraftLayout(
+        "speculators",
+        MTP,
+        f"config.json with {SPECULATORS} mtp",
+        of_speculators(KIND),
+        read_package,
+        write_package,
+        is_run=False,
+    ),
+    DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules),
+)

@@ -13,9 +13,9 @@ formats as the target's own. What a checkpoint must hold is decided in `format.p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.format import MtpTensors
-from forerun.models.backends.base import DecoderParts
+from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import AttentionPath, TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear, StateEntry
-from forerun.models.rows import pad_rows, padded_rows, rms_norm
+from forerun.models.rows import product
 
 UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
 
@@ -39,14 +39,11 @@ class MtpModule:
     """What a module has beside its layer."""
 
     embedding: Float[Tensor, "vocab hidden"]
-    embedding_norm: Float[Tensor, " hidden"]
-    state_norm: Float[Tensor, " hidden"]
-    projection: Linear
-    norm: Float[Tensor, " hidden"]
+    entry: StateEntry
     head: Linear
 
 
-class MtpDecoder(Decoder):
+class MtpDecoder(StateDecoder):
     """The modules as a decoder over a cache of its own, a layer each.
 
     Row p of a text is its token p + 1, beside what is known of the tokens up to p. A pass reads through all modules, or
@@ -55,57 +52,37 @@ class MtpDecoder(Decoder):
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder) -> None:
-        shapes, naming, make, backend = tensors.shapes(), tensors.naming, folder.make, folder.backend
-        quantize = folder.target.quantize
+        shapes, naming, backend, quantize = tensors.shapes(), tensors.naming, folder.backend, folder.target.quantize
 
         def take(name: str) -> Tensor:
             return folder.checkpoint.take(name, shapes[name])
 
-        super().__init__(
-            tensors.config,
-            lambda name, _shape: take(tensors.stored_name(name)),
-            target.dtype,
-            backend,
-            quantize,
-            host=target,
-        )
+        def fetch(name: str, _shape: tuple[int, ...]) -> Tensor:
+            return take(tensors.stored_name(name))
+
+        super().__init__(tensors.config, fetch, target.dtype, backend, quantize, host=target)
         make_head = partial(backend.linear, quantize="int8" if quantize else None)
-        self.state_first = naming.state_first
         self.modules: list[MtpModule] = []
         for module in range(tensors.config.layers):
-            name = partial(tensors.name, module)
-            own_head = naming.head is not None and name(naming.head) in tensors.own
-            own_table = naming.embedding is not None and name(naming.embedding) in tensors.own
+            names = (naming.projection, naming.embedding_norm, naming.state_norm, naming.norm)
+            weight, token_norm, state_norm, norm = (take(tensors.name(module, name)) for name in names)
+            entry = StateEntry(folder.make(weight), token_norm, state_norm, norm, naming.state_first)
+            table, head = (tensors.name(module, name or "") for name in (naming.embedding, naming.head))
+            embedding = take(table) if table in tensors.own else target.embedding
             self.modules.append(
-                MtpModule(
-                    embedding=take(name(naming.embedding)) if own_table else target.embedding,  # type: ignore[arg-type]
-                    embedding_norm=take(name(naming.embedding_norm)),
-                    state_norm=take(name(naming.state_norm)),
-                    projection=make(take(name(naming.projection))),
-                    norm=take(name(naming.norm)),
-                    head=make_head(take(name(naming.head))) if own_head else target.head,  # type: ignore[arg-type]
-                )
+                MtpModule(embedding, entry, make_head(take(head)) if head in tensors.own else target.head)
             )
         if len(self.modules) == 1:  # several take turns, step by step
             own = self.modules[0]
-            self.embedding = own.embedding
-            entry = StateEntry(own.projection, own.embedding_norm, own.state_norm, own.norm, self.state_first)
-            parts = DecoderParts(tensors.config, own.embedding, self.layers, None, own.head, self.rope, entry)
-            self.executor = backend.executor(parts)
+            self.embedding, self.head = own.embedding, own.head
+            self.enters_by(own.entry, None, backend)
 
     def forward(
-        self,
-        batch: TokenBatch,
-        cache: PagedCache,
-        *,
-        layers: range | None = None,
-        inputs: Float[Tensor, "total states"] | None = None,
-        taps: Sequence[int] = (),
+        self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total states"] | None = None, **more: Any
     ) -> Hidden:
         """Read the batch beside `inputs`, through as many of the last modules as it has states for."""
         assert inputs is not None, "it reads states"
-        assert layers is None, "the states say which modules read"
-        assert not taps, "nobody reads its states"
+        assert not any(more.values()), "the states say which modules read, and nobody reads their states"
         states = inputs.view(len(inputs), -1, self.config.hidden)
         first, outputs = len(self.modules) - states.shape[1], list[Tensor]()
         for module in range(first, len(self.modules)):
@@ -133,21 +110,15 @@ class MtpDecoder(Decoder):
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
     ) -> Float[Tensor, "total hidden"]:
         """One module's outputs, behind its norm."""
-        own, total, eps = self.modules[module], len(states), self.config.norm_eps
-        normed = [
-            rms_norm(own.embedding[batch.tokens].to(self.stream), own.embedding_norm, eps),
-            rms_norm(states, own.state_norm, eps),
-        ]
-        joined = torch.cat(normed[::-1] if self.state_first else normed, dim=1)
-        x = own.projection(pad_rows(joined, padded_rows(total)))[:total]
-        x = self.executor.run(range(module, module + 1), x, batch, cache)
-        return rms_norm(x, own.norm, eps)
+        own = self.modules[module]
+        embedded = own.embedding[batch.tokens]
+        return self.read_beside(own.entry, range(module, module + 1), embedded, states, batch, cache)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32, of outputs that are normed."""
         width = self.config.hidden
         head = self.modules[len(self.modules) - hidden.shape[1] // width].head
-        return head(pad_rows(hidden[:, :width], padded_rows(len(hidden))))[: len(hidden)].float()
+        return product(head, hidden[:, :width]).float()
 
 
 def without_first(path: AttentionPath, rows: int) -> AttentionPath:

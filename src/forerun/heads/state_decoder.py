@@ -1,0 +1,51 @@
+"""StateDecoder: layers that read each token beside the state before it, as those of EAGLE and MTP modules do.
+
+How the two enter is a value, `StateEntry`, which the compiled kernels read too; this file decides how torch computes
+it. Where the states come from is decided by each kind.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.cache.paged import PagedCache
+from forerun.models.backends.base import Backend, DecoderParts
+from forerun.models.batch import TokenBatch
+from forerun.models.decoder import Decoder
+from forerun.models.layer import StateEntry
+from forerun.models.rows import product, rms_norm
+
+
+class StateDecoder(Decoder):
+    """A decoder with one or more entries, over a cache of its own."""
+
+    def normed(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        """The rows behind this norm; as they are without a gain."""
+        return x if gain is None else rms_norm(x, gain, self.config.norm_eps)
+
+    def enters_by(self, entry: StateEntry, norm: Float[Tensor, " hidden"] | None, backend: Backend) -> None:
+        """Have whole chains computed with this entry, and this norm before the head."""
+        parts = DecoderParts(self.config, self.embedding, self.layers, norm, self.head, self.rope, entry)
+        self.executor = backend.executor(parts)
+
+    def read_beside(
+        self,
+        entry: StateEntry,
+        layers: range,
+        embedded: Float[Tensor, "total hidden"],
+        states: Float[Tensor, "total hidden"],
+        batch: TokenBatch,
+        cache: PagedCache,
+    ) -> Float[Tensor, "total hidden"]:
+        """What these layers, and the norm behind them, make of tokens beside states."""
+        states = states.to(self.stream)
+        token, state = self.normed(embedded.to(self.stream), entry.token_norm), self.normed(states, entry.state_norm)
+        joined = torch.cat([state, token] if entry.state_first else [token, state], dim=1)
+        if entry.map is None:
+            x = self.executor.run(layers, state if entry.normed_stream else states, batch, cache, joined)
+        else:
+            x = product(entry.map, joined)
+            x = self.executor.run(layers, x, batch, cache, x if entry.reads_stream else None)
+        return self.normed(x, entry.output_norm)
