@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
+from kit.reading import logits_in_pieces, threads
 from kit.sparse import FAMILIES, write_sparse
 from kit.unchecked import unchecked
 from models.damage import ABSENT, VALUES, write
@@ -49,13 +49,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_sparse(root / family, family) for family in FAMILIES}
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def load(folder: Path, choice: KernelChoice, dtype: str = "float32", quantize: Quantization | None = None) -> Runner:
     if choice == "native":
         require_compiler()
@@ -67,30 +60,19 @@ def text(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 512) for _ in range(length)]
 
 
-def read_all(runner: Runner, tokens: list[int], sizes: list[int], seq_id: int = 0) -> Tensor:
-    """The logits of a text read in pieces."""
-    logits, start = [], 0
-    for size in sizes:
-        logits.append(runner.read([Read(seq_id, tokens[start : start + size], judged=range(size))]).logits)
-        runner.keep([seq_id], [range(size)])
-        start += size
-    runner.release([seq_id])
-    return torch.cat(logits)
-
-
 def check_rows(runner: Runner) -> Tensor:
     """Pieces, threads, a batch and a tree against the same tokens alone; the logits of the text alone."""
     tokens = text(LENGTH)
     with unchecked():
-        alone = read_all(runner, tokens, [1] * LENGTH)
+        alone = logits_in_pieces(runner, tokens, [1] * LENGTH)
         for num_threads, sizes in ((1, [LENGTH]), (2, [17, 3, LENGTH - 20]), (3, [33] * 4 + [18]), (2, [5] * 30)):
-            torch.set_num_threads(num_threads)
-            assert torch.equal(read_all(runner, tokens, sizes), alone), (num_threads, sizes)
+            with threads(num_threads):
+                assert torch.equal(logits_in_pieces(runner, tokens, sizes), alone), (num_threads, sizes)
         texts = [text(length, length) for length in (1, 2, 7, 64)]
         together = runner.read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
         runner.release(range(len(texts)))
         for found, each in zip(together.split([len(t) for t in texts]), texts, strict=True):
-            assert torch.equal(found, read_all(runner, each, [len(each)]))
+            assert torch.equal(found, logits_in_pieces(runner, each, [len(each)]))
         runner.read([Read(0, tokens[:60])])
         runner.keep([0], [range(60)])
         guesses, parents = text(8, 8), [-1, -1, 0, 0, 1, 2, 4, 5]
@@ -98,7 +80,7 @@ def check_rows(runner: Runner) -> Tensor:
         paths = [runner.tails[0].path(node) for node in range(8)]
         runner.release([0])
         for node, path in enumerate(paths):
-            plain = read_all(runner, tokens[:60] + [guesses[n] for n in path], [60] + [1] * len(path))
+            plain = logits_in_pieces(runner, tokens[:60] + [guesses[n] for n in path], [60] + [1] * len(path))
             assert torch.equal(logits[node], plain[-1]), f"node {node}"
     return alone
 
@@ -127,7 +109,9 @@ def test_kernels_are_near_torchs_operators(
 ) -> None:
     """In float32 everywhere; in other formats where both choose the same experts, as they do for most tokens."""
     tokens = text(60)
-    native, by_torch = (read_all(load(folders[family], by, *numbers), tokens, [60]) for by in ("native", "torch"))
+    native, by_torch = (
+        logits_in_pieces(load(folders[family], by, *numbers), tokens, [60]) for by in ("native", "torch")
+    )
     if numbers == ("float32", None):
         assert (native - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
     error = (native - by_torch).std(1) / by_torch.std(1)
@@ -149,7 +133,7 @@ def test_also_by_kernels_for_lesser_processors(
     monkeypatch.setattr(choosing, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
     found = check_rows(load(folders[family], "native", *numbers))
     if numbers == ("float32", None):
-        by_torch = read_all(load(folders[family], "torch"), text(LENGTH), [LENGTH])
+        by_torch = logits_in_pieces(load(folders[family], "torch"), text(LENGTH), [LENGTH])
         assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
 
 
@@ -158,10 +142,10 @@ def test_also_by_kernels_for_lesser_processors(
 def test_passes_that_grow_by_a_token_find_room(folders: dict[str, Path], family: str) -> None:
     """Scratch memory is made for more tokens than the pass at hand has, and for as many pairs as these could have."""
     runner, tokens = load(folders[family], "native"), text(LENGTH)
-    whole = read_all(load(folders[family], "native"), tokens, [LENGTH])
+    whole = logits_in_pieces(load(folders[family], "native"), tokens, [LENGTH])
     with unchecked():
         for length in range(1, 70):
-            assert torch.equal(read_all(runner, tokens[:length], [length]), whole[:length]), length
+            assert torch.equal(logits_in_pieces(runner, tokens[:length], [length]), whole[:length]), length
 
 
 def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
@@ -191,8 +175,8 @@ def test_experts_in_one_tensor_are_the_same_experts(folders: dict[str, Path], fa
     assert blueprint.config.experts is not None
     assert blueprint.config.experts.names == STACKED
     assert tensor_shapes(blueprint.config).keys() == load_file(folder / "model.safetensors").keys()
-    numbered = read_all(load(folders[family], "torch"), text(20), [20])
-    assert torch.equal(read_all(blueprint.load(64), text(20), [20]), numbered)
+    numbered = logits_in_pieces(load(folders[family], "torch"), text(20), [20])
+    assert torch.equal(logits_in_pieces(blueprint.load(64), text(20), [20]), numbered)
 
 
 def test_equal_logits_go_to_the_lowest_numbers() -> None:
@@ -216,11 +200,11 @@ def test_equal_experts_are_told_apart_by_their_numbers(tmp_path: Path, choice: K
     for name in tensors:
         tensors[name] *= not name.endswith("block_sparse_moe.gate.weight")
     save_file(tensors, folder / "model.safetensors")
-    before = read_all(load(folder, choice), text(30), [30])
+    before = logits_in_pieces(load(folder, choice), text(30), [30])
     for name in tensors:
         tensors[name] *= 1.0 - (".experts.2." in name or ".experts.3." in name)
     save_file(tensors, folder / "model.safetensors")
-    assert torch.equal(read_all(load(folder, choice), text(30), [30]), before)
+    assert torch.equal(logits_in_pieces(load(folder, choice), text(30), [30]), before)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])

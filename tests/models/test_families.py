@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from forerun.config import KernelChoice
 from forerun.models.config import Clamp, ModelConfig, RopeConfig, read_config
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
 from kit.compiled import require_compiler
+from kit.reading import logits_in_pieces
 
 VOCAB, LENGTH, WINDOW, ORIGINAL = 199, 80, 11, 32
 SIZES = {
@@ -177,15 +177,8 @@ def ablated(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
 
 
 def our_logits(blueprint: Blueprint, tokens: list[int], chunks: list[int]) -> Tensor:
-    """The text read in chunks of these sizes, each made final before the next."""
-    assert sum(chunks) == len(tokens)
-    runner = blueprint.load(num_tokens=2 * LENGTH)
-    logits, start = [], 0
-    for size in chunks:
-        logits.append(runner.read([Read(0, tokens[start : start + size], judged=range(size))]).logits)
-        runner.keep([0], [range(size)])
-        start += size
-    return torch.cat(logits)
+    """The logits of a text read in pieces, by a runner of its own."""
+    return logits_in_pieces(blueprint.load(num_tokens=2 * LENGTH), tokens, chunks)
 
 
 def old_spelling(raw: dict[str, Any]) -> dict[str, Any]:

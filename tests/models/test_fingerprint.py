@@ -1,7 +1,7 @@
 """The fingerprint: everything that the last bits of an answer depend on, and nothing else."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +15,6 @@ from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
 
 Change = Callable[[pytest.MonkeyPatch], None]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def instructions(patch: pytest.MonkeyPatch) -> None:
@@ -47,7 +40,7 @@ ALWAYS: dict[str, Change] = {
 LIBRARIES: dict[str, Change] = {
     "the processor": value(machine, "processor", lambda: "another"),
     "its instructions": value(machine, "vector_instructions", lambda: ("avx9",)),
-    "the number of threads": lambda patch: torch.set_num_threads(torch.get_num_threads() + 1),
+    "the number of threads": value(torch, "get_num_threads", lambda: 99),
     "what oneDNN may use": variable("ONEDNN_MAX_CPU_ISA", "SSE41"),
     "how oneDNN rounds": variable("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
     "what MKL may use": variable("MKL_CBWR", "COMPATIBLE"),

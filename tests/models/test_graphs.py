@@ -1,21 +1,21 @@
 """Passes of fixed shape read what Runner reads: chains, trees and prompt chunks side by side."""
 
+import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
 
 from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.backends.torch_cpu.backend import TorchExecutor
-from forerun.models.layer import Layer
+from forerun.models.config import read_config
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
 from kit.checkpoints import TARGET
+from kit.sparse import BASE, random_tensors
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 VOCAB = 512
@@ -24,9 +24,7 @@ TOLERANCE = 1e-4  # logits are of size 10: sums in another order
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Runner, GraphRunner]:
-    # By torch: compiled kernels are told of a layer when it is loaded, and one test here changes layers later.
-    blueprints = [Blueprint.of(str(TARGET), dtype="float32", kernels="torch", device=p) for p in (CPU, FIXED)]
-    plain, fixed = (blueprint.load(64) for blueprint in blueprints)
+    plain, fixed = (Blueprint.of(str(TARGET), dtype="float32", device=place).load(64) for place in (CPU, FIXED))
     return plain, fixed  # type: ignore[return-value]
 
 
@@ -133,45 +131,17 @@ def test_padding_writes_nowhere_that_counts(pair: tuple[Runner, GraphRunner]) ->
     assert fixed.spare_slot >= fixed.cache.blocks.num_blocks * fixed.cache.blocks.block_size
 
 
-def use_layers(runner: Runner, layers: list[Layer]) -> None:
-    """Have these layers computed in the place of the decoder's."""
-    executor = runner.decoder.executor
-    assert isinstance(executor, TorchExecutor)
-    runner.decoder.layers = layers
-    executor.parts = replace(executor.parts, layers=layers)
-
-
-def test_sliding_windows_and_head_norms(tmp_path: Path, pair: tuple[Runner, GraphRunner]) -> None:
-    plain, fixed = fresh(pair)
-    noise = torch.Generator().manual_seed(0)
-    c = plain.decoder.config
-    gains: Tensor = 1 + 0.1 * torch.randn(c.heads + c.kv_heads, c.head_dim, generator=noise)
-    try:
+def test_sliding_windows_and_head_norms(tmp_path: Path) -> None:
+    types = [("full_attention", "sliding_attention")[i % 2] for i in range(4)]
+    options = {"use_sliding_window": True, "sliding_window": 9, "layer_types": types, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(BASE | options | {"architectures": ["Qwen3ForCausalLM"]}))
+    save_file(random_tensors(read_config(tmp_path)), tmp_path / "model.safetensors")
+    plain, fixed = (Blueprint.of(str(tmp_path), device=place).load(64) for place in (CPU, FIXED))
+    for tokens, parents in ((list(range(3, 40)), None), ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])):
+        read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
+        assert (plain.read([read]).logits - fixed.read([read]).logits).abs().max() <= TOLERANCE
         for runner in (plain, fixed):
-            layers = runner.decoder.layers
-            windows = [9 if i % 2 else None for i in range(len(layers))]
-            use_layers(
-                runner,
-                [
-                    replace(layer, attention=replace(layer.attention, window=window, qk_norm=gains))
-                    for layer, window in zip(layers, windows, strict=True)
-                ],
-            )
-        for tokens, parents in ((list(range(3, 40)), None), ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])):
-            read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
-            assert (plain.read([read]).logits - fixed.read([read]).logits).abs().max() <= TOLERANCE
-            for runner in (plain, fixed):
-                runner.keep([0], [range(len(tokens)) if parents is None else [0, 2, 4]])
-    finally:
-        for runner, kept in zip((plain, fixed), pair, strict=True):
-            plain_layers = [replace(each.attention, window=None, qk_norm=None) for each in kept.decoder.layers]
-            use_layers(
-                runner,
-                [
-                    replace(each, attention=attention)
-                    for each, attention in zip(kept.decoder.layers, plain_layers, strict=True)
-                ],
-            )
+            runner.keep([0], [range(len(tokens)) if parents is None else [0, 2, 4]])
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
+from kit.reading import logits_in_pieces, threads
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
@@ -32,13 +32,6 @@ FORMATS = [*PLAIN, *QUANTIZATIONS]
 def kernels(request: pytest.FixtureRequest) -> NativeBackend:
     """The library as compiled for a processor that can do less than this one, perhaps."""
     return checked(compiled_for(request.param))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def weight_of(numbers: str, shape: tuple[int, int], dice: torch.Generator) -> Tensor:
@@ -77,17 +70,16 @@ def test_products_are_right(kernels: NativeBackend, shape: tuple[int, int], numb
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES[1:])
-@pytest.mark.usefixtures("threads")
 def test_a_row_has_bits_of_its_own(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
     """Sums that cancel, in any number of rows and by any number of threads, against the same rows alone."""
     x, weight = cancelling_product(320, *shape, torch.float32)
     layer = kernels.linear(weight.to(PLAIN.get(numbers, torch.float32)), None, quantization(numbers))
     alone = torch.cat([layer(row[None]) for row in x])
     for count in COUNTS:
-        torch.set_num_threads(1 + count % 3)
-        assert torch.equal(layer(x[:count].contiguous()), alone[:count]), f"{count} rows"
-    torch.set_num_threads(1)
-    assert torch.equal(layer(x[100:107].contiguous()), alone[100:107]), "other neighbours"
+        with threads(1 + count % 3):
+            assert torch.equal(layer(x[:count].contiguous()), alone[:count]), f"{count} rows"
+    with threads(1):
+        assert torch.equal(layer(x[100:107].contiguous()), alone[100:107]), "other neighbours"
 
 
 def test_not_a_number_stays_one(kernels: NativeBackend) -> None:
@@ -102,17 +94,6 @@ def test_not_a_number_stays_one(kernels: NativeBackend) -> None:
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
 
-def read_all(runner: Runner, tokens: list[int], sizes: list[int]) -> Tensor:
-    """The logits of a text read in pieces."""
-    logits, start = [], 0
-    for size in sizes:
-        logits.append(runner.read([Read(0, tokens[start : start + size], judged=range(size))]).logits)
-        runner.keep([0], [range(size)])
-        start += size
-    runner.release([0])
-    return torch.cat(logits)
-
-
 def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
     if choice == "native":
         require_compiler()
@@ -124,17 +105,16 @@ def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("numbers", FORMATS)
-@pytest.mark.usefixtures("threads")
 def test_a_text_in_any_pieces_by_any_threads(numbers: str) -> None:
     """The decoder's logits, too, are a token's own, and near those of torch's operators."""
     native = load(TARGET, numbers, "native")
     rng = random.Random(numbers)
     tokens = [rng.randrange(3, 512) for _ in range(400)]
-    alone = read_all(native, tokens, [1] * 400)
+    alone = logits_in_pieces(native, tokens, [1] * 400)
     for num_threads, sizes in ((1, [400]), (2, [17, 3, 380]), (3, [33] * 12 + [4]), (2, [5] * 80)):
-        torch.set_num_threads(num_threads)
-        assert torch.equal(read_all(native, tokens, sizes), alone), sizes
-    by_torch = read_all(load(TARGET, numbers, "torch"), tokens, [400])
+        with threads(num_threads):
+            assert torch.equal(logits_in_pieces(native, tokens, sizes), alone), sizes
+    by_torch = logits_in_pieces(load(TARGET, numbers, "torch"), tokens, [400])
     bound = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}.get(numbers, 0.1)
     assert (alone - by_torch).abs().max() < bound * by_torch.abs().max()
 
@@ -190,7 +170,7 @@ def test_a_wheels_library_has_the_bits_of_one_compiled_here(monkeypatch: pytest.
     check_same_bits(own, wheels)
     tokens, sizes = list(range(3, 200)), [150, 1, 1, 5, 40]
     for numbers in FORMATS:
-        by_own = read_all(load(TARGET, numbers, "native"), tokens, sizes)
+        by_own = logits_in_pieces(load(TARGET, numbers, "native"), tokens, sizes)
         with monkeypatch.context() as patch:
             patch.setattr(choosing, "find_kernels", lambda *_: wheels)
-            assert torch.equal(read_all(load(TARGET, numbers, "native"), tokens, sizes), by_own), numbers
+            assert torch.equal(logits_in_pieces(load(TARGET, numbers, "native"), tokens, sizes), by_own), numbers

@@ -19,6 +19,7 @@ from forerun.models.backends.torch_cpu.quantized import (
     round_groups,
 )
 from kit.compiled import require_compiler
+from kit.reading import threads
 
 SHAPES = [(1, 1), (3, 5), (17, 31), (48, 83), (130, 97), (64, 64), (96, 2050), (80, 1056)]
 COUNTS = [*range(1, 26), 31, 33, 48, 70]
@@ -67,16 +68,12 @@ def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], biased: bo
         expected = by_definition(x, weight, bias)
     assert expected.isfinite().float().mean() > 0.8
     compiled, by_torch = kernels.linear(weight, bias, "int4"), Quantized4Linear(weight, bias)
-    before = torch.get_num_threads()
-    try:
-        for count in COUNTS:
-            torch.set_num_threads(1 + count % 2)
-            for layer in (compiled, by_torch) if count in COUNTS[::6] else (compiled,):
+    for count in COUNTS:
+        for layer in (compiled, by_torch) if count in COUNTS[::6] else (compiled,):
+            with threads(1 + count % 2):
                 found = layer(x[:count].contiguous())
-                assert same(found, expected[:count]), f"{count} rows"
-        assert same(compiled(x[30:37].contiguous()), expected[30:37]), "other neighbours"
-    finally:
-        torch.set_num_threads(before)
+            assert same(found, expected[:count]), f"{count} rows"
+    assert same(compiled(x[30:37].contiguous()), expected[30:37]), "other neighbours"
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forerun.models.config import read_config
 from forerun.models.rope import RopeTables, rope_tables
+from kit.reading import threads
 
 POSITIONS = 192
 
@@ -100,17 +101,13 @@ def tables(max_positions: int, tmp_path: Path) -> RopeTables:
 def test_a_position_has_the_same_bits_in_a_table_of_any_length_and_number_of_threads(tmp_path: Path) -> None:
     """A draft model may have fewer positions than its target, and a machine any number of cores."""
     long = tables(20_011, tmp_path)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with threads(count):
             assert torch.equal(tables(20_011, tmp_path).cos, long.cos)
             for length in (1, 7, 33, 4_099):
                 short = tables(length, tmp_path)
                 assert torch.equal(short.cos, long.cos[:length])
                 assert torch.equal(short.sin, long.sin[:length])
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_no_table_is_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
