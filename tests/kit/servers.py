@@ -18,10 +18,13 @@ from typing import Any
 
 import pytest
 
+from forerun.engine.engine import Engine, RoundPlan
 from forerun.llm import LLM
+from forerun.output import RequestOutput
+from forerun.sampling.params import SamplingParams
 from forerun.serve.settings import ServeSettings
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.engines import PATIENCE_S
+from kit.engines import PATIENCE_S, plain
 
 
 def needed(name: str) -> Any:
@@ -33,6 +36,8 @@ httpx, openai = needed("httpx"), needed("openai")
 for server_package in ("fastapi", "uvicorn", "prometheus_client"):
     needed(server_package)
 
+OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
+ENDLESS = OK | {"max_tokens": 500, "ignore_eos": True}
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}{{ opening or 'One day' }}{% endif %}"
@@ -71,6 +76,10 @@ class Running:
         with self.http() as http:
             return http.post(path, json=body)
 
+    def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """The events of a stream, without its [DONE]."""
+        return events_of(self.post(path, **body, stream=True).text)
+
     def raw(self, sent: bytes = b"", buffer: int = 0) -> socket.socket:
         """A connection on which this was sent, with a buffer of so many bytes for what comes."""
         sock = socket.socket()
@@ -82,6 +91,35 @@ class Running:
         with suppress(BrokenPipeError, ConnectionResetError):  # the server may end it at the first bytes
             sock.sendall(sent)
         return sock
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The objects in the lines of a stream of events."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def library_answer(body: dict[str, Any]) -> RequestOutput:
+    """The library's answer to a body of completions with one prompt, without a drafter and without anybody beside."""
+    values = {name: value for name, value in body.items() if name not in ("prompt", "speculation")}
+    prompt = body["prompt"] if isinstance(body["prompt"], str) else [body["prompt"]]
+    return plain().generate(prompt, SamplingParams(**values), use_tqdm=False)[0]
+
+
+@cache
+def expected() -> str:
+    """What the library says to OK."""
+    return library_answer(OK).outputs[0].text
+
+
+def slow_rounds(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let every round take longer by so much."""
+    honest = Engine.round
+
+    def slow(engine: Engine, plan: RoundPlan) -> object:
+        time.sleep(seconds)
+        return honest(engine, plan)
+
+    patch.setattr(Engine, "round", slow)
 
 
 def head(path: str, length: int, *more: str, method: str = "POST") -> bytes:

@@ -1,6 +1,5 @@
 """`draft_details`: what a stream tells of its rounds is what the engine counted, and the answer stays the same."""
 
-import json
 from typing import Any
 
 import pytest
@@ -23,12 +22,7 @@ server = serving(lambda: drafting(f"mix[ngram,model:{SMALL}]"))
 
 def told(server: Running, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
     """The chunks of a stream that tells its drafts."""
-    own = {"stream": True, "stream_options": {"include_usage": True}, "draft_details": True} | body
-    answer = server.post(path, **own)
-    assert answer.status_code == 200, answer.text
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert events[-1] == "[DONE]"
-    return [json.loads(event) for event in events[:-1]]
+    return server.events(path, **{"stream_options": {"include_usage": True}, "draft_details": True} | body)
 
 
 def path_of(guesses: list[dict[str, Any]]) -> list[int]:

@@ -25,7 +25,7 @@ from forerun.text.tokenizer import Tokenizer
 from kit.servers import Running, running
 from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, joined, parts
 from serve.special_tokens import SPECIAL, id_of, with_special_tokens
-from serve.test_serve_harmony import ASKED, TOOLS, streamed
+from serve.test_serve_harmony import ASKED, TOOLS
 
 SAID = "Write <|end|>, <|channel|>final<|message|> and [TOOL_CALLS]weather[ARGS]{} or </think>."
 THINK = "{{ messages[0].content }}{# </think> #}"
@@ -45,8 +45,8 @@ def test_an_answer_that_spells_special_tokens_is_told_to_the_letter(server: Runn
     body |= {"structured_outputs": {"choice": [SAID]}}
     chat = body | {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400}
     response = body | {"input": "Hi", "max_output_tokens": 400}
-    chunks, blocks = streamed(server, "/v1/chat/completions", chat), streamed(server, "/v1/messages", chat)
-    events = streamed(server, "/v1/responses", response)
+    chunks, blocks = server.events("/v1/chat/completions", **chat), server.events("/v1/messages", **chat)
+    events = server.events("/v1/responses", **response)
     assert [
         server.post("/v1/chat/completions", **chat).json()["choices"][0]["message"]["content"],
         "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks),
@@ -68,7 +68,7 @@ def test_calls_are_those_of_the_tokens_and_other_special_tokens_are_shown_on_dem
     body |= {"max_tokens": 400, "skip_special_tokens": skip}
     message = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
     content = f"See [TOOL_CALLS]weather[ARGS]{{}}, {'' if skip else '<|end|>'}<|end|>"
-    deltas = [chunk["choices"][0]["delta"] for chunk in streamed(server, "/v1/chat/completions", body)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in server.events("/v1/chat/completions", **body)]
     assert message["content"] == "".join(delta.get("content") or "" for delta in deltas) == content
     for calls in (message["tool_calls"], [call for delta in deltas for call in delta.get("tool_calls", [])]):
         assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": city}]

@@ -15,7 +15,7 @@ from forerun.request import Prompt
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.engines import plain
-from kit.servers import TEMPLATE, Running, assert_valid, running, serving
+from kit.servers import TEMPLATE, Running, assert_valid, library_answer, running, serving
 
 PROMPT = "Once upon a time"
 EXTRA = "extra_body"
@@ -39,14 +39,13 @@ server = serving()
 
 
 @cache
-def alone(number: int, prompt: str = PROMPT) -> RequestOutput:
+def alone(number: int) -> RequestOutput:
     """The library's answer to a body, without a drafter and without anybody beside."""
-    values = {**BODIES[number], **BODIES[number].get(EXTRA, {})}
-    for name in (EXTRA, "speculation"):
-        values.pop(name, None)
+    values = {"prompt": PROMPT, **BODIES[number], **BODIES[number].get(EXTRA, {})}
+    values.pop(EXTRA, None)
     if "logit_bias" in values:
         values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-    return plain().generate(prompt, SamplingParams(**values), use_tqdm=False)[0]
+    return library_answer(values)
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:

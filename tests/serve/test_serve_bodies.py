@@ -16,6 +16,7 @@ BODIES: dict[Endpoint, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", OK),
     "chat": ("/v1/chat/completions", CHAT),
     "responses": ("/v1/responses", RESPONSE),
+    "messages": ("/v1/messages", CHAT),
 }
 JSON = {"content-type": "application/json"}
 server = serving(max_body_bytes=100_000)
@@ -56,7 +57,7 @@ def test_what_cannot_change_the_text_has_no_effect(server: Running, endpoint: En
 def said(answer: dict[str, Any]) -> Any:
     """What an answer says."""
     texts = [part["text"] for item in answer.get("output", ()) for part in item["content"]]
-    return answer.get("choices", texts)
+    return answer.get("choices") or answer.get("content") or texts
 
 
 @pytest.mark.sampled(3)
@@ -67,13 +68,12 @@ def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running,
         assert server.post(path, **body, **{name: harmless}).status_code == 200
     refused = server.post(path, **body, **{name: {"asks": "for something"}})
     assert refused.status_code == 400
-    assert refused.json()["error"] == {
-        "code": "unsupported_parameter",
-        "param": name,
-        "type": "invalid_request_error",
-        "message": refused.json()["error"]["message"],
-    }
-    assert field.answer in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert error["message"].startswith(f"{name}: ")
+    assert error["message"].endswith(f" is not served here: {field.answer}.")
+    if endpoint != "messages":
+        told = "unsupported_parameter", name, "invalid_request_error"
+        assert (error["code"], error["param"], error["type"]) == told
 
 
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
@@ -82,7 +82,6 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"\ud800": 3}, "\ud800", "there is no field"),
     ({"prompt": None}, "prompt", "there is none"),
     ({"prompt": []}, "prompt", "is no text"),
-    ({"prompt": 7}, "prompt", "must be text or a list"),
     ({"prompt": [[]]}, "prompt", "it is empty"),
     ({"prompt": [1, "a"]}, "prompt", "1 is no text and no list of token ids"),
     ({"prompt": ["a", {"prompt": "b"}]}, "prompt", "is no text and no list of token ids"),
@@ -114,28 +113,21 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ["x"] * 65}, "stop", "at most 64"),
     ({"stop": ["x" * 1025]}, "stop", "at most 1024"),
     ({"stop": [""]}, "stop", "an empty string"),
-    ({"stop": 5}, "stop", "must be text or a list"),
     ({"stop": ["x", None]}, "stop", '["x", null]'),
-    ({"ignore_eos": "yes"}, "ignore_eos", '"yes" must be true or false'),
     ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
     ({"logit_bias": {"600": 1}}, "logit_bias", "below the vocabulary size"),
-    ({"logit_bias": [1]}, "logit_bias", "must be an object"),
     ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", '"01" is not a token id'),
     ({"best_of": 2}, "best_of", "use n and choose"),
     ({"n": 2, "best_of": True}, "best_of", "use n and choose"),
-    ({"suffix": "x"}, "suffix", "not served here"),
-    ({"echo": 1}, "echo", "must be true or false"),
     ({"echo": True, "logprobs": 1, "stream": True}, "echo", "a stream has no log-probabilities of its prompt"),
     ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs", "say otherwise"),
     ({"logprobs": True}, "logprobs", "cannot be served"),
     ({"logprobs": 129}, "logprobs", "at most 128"),
-    ({"stream": "yes"}, "stream", "must be true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "no field"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "a stream has no log-probabilities"),
     ({"speculation": "far"}, "speculation", "cannot be served"),
     ({"speculation": -1}, "speculation.depth", "cannot be served"),
-    ({"speculation": 1.5}, "speculation", "must be true or false or a whole number or text or an object"),
     ({"speculation": {"dept": 1}}, "speculation.dept", "did you mean 'depth'?"),
     ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not drafting here"),
     ({"speculation": {"tree": [[5, 5]]}}, "speculation.tree", "has no parent"),
@@ -161,13 +153,11 @@ def test_a_body_that_cannot_be_served_is_refused_by_name(
     [
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": ["hi"]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"image_url": {}}]}]}, "messages[0].content[0].image_url"),
         ({"chat_template": "{% for %}"}, "chat_template"),
         ({"chat_template": "{{ raise_exception('no') }}"}, "messages"),
         ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
-        ({"chat_template": 3}, "chat_template"),
         ({"chat_template": None}, "chat_template"),
         ({"max_tokens": None, "max_completion_tokens": 511}, "max_completion_tokens"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
@@ -175,7 +165,6 @@ def test_a_body_that_cannot_be_served_is_refused_by_name(
         ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-        ({"echo": True}, "echo"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"reasoning_effort": 3}, "reasoning_effort"),
         ({"reasoning_effort": "none", "chat_template": "<think></think>"}, "reasoning_effort"),
@@ -185,8 +174,6 @@ def test_a_body_that_cannot_be_served_is_refused_by_name(
             "messages[0].content[0].b",
         ),
         ({"logprobs": True, "top_logprobs": 200}, "top_logprobs"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"prompt": "x"}, "prompt"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
     ids=lambda value: str(value)[:50],

@@ -1,14 +1,16 @@
-"""The OpenAPI document: it names every field, and forbids no body that the server takes."""
+"""The OpenAPI document: it names every field, forbids no body that is taken, and what it forbids is refused."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forerun.errors import ForerunError
+from forerun.serve.body import served_fields
 from forerun.serve.parse import asked_of
 from forerun.serve.problems import ApiError
-from forerun.serve.schema import KNOWN, Endpoint, openapi_body
+from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, openapi_body
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
 from kit.servers import needed
@@ -49,3 +51,17 @@ def test_what_the_server_takes_is_allowed_by_its_description(endpoint: Endpoint)
         schema.validate(body)
     assert not schema.is_valid({})
     assert not schema.is_valid({**LEAST[endpoint], "temperature": "warm"})
+
+
+@pytest.mark.parametrize("endpoint", KNOWN)
+def test_a_value_that_its_description_forbids_is_refused_by_name(endpoint: Endpoint) -> None:
+    """Numbers are refused by whoever knows their bounds."""
+    fields = [(name, field) for name, field in KNOWN[endpoint].items() if {*field.types} - {"integer", "number"}]
+    validator, num_refused = needed("jsonschema").Draft202012Validator, 0
+    for (name, field), value in itertools.product(fields, [*VALUES, [1, {}]]):
+        if not validator(field.description()).is_valid(value) or (field.types == (OBJECTS,) and value):
+            with pytest.raises(ApiError, match=f"^{name}: .* must be ") as refusal:
+                served_fields({name: value}, endpoint)
+            assert (refusal.value.status, refusal.value.param, refusal.value.code) == (400, name, "invalid_value")
+            num_refused += 1
+    assert num_refused >= 4 * len(fields)

@@ -28,16 +28,13 @@ from forerun import streams
 from forerun.control import kept_costs
 from forerun.draft.text import suffix_file
 from forerun.engine import calibration
-from forerun.sampling.params import SamplingParams
 from forerun.serve import records
 from forerun.serve.envelope import ACCESS
 from forerun.streams import BackgroundStream, unfailing_stderr
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.engines import PATIENCE_S, plain
-from kit.servers import drafting, httpx, running, until
-from serve.test_serve_load import expected
+from kit.engines import PATIENCE_S
+from kit.servers import OK, drafting, expected, httpx, library_answer, running, until
 
-OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 gives_up = pytest.mark.filterwarnings("ignore:.*past answers are no longer kept there:RuntimeWarning")
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes are of POSIX")
 
@@ -301,8 +298,7 @@ def test_writes_that_fail_at_random_change_no_answer(
                 body = {"prompt": "Once upon a time", "max_tokens": 12, "seed": each, "stream": each % 3 == 0}
                 answer = server.post("/v1/completions", **body, return_token_ids=True)
                 assert answer.status_code == 200
-                params = SamplingParams(max_tokens=12, seed=each)
-                alone = plain().generate("Once upon a time", params)[0].outputs[0]
+                alone = library_answer(OK | {"max_tokens": 12, "seed": each}).outputs[0]
                 assert token_ids(answer.text) == list(alone.token_ids)
                 assert server.post("/v1/nowhere").status_code == 404
                 with server.http() as http:

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from forerun.serve import connections, uploads
 from forerun.serve.problems import ApiError
 from forerun.serve.uploads import MOST_AT_ONCE, Upload, Uploads
-from kit.servers import Running, drafting, ended, head, posted, running, serving, until
-from serve.test_serve_load import certificate_at, expected
+from kit.servers import OK, Running, drafting, ended, expected, head, posted, running, serving, until
+from serve.test_serve_load import certificate_at
 
-OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
 server = serving(max_body_bytes=1000)
 
@@ -215,18 +214,3 @@ def test_as_many_files_are_opened_as_the_system_allows(monkeypatch: pytest.Monke
         monkeypatch.setattr(resource, "setrlimit", lambda _, limits, to=raised: to.append(limits))
         assert connections.most_connections(backlog=100) == most
         assert raised == [(hard, hard)]
-
-
-def test_a_body_in_tiny_chunks_is_read_in_small_parts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking it apart costs much, and in between others are read."""
-    lengths, honest = [], connections.Connection.data_received
-
-    def data_received(connection: connections.Connection, data: bytes) -> None:
-        lengths.append(len(data))
-        honest(connection, data)
-
-    monkeypatch.setattr(connections.Connection, "data_received", data_received)
-    half = head("/v1/completions", 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-    with server.raw(half + b"1\r\n \r\n" * 5_000) as sock:
-        assert status_of(sock) == 413
-    assert max(lengths) <= connections.READ_BYTES

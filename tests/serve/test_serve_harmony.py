@@ -131,11 +131,6 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_
 FORMED = ASKED | {"structured_outputs": {"regex": "[a-z .]{5,12}"}, "max_tokens": 200, "return_token_ids": True}
 
 
-def streamed(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = server.post(path, **body, stream=True).text.splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-
-
 def test_a_chat_has_reasoning_and_answer_and_no_special_token(server: Running) -> None:
     both, final = 0, server.llm.tokenizer.encode_inside("final")[0]
     formed = FORMED | {"logit_bias": {str(final): -100, str(id_of("<|end|>")): 25}}
@@ -149,7 +144,7 @@ def test_a_chat_has_reasoning_and_answer_and_no_special_token(server: Running) -
         message, ids = choice["message"], choice["token_ids"]
         assert not any(token in json.dumps(message) for token in SPECIAL)
         told = {"content": "", "reasoning_content": ""}
-        for chunk in streamed(server, "/v1/chat/completions", (formed if seed % 2 else FORMED) | {"seed": seed}):
+        for chunk in server.events("/v1/chat/completions", **(formed if seed % 2 else FORMED), seed=seed):
             for name in told:
                 told[name] += chunk["choices"][0]["delta"].get(name) or ""
         assert told == {name: message[name] or "" for name in told}
@@ -193,7 +188,7 @@ def test_a_response_has_the_reasoning_and_the_calls_of_a_chat(server: Running) -
         calls = "".join(call["function"]["arguments"] for call in message.get("tool_calls", []))
         assert said["function_call"] == calls
         assert (said["reasoning"], said["message"]) == (message["reasoning_content"] or "", message["content"] or "")
-        events = streamed(server, "/v1/responses", body | {"seed": seed})
+        events = server.events("/v1/responses", **body, seed=seed)
         for event in events:
             assert_valid(event, schema_of(event["type"]))
         assert [item["type"] for item in events[-1]["response"]["output"]] == [i["type"] for i in response["output"]]

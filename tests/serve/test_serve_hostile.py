@@ -4,7 +4,6 @@ import inspect
 import json
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.engine.engine import Engine
 from forerun.errors import ChatTemplateError
 from forerun.serve import service
 from forerun.serve.envelope import written, written_pieces
@@ -24,7 +22,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.renderer import Renderer
 from forerun.text.tokenizer import Tokenizer
 from kit.engines import PATIENCE_S, plain
-from kit.servers import TEMPLATE, drafting, httpx, running, until
+from kit.servers import ENDLESS, TEMPLATE, drafting, httpx, running, slow_rounds, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE}
 SETTINGS = ServeSettings(trust_request_templates=True)
@@ -162,30 +160,28 @@ def test_no_depth_of_what_is_repeated_is_a_fault_of_the_server() -> None:
     assert set(statuses) == {200, 400}
 
 
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_the_log_of_an_end_is_true_and_short(num_signals: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("num_signals", "stream"), [(1, False), (1, True), (2, False)])
+def test_the_log_of_an_end_is_true_and_short(num_signals: int, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Answers that are cut off are not said to be answered, and who closed the engine is known."""
-    honest = Engine.round
 
-    def slow(engine: Engine, plan: Any) -> Any:
-        time.sleep(0.02)
-        return honest(engine, plan)
-
-    def ask() -> int | None:
+    def ask() -> Any:
         with suppress(httpx.HTTPError):
-            status: int = server.post("/v1/completions", prompt="Once", max_tokens=200, ignore_eos=True).status_code
-            return status
+            return server.post("/v1/completions", **ENDLESS, stream=stream)
         return None
 
     with pytest.MonkeyPatch.context() as patch, drafting() as llm, ThreadPoolExecutor(3) as pool:
-        patch.setattr(Engine, "round", slow)
+        slow_rounds(patch, 0.02)
         with caplog.at_level("INFO"), running(llm, drain_s=0.3 if num_signals == 1 else 60.0) as server:
-            answers = [pool.submit(ask) for _ in range(3)]
+            asked = [pool.submit(ask) for _ in range(3)]
             until(lambda: len(llm.engine.sequences) == 3)
             for _ in range(num_signals):
                 server.server.handle_exit(signal.SIGTERM, None)
-        statuses = [each.result() for each in answers]
-    assert statuses == [503 if num_signals == 1 else None] * 3
+        answers = [each.result() for each in asked]
+    if num_signals == 1:
+        assert [each.status_code for each in answers] == [200 if stream else 503] * 3
+        assert all('"code":"engine_closed"' in each.text and "[DONE]" not in each.text for each in answers)
+    else:
+        assert answers == [None] * 3
     assert "Every request is answered" not in caplog.text
     assert "3 answers that were not sent" in caplog.text
     assert "File " not in caplog.text

@@ -12,36 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun.control.forecast import Forecast
 from forerun.engine.engine import Engine, RoundPlan
 from forerun.errors import InvalidRequest
-from forerun.sampling.params import SamplingParams
 from forerun.serve.access import ApiKeys
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import require_certificate
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.engines import PATIENCE_S, plain
-from kit.servers import Running, drafting, head, httpx, openai, posted, running, serving, until
+from kit.engines import PATIENCE_S
+from kit.servers import ENDLESS, OK, Running, drafting, expected, head, httpx, openai, posted, running, serving, until
 
 HOUR_S = 3600.0
-OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
-ENDLESS = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "seed": 1}
-
-
-@cache
-def expected() -> str:
-    """What the library says to OK."""
-    params = SamplingParams(max_tokens=8, seed=1)
-    return plain().generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text
-
-
 server = serving()
 
 
@@ -157,34 +143,6 @@ def test_tenants_take_turns_and_each_has_a_queue_of_its_own() -> None:
     asyncio.run(work())
 
 
-def test_a_request_that_needs_more_places_than_there_are_is_served_and_one_that_leaves_frees_them() -> None:
-    async def work() -> None:
-        gate = Gate(num_requests=1, num_places=2, max_queue=9)
-        large, small, gone = gate.enter(""), gate.enter(""), gate.enter("")
-        await gate.place(large, 50)
-        waiting = [asyncio.create_task(gate.place(visit, 1)) for visit in (gone, small)]
-        await asyncio.sleep(0)
-        assert gate.num_waiting == 2
-        waiting[0].cancel()
-        gate.leave(gone)
-        gate.leave(gone)
-        assert gate.num_waiting == 1
-        many = gate.enter("")
-        with pytest.raises(ApiError, match="1 samples are waiting, and no more may wait"):
-            await gate.place(many, 9)
-        gate.leave(many)
-        for _ in range(48):
-            gate.free(large)
-        assert not waiting[1].done()
-        gate.free(large)
-        await waiting[1]
-        gate.leave(large)
-        gate.leave(small)
-        assert gate.empty.is_set()
-
-    asyncio.run(work())
-
-
 def test_a_broken_round_fails_its_own_request_and_the_server_goes_on(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,45 +254,6 @@ def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
         with running(llm, log_prompts=True) as server:
             ask(server)
         assert "zebrafish" in caplog.text
-
-
-def test_metrics_count_what_the_engine_did() -> None:
-    with drafting() as llm, running(llm) as server:
-        usages = [
-            server.post("/v1/completions", **{**OK, "seed": seed, "max_tokens": 40, "n": 2}).json()["usage"]
-            for seed in range(3)
-        ]
-        with server.http() as http:
-            text = http.get("/metrics").text
-        counts = {}
-        for line in text.splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                counts[name.removeprefix("forerun:")] = float(value)
-        drafted = sum(usage["speculation"]["num_drafted"] for usage in usages)
-        assert counts["spec_decode_num_draft_tokens_total"] == drafted > 0
-        accepted = sum(usage["speculation"]["num_accepted"] for usage in usages)
-        assert counts["spec_decode_num_accepted_tokens_total"] == accepted > 0
-        by_place = [counts[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)]
-        assert by_place == llm.stats.accepted_at_depth
-        assert sum(by_place) == accepted
-        assert accepted < drafted <= 3 * counts["spec_decode_num_drafts_total"]
-        assert counts["generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
-        assert counts["prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
-        assert counts["time_to_first_token_seconds_count"] == counts["e2e_request_latency_seconds_count"] == 3
-        assert counts["request_queue_time_seconds_count"] == 6
-        assert counts['request_success_total{finished_reason="length"}'] == 6
-        first = counts["inter_token_latency_seconds_count"]
-        assert first < counts["generation_tokens_total"] <= first + 6 * 4
-        assert counts["num_requests_running"] == counts["num_requests_waiting"] == 0
-        assert counts['http_responses_total{status="200"}'] == 3
-        assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
-        llm.stats.pace.add(2.0, 3.0, 99)
-        llm.forecasts = (Forecast(8, "", 4, 1.25),)
-        with server.http() as http:
-            text = http.get("/metrics").text
-        assert "forerun:estimated_gain 1.5\n" in text
-        assert 'forerun:forecast_gain{batch="8"} 1.25\n' in text
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -506,22 +425,3 @@ def test_a_request_has_its_time_waiting_included(paced: Paced, monkeypatch: pyte
             list(stream)
         paced.let_go()
         assert server.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_takes_longer_than_the_drain_is_ended_with_an_error(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    honest = Engine.round
-
-    def slow(engine: Engine, plan: RoundPlan) -> object:
-        time.sleep(0.03)
-        return honest(engine, plan)
-
-    monkeypatch.setattr(Engine, "round", slow)
-    with drafting() as llm, ThreadPoolExecutor(1) as pool:
-        with running(llm, drain_s=0.1) as server:
-            asked = pool.submit(server.post, "/v1/completions", **ENDLESS, stream=stream)
-            until(lambda: llm.engine.sequences)
-        assert asked.result().status_code == (200 if stream else 503)
-        assert '"code":"engine_closed"' in asked.result().text
-        assert "[DONE]" not in asked.result().text

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from forerun.serve import connections, service, uploads
 from forerun.serve.uploads import OneByOne
-from kit.servers import drafting, head, posted, running, until
-from serve.test_serve_half_requests import OK, status_of, text
-from serve.test_serve_load import expected
+from kit.servers import OK, drafting, expected, head, posted, running, until
+from serve.test_serve_half_requests import status_of, text
 
 LONG = b'{"prompt":"Once","no_field":[' + b'["marker"],' * 999 + b'["marker"]]}' + b" " * service.LONG_BODY_BYTES
 

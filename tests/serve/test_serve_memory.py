@@ -11,9 +11,7 @@ import torch
 from forerun.cache.blocks import OutOfBlocks
 from forerun.models.decoder import States
 from forerun.models.runner import Read, Runner
-from forerun.sampling.params import SamplingParams
-from kit.engines import plain
-from kit.servers import Running, drafting, openai, running
+from kit.servers import Running, drafting, library_answer, openai, running
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": prompt, "seed": seed, "max_tokens": 12, "temperature": seed % 2}
@@ -30,10 +28,7 @@ ERRORS: list[Callable[[], Exception]] = [
 
 def solo(body: dict[str, Any], **more: Any) -> list[str]:
     """The library's answers to a body, alone and without a drafter."""
-    values = {name: value for name, value in {**body, **more}.items() if name != "prompt"}
-    prompt = body["prompt"] if isinstance(body["prompt"], str) else [body["prompt"]]
-    found = plain().generate(prompt, SamplingParams(**values), use_tqdm=False)
-    return [sample.text for sample in found[0].outputs]
+    return [sample.text for sample in library_answer(body | more).outputs]
 
 
 def said(answer: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from forerun.control.forecast import Forecast
 from forerun.errors import MissingPackage
 from forerun.llm import LLM
 from forerun.serve import records
@@ -118,6 +119,33 @@ def test_chats_and_responses_tell_what_was_known_too(server: Running) -> None:
         *server.client().chat.completions.create(model="stories", **asked, stream_options={"include_usage": True})
     ]
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == response["input_tokens_details"]["cached_tokens"]
+
+
+def test_metrics_count_what_answers_say() -> None:
+    with drafting() as llm, running(llm) as server:
+        bodies = [{**OK, "seed": seed, "max_tokens": 40, "n": 2} for seed in range(3)]
+        usages = [server.post("/v1/completions", **body).json()["usage"] for body in bodies]
+        counts = {name.removeprefix("forerun:"): value for name, value in told(server).items()}
+        drafted, accepted = (
+            sum(usage["speculation"][name] for usage in usages) for name in ("num_drafted", "num_accepted")
+        )
+        assert counts["spec_decode_num_draft_tokens_total"] == drafted > accepted
+        assert counts["spec_decode_num_accepted_tokens_total"] == accepted == sum(llm.stats.accepted_at_depth) > 0
+        assert drafted <= 3 * counts["spec_decode_num_drafts_total"]
+        assert counts["generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
+        assert counts["prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+        assert counts["time_to_first_token_seconds_count"] == counts["e2e_request_latency_seconds_count"] == 3
+        assert counts["request_queue_time_seconds_count"] == 6
+        assert counts['request_success_total{finished_reason="length"}'] == 6
+        first = counts["inter_token_latency_seconds_count"]
+        assert first < counts["generation_tokens_total"] <= first + 6 * 4
+        assert counts["num_requests_running"] == counts["num_requests_waiting"] == 0
+        assert counts['http_responses_total{status="200"}'] == 3
+        assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
+        llm.stats.pace.add(2.0, 3.0, 99)
+        llm.forecasts = (Forecast(8, "", 4, 1.25),)
+        counts = told(server)
+        assert (counts["forerun:estimated_gain"], counts['forerun:forecast_gain{batch="8"}']) == (1.5, 1.25)
 
 
 @pytest.fixture

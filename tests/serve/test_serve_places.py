@@ -63,9 +63,12 @@ class Crowd:
         self.check()
 
     async def stay(self, visit: OpenRequest, num_sequences: int) -> None:
+        waiting = [number for each, number in self.asked.items() if each.tenant == visit.tenant]
+        full = bool(waiting) and sum(waiting) + num_sequences > self.gate.max_queue
         self.asked[visit] = num_sequences
         try:
             await self.gate.place(visit, num_sequences)
+            assert not full, "too many samples wait"
             assert visit is next(each for each in self.asked if each.tenant == visit.tenant), "others came first"
             assert self.asked.pop(visit) == visit.num_places
             self.left[visit] = num_sequences

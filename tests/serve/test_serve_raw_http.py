@@ -11,10 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from kit.servers import Running, drafting, ended, head, posted, running, until
-from serve.test_serve_load import expected
+from kit.servers import ENDLESS, OK, Running, drafting, ended, expected, head, posted, running, until
 
-OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 BODY = json.dumps(OK).encode()
 READY = b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -180,15 +178,14 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(server: Running, caplog: py
 
 def test_who_closes_its_side_has_left(server: Running) -> None:
     """The end of what a client sends is all that a server sees of one that has gone away."""
-    endless = {**OK, "max_tokens": 500, "ignore_eos": True}
-    assert not asked(server, posted("/v1/completions", endless), half_close=True)
+    assert not asked(server, posted("/v1/completions", ENDLESS), half_close=True)
     until(lambda: not server.server.service.gate.num_in and not server.llm.engine.has_work)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_reset_ends_a_request_wherever_it_is(server: Running, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Within its head, its body, its prompt and its answer."""
-    raw = posted("/v1/completions", {**OK, "max_tokens": 500, "ignore_eos": True, "stream": stream})
+    raw = posted("/v1/completions", {**ENDLESS, "stream": stream})
     for length in (10, raw.index(b"\r\n\r\n") + 10, len(raw), len(raw)):
         sock = server.raw(raw[:length])
         if length == len(raw) and stream:

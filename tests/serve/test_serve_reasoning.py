@@ -18,20 +18,6 @@ from serve.special_tokens import Spelled
 
 THINK = ReasoningTags("<think>", "</think>")
 OPENED = ReasoningTags("<think>", "</think>", opened=True)
-CASES: list[tuple[ReasoningTags | None, str, str, str]] = [  # tags, text, its reasoning, its content
-    (None, "<think>a</think>b", "", "<think>a</think>b"),
-    (THINK, "<think>\na b \n</think>\n\nc d\n", "a b", "c d\n"),
-    (THINK, " \n<think>a</think></think>b", "a", "</think>b"),
-    (THINK, "<thin> a<think>b</think>", "", "<thin> a<think>b</think>"),
-    (THINK, "<thi", "", "<thi"),
-    (THINK, "<think>a </thi", "a </thi", ""),
-    (THINK, "<think></think>a", "", "a"),
-    (THINK, "", "", ""),
-    (OPENED, "a <</think> <</think>", "a <", "<</think>"),
-    (OPENED, "\n a\n\nb </", "a\n\nb </", ""),
-    (OPENED, "<think>a</think>b", "<think>a", "b"),
-    (OPENED, "a", "a", ""),
-]
 
 
 def joined(tags: ReasoningTags | None, pieces: list[str]) -> tuple[str, str]:
@@ -40,16 +26,6 @@ def joined(tags: ReasoningTags | None, pieces: list[str]) -> tuple[str, str]:
     kinds = [part.kind for part in parts]
     assert kinds == sorted(kinds, reverse=True), "no reasoning behind content"
     return tuple("".join(part.text for part in parts if part.kind == kind) for kind in ("reasoning", "content"))  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(("tags", "text", "thought", "said"), CASES)
-def test_a_text_in_any_pieces_has_the_same_parts(
-    tags: ReasoningTags | None, text: str, thought: str, said: str
-) -> None:
-    assert joined(tags, [text]) == (thought, said)
-    assert joined(tags, list(text)) == (thought, said)
-    for first, second in itertools.combinations(range(len(text) + 1), 2):
-        assert joined(tags, [text[:first], text[first:second], text[second:]]) == (thought, said)
 
 
 def expected(tags: ReasoningTags | None, text: str) -> tuple[str, str]:

@@ -151,7 +151,6 @@ def test_what_a_response_said_may_be_its_own_input(server: Running) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "missing_required_parameter"),
     ({"input": []}, "input", "invalid_value"),
-    ({"input": 5}, "input", "invalid_value"),
     ({"input": ["a"]}, "input", "invalid_value"),
     ({"input": [{"type": "image_generation_call"}]}, "input", "unsupported_parameter"),
     ({"input": [{"type": ["x"]}]}, "input", "invalid_value"),
@@ -161,19 +160,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "invalid_value"),
     ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input", "invalid_value"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]"}]}, "input", "invalid_value"),
-    ({"instructions": 3}, "instructions", "invalid_value"),
-    ({"include": "x"}, "include", "invalid_value"),
     ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter"),
     ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ({"max_output_tokens": 5000}, "max_output_tokens", "context_length_exceeded"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
-    ({"prompt": {"id": "x"}}, "prompt", "unsupported_parameter"),
-    ({"background": True}, "background", "unsupported_parameter"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
     ({"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
-    ({"n": 2}, "n", "unknown_parameter"),
-    ({"messages": []}, "messages", "unknown_parameter"),
     ({"chat_template": "{{ raise_exception('no') }}"}, "input", "invalid_value"),
 ]
 

@@ -13,11 +13,10 @@ import pytest
 
 from forerun.serve import connections
 from forerun.serve.connections import Connection
-from kit.servers import Running, drafting, ended, httpx, posted, running, until
+from kit.servers import ENDLESS, OK, Running, drafting, ended, httpx, posted, running, until
 from serve.test_serve_load import certificate_at
 
-OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
-MUCH = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 1, "logprobs": 20}
+MUCH = ENDLESS | {"max_tokens": 200, "logprobs": 20}
 SMALL_BUFFER = 4096
 LONG_S = 3600.0
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from forerun.sampling.params import SamplingParams
-from kit.engines import PATIENCE_S, plain
-from kit.servers import httpx, until
+from kit.engines import PATIENCE_S
+from kit.servers import httpx, library_answer, until
 from serve.test_serve_load import started
 
 SECONDS = float(os.environ.get("FORERUN_SOAK_S", "20"))
@@ -57,19 +56,12 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-def solo(body: dict[str, Any]) -> tuple[int, ...]:
-    """The library's answer to a body, alone and without a drafter."""
-    params = SamplingParams(**{name: value for name, value in body.items() if name != "prompt"})
-    prompt = body["prompt"] if isinstance(body["prompt"], str) else [body["prompt"]]
-    return plain().generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-
-
 class Soak:
     """The clients, what they met, and what the server's memory was."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.expected = [solo(body) for body in BODIES]
+        self.expected = [library_answer(body).outputs[0].token_ids for body in BODIES]
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.memory: list[float] = []

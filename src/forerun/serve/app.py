@@ -24,7 +24,7 @@ from forerun.serve.envelope import Envelope, json_response, written
 from forerun.serve.gate import OpenRequest
 from forerun.serve.message_answers import message_error
 from forerun.serve.metrics import CONTENT_TYPE
-from forerun.serve.page_routes import PageRoutes
+from forerun.serve.page_routes import page_routes
 from forerun.serve.problems import ApiError, problem_of
 from forerun.serve.schema import Endpoint, openapi_body
 from forerun.serve.service import ClientGone, Service, unless_gone
@@ -263,7 +263,7 @@ def application(service: Service) -> FastAPI:
         ("GET", "/health", routes.health, None),
         ("GET", "/ready", routes.ready, None),
         ("GET", "/metrics", routes.metrics, None),
-        *(("GET", path, handler, None) for path, handler in PageRoutes.of(service).table()),
+        *(("GET", path, handler, None) for path, handler in page_routes(service)),
     ]
     for method, path, handler, endpoint in table:
         extra, own = None if endpoint is None else openapi_body(endpoint), routes.guarded(handler)

@@ -24,6 +24,7 @@ CallKind = Literal["object", "named", "tagged", "harmony"]
 KEYS = ("arguments", "parameters")  # of the arguments in JSON: models take one for the other
 KEY = re.compile(r"[^<>\n]*")
 WORD = re.compile(r"\w*")
+HALF = re.compile("[\ud800-\udfff]")  # of a character, as escapes in JSON can make it
 PYTHON_TAG, CALL_ID = "<|python_tag|>", "[CALL_ID]"
 BESIDE = {"name", "id", "type"}  # of an object without arguments
 NOTHING = object()
@@ -269,7 +270,7 @@ def call_of(name: object, arguments: Any, functions: Functions) -> ToolCall | No
         if not isinstance(name, str) or name not in functions:
             return None
         written = json.dumps(values, ensure_ascii=False)
-        return ToolCall(name, written if written.isascii() or encodable(written) else json.dumps(values))
+        return ToolCall(name, json.dumps(values) if HALF.search(written) else written)
     except (ValueError, RecursionError):
         return None
 
@@ -299,15 +300,6 @@ def number(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is no number of JSON")
     return value
-
-
-def encodable(text: str) -> bool:
-    """Whether a text is Unicode; escapes in JSON can make half a character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 READERS: Mapping[CallKind, Callable[[CallForm, GrowingText, Functions], Scan[list[ToolCall]]]] = {

@@ -23,7 +23,11 @@ SMOOTHING = 0.9  # of the mean time between departures
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """One HTTP request between entering and leaving; `num_places` sequences of it are in the engine."""
+    """One HTTP request between entering and leaving; `num_places` sequences of it are in the engine.
+
+    `queue_s` and `first_token_s` are the seconds from its arrival to its place in the batch and to its first token, and
+    `last_s` says when each of its samples last grew.
+    """
 
     tenant: str
     entered_s: float
@@ -35,6 +39,9 @@ class OpenRequest:
     placed: bool = False
     finished: bool = False  # by the engine; the answer may still be on its way
     gone: bool = False
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    last_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,7 +17,7 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import Counts, Stats
 from forerun.llm import LLM
 from forerun.output import Answers, CollectedSample
-from forerun.serve.gate import Gate
+from forerun.serve.gate import Gate, OpenRequest
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -101,16 +100,6 @@ class EngineReader:
         )
 
 
-@dataclass(slots=True)
-class Watch:
-    """The times of one HTTP request: when it came, and when each of its samples last grew."""
-
-    entered_s: float
-    queue_s: float | None = None  # seconds until it had a place in the batch
-    first_token_s: float | None = None
-    last_s: dict[int, float] = field(default_factory=dict)
-
-
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
@@ -156,30 +145,30 @@ class Metrics:
         self.prompts = Counter("forerun:prompt_tokens", "Tokens of prompts, once each.", registry=self.registry)
         self.answered = Counter("forerun:http_responses", "Answers, by status.", ["status"], registry=self.registry)
 
-    def see(self, watch: Watch, delta: Delta, answers: Answers) -> None:
-        """Observe one delta of it."""
-        now, last = time.perf_counter(), watch.last_s.get(delta.seq_id)
+    def see(self, visit: OpenRequest, delta: Delta, answers: Answers) -> None:
+        """Observe one delta of the answer to a request."""
+        now, last = time.perf_counter(), visit.last_s.get(delta.seq_id)
         if last is None:
-            if watch.first_token_s is None:
-                watch.first_token_s = now - watch.entered_s
-                self.first.observe(watch.first_token_s)
+            if visit.first_token_s is None:
+                visit.first_token_s = now - visit.entered_s
+                self.first.observe(visit.first_token_s)
             sequence = answers.answers[delta.seq_id].sequence
             if sequence.started_s is not None:
-                waited_s = max(0.0, sequence.started_s - watch.entered_s)
-                watch.queue_s = waited_s if watch.queue_s is None else min(watch.queue_s, waited_s)
+                waited_s = max(0.0, sequence.started_s - visit.entered_s)
+                visit.queue_s = waited_s if visit.queue_s is None else min(visit.queue_s, waited_s)
                 self.queue.observe(waited_s)
             self.prompts.inc(sequence.num_prompt if delta.sample == 0 else 0)
         elif delta.token_ids:
             for _ in delta.token_ids:
                 self.between.observe((now - last) / len(delta.token_ids))
-        watch.last_s[delta.seq_id] = now
+        visit.last_s[delta.seq_id] = now
         if delta.outcome is not None:
             self.depth.observe(delta.outcome.num_drafted)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
             self.see_acceptance(answers.answers[delta.seq_id])
             if answers.num_finished == len(answers.sequences):
-                self.total.observe(now - watch.entered_s)
+                self.total.observe(now - visit.entered_s)
 
     def see_acceptance(self, sample: CollectedSample) -> None:
         """Observe what became of the guesses of one finished sample."""

@@ -7,8 +7,7 @@ which the Content-Security-Policy also enforces. They need no key; what they ask
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
 from importlib import resources
 from typing import Any
 
@@ -35,6 +34,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -46,57 +46,46 @@ HEADERS = {
 PageHandler = Callable[[Request], Awaitable[Response]]
 
 
-@dataclass(frozen=True, slots=True)
-class PageRoutes:
-    """The page of one service."""
+def page_routes(service: Service) -> Iterator[tuple[str, PageHandler]]:
+    """The addresses of the page of one service, all of them for GET."""
+    folder = resources.files("forerun").joinpath("serve").joinpath("page")
+    for path, (name, kind) in FILES.items():
+        yield path, file_handler(folder.joinpath(name).read_bytes(), kind)
 
-    service: Service
-    contents: Mapping[str, bytes]
+    async def settings(request: Request) -> Response:
+        service.keys.tenant(request.headers.get("authorization"))  # it wants a key if all do
+        return Response(json.dumps(settings_of(service)), media_type="application/json", headers=HEADERS)
 
-    @classmethod
-    def of(cls, service: Service) -> PageRoutes:
-        """With its files read."""
-        folder = resources.files("forerun").joinpath("serve").joinpath("page")
-        return cls(service, {path: folder.joinpath(name).read_bytes() for path, (name, _) in FILES.items()})
+    yield "/page/settings", settings
 
-    def table(self) -> Iterator[tuple[str, PageHandler]]:
-        """The addresses, all of them for GET."""
-        yield from ((path, self.file) for path in FILES)
-        yield "/page/settings", self.settings
 
-    async def file(self, request: Request) -> Response:
-        """One of the files."""
-        path = request.url.path
-        return Response(self.contents[path], media_type=FILES[path][1], headers=HEADERS)
+def file_handler(content: bytes, kind: str) -> PageHandler:
+    """The handler of one file."""
 
-    async def settings(self, request: Request) -> Response:
-        """What the page has to know: the model, what drafts, and the defaults of requests. It wants a key if all do."""
-        self.service.keys.tenant(request.headers.get("authorization"))
-        return Response(json.dumps(self.told()), media_type="application/json", headers=HEADERS)
+    async def file(_: Request) -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
 
-    def told(self) -> dict[str, Any]:
-        """The same as an object."""
-        llm = self.service.llm
-        options, params = llm.engine.options, llm.get_default_sampling_params()
-        wish = options.speculation
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return {
-            "model": self.service.model_name,
-            "fingerprint": llm.fingerprint,
-            "format": llm.format,
-            "max_model_len": llm.plan.max_model_len,
-            "draft": llm.draft_name,
-            "arms": list(llm.drafter_names),
-            "verification": options.verification,
-            "speculation": {"depth": wish.shown_depth, "width": wish.width},
-            "chat": self.chats(),
-            "defaults": {name: getattr(params, name) for name in names},
-        }
+    return file
 
-    def chats(self) -> bool:
-        """Whether the model has a chat template that can be used."""
-        try:
-            self.service.llm.tokenizer.require_chat_template()
-        except TokenizerError:
-            return False
-        return True
+
+def settings_of(service: Service) -> dict[str, Any]:
+    """What the page has to know: the model, what drafts, and the defaults of requests."""
+    llm = service.llm
+    options, params = llm.engine.options, llm.get_default_sampling_params()
+    try:
+        llm.tokenizer.require_chat_template()
+        chats = True
+    except TokenizerError:
+        chats = False
+    return {
+        "model": service.model_name,
+        "fingerprint": llm.fingerprint,
+        "format": llm.format,
+        "max_model_len": llm.plan.max_model_len,
+        "draft": llm.draft_name,
+        "arms": list(llm.drafter_names),
+        "verification": options.verification,
+        "speculation": {"depth": options.speculation.shown_depth, "width": options.speculation.width},
+        "chat": chats,
+        "defaults": {name: getattr(params, name) for name in DEFAULTS},
+    }

@@ -282,13 +282,10 @@ def completion_requests(
         if not isinstance(each, str | list):
             raise refused("prompt", f"prompt: {shown(each)} is no text and no list of token ids.")
     requests = requests_of(prompts, params, speculation, tenant)
-    special = given.get("add_special_tokens", True)
-    return requests if special else [without_special(each, llm) for each in requests]
-
-
-def without_special(request: Request, llm: LLM) -> Request:
-    """A request whose text becomes tokens without any in front or behind."""
-    if request.prompt is None:
-        return request
-    ids = llm.tokenizer.encode_within(request.prompt, llm.plan.max_model_len, add_special_tokens=False)
-    return replace(request, prompt_token_ids=tuple(ids))
+    if given.get("add_special_tokens", True):
+        return requests
+    encode, most = llm.tokenizer.encode_within, llm.plan.max_model_len
+    return [
+        each if each.prompt is None else replace(each, prompt_token_ids=tuple(encode(each.prompt, most, False)))
+        for each in requests
+    ]

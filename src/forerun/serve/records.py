@@ -14,78 +14,74 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from forerun.accept.outcome import Counts
 from forerun.errors import MissingPackage
+from forerun.serve.answers import Writer
 from forerun.serve.envelope import ACCESS
+from forerun.serve.gate import OpenRequest
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
+Record = Mapping[str, Any]
 FINISHED, LEFT = "finished", "client_left"
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 REQUESTS = "forerun.serve.requests"
 LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # its warnings are of what clients send
-OF_REQUEST = (
-    "id",
-    "endpoint",
-    "tenant",
-    "outcome",
-    "num_samples",
-    "num_prompt_tokens",
-    "num_output_tokens",
-    "queue_s",
-    "first_token_s",
-    "total_s",
-)
-OF_COUNTS = ("num_drafted", "num_accepted", "tokens_per_round", "gain")
+ATTRIBUTES = {  # of a span, by the names of what they tell
+    "gen_ai.operation.name": "endpoint",
+    "gen_ai.request.model": "model",
+    "gen_ai.response.id": "id",
+    "gen_ai.request.choice.count": "num_samples",
+    "gen_ai.usage.input_tokens": "num_prompt_tokens",
+    "gen_ai.usage.output_tokens": "num_output_tokens",
+    "gen_ai.latency.time_in_queue": "queue_s",
+    "gen_ai.latency.time_to_first_token": "first_token_s",
+    "gen_ai.latency.e2e": "total_s",
+    **{f"forerun.{name}": name for name in ("outcome", "tenant", "request_id", "num_drafted", "num_accepted", "gain")},
+}
 EXTRA = "sending traces needs OpenTelemetry's SDK and its OTLP exporter: pip install 'forerun[otel]'"
 request_log = logging.getLogger(REQUESTS)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """One request that was read, from its arrival to its end.
+def record_of(visit: OpenRequest, writer: Writer, outcome: str) -> Record:
+    """One request that was read, from its arrival until now.
 
     `outcome` is "finished", "client_left", or the code of the error that ended it. Seconds count from the arrival;
-    None stands for what it did not come to. `traceparent` is the header of that name; `request_id` is the x-request-id
-    of the answer.
+    None stands for what it did not come to. `request_id` is the x-request-id of the answer.
     """
-
-    id: str
-    endpoint: str
-    tenant: str
-    model: str
-    outcome: str
-    num_samples: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    queue_s: float | None
-    first_token_s: float | None
-    total_s: float
-    counts: Counts
-    traceparent: str = ""
-    request_id: str = ""
-    ended_s: float = field(default_factory=time.time)  # since 1970
-
-    def fields(self) -> dict[str, Any]:
-        """The record as names and numbers, with as many digits as a log needs."""
-        values = {name: getattr(self, name) for name in OF_REQUEST}
-        values |= {name: getattr(self.counts, name) for name in OF_COUNTS}
-        rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
-        return rounded | {"request_id": self.request_id}
+    counts = writer.answers.counts()
+    return {
+        "id": writer.id,
+        "endpoint": writer.asked.endpoint,
+        "tenant": visit.tenant,
+        "model": writer.model,
+        "outcome": outcome,
+        "num_samples": len(writer.answers.sequences),
+        "num_prompt_tokens": writer.num_prompt,
+        "num_output_tokens": writer.num_output,
+        "queue_s": visit.queue_s,
+        "first_token_s": visit.first_token_s,
+        "total_s": time.perf_counter() - visit.entered_s,
+        "num_drafted": counts.num_drafted,
+        "num_accepted": counts.num_accepted,
+        "tokens_per_round": counts.tokens_per_round,
+        "gain": counts.gain,
+        "request_id": visit.request_id,
+    }
 
 
-def log_request(record: RequestRecord) -> None:
-    """Write the line of a request that was read."""
-    fields = record.fields()
-    shown = {**fields, "request_id": json.dumps(record.request_id)}  # a client may have chosen it
+def log_request(record: Record) -> None:
+    """Write the line of a request that was read, with as many digits as a log needs."""
+    rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in record.items()}
+    fields = {name: value for name, value in rounded.items() if name != "model"}
+    shown = {**fields, "request_id": json.dumps(record["request_id"])}  # a client may have chosen it
     text = " ".join(f"{name}={value}" for name, value in shown.items() if name != "outcome")
-    request_log.info("%s %s", record.outcome, text, extra={"fields": fields})
+    request_log.info("%s %s", record["outcome"], text, extra={"fields": fields})
 
 
 class JsonLines(logging.Formatter):
@@ -145,55 +141,28 @@ class SpanSink:
         self.provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint)))
         self.tracer = self.provider.get_tracer("forerun")
 
-    def take(self, record: RequestRecord) -> None:
-        """Queue one request's spans; another thread sends them."""
+    def take(self, record: Record, traceparent: str) -> None:
+        """Queue the spans of a request that ends now; another thread sends them."""
         from opentelemetry import trace
         from opentelemetry.trace import Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        above = TraceContextTextMapPropagator().extract({"traceparent": record.traceparent})
-        began_s = record.ended_s - record.total_s
-        began, ended = nanoseconds(began_s), nanoseconds(began_s + record.total_s)
+        above = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+        began_s = time.time() - record["total_s"]
+        marks = [0.0, *(record[name] for name in ("queue_s", "first_token_s", "total_s"))]
+        times = [None if mark is None else int((began_s + mark) * 1_000_000_000) for mark in marks]
+        told = {name: record[field] for name, field in ATTRIBUTES.items() if record[field] is not None}
         span = self.tracer.start_span(
-            "llm_request", context=above, kind=trace.SpanKind.SERVER, attributes=attributes(record), start_time=began
+            "llm_request", context=above, kind=trace.SpanKind.SERVER, attributes=told, start_time=times[0]
         )
-        if record.outcome != FINISHED:
-            span.set_status(Status(StatusCode.ERROR, record.outcome))
+        if record["outcome"] != FINISHED:
+            span.set_status(Status(StatusCode.ERROR, record["outcome"]))
         within = trace.set_span_in_context(span)
-        marks = [0.0, record.queue_s, record.first_token_s, record.total_s]
-        for name, first_s, last_s in zip(("queue", "first token", "generation"), marks, marks[1:], strict=False):
-            if first_s is not None and last_s is not None:
-                part = self.tracer.start_span(name, context=within, start_time=nanoseconds(began_s + first_s))
-                part.end(nanoseconds(began_s + last_s))
-        span.end(ended)
+        for name, first, last in zip(("queue", "first token", "generation"), times, times[1:], strict=False):
+            if first is not None and last is not None:
+                self.tracer.start_span(name, context=within, start_time=first).end(last)
+        span.end(times[-1])
 
     def close(self) -> None:
         """Send what is queued."""
         self.provider.shutdown()
-
-
-def attributes(record: RequestRecord) -> dict[str, Any]:
-    """What a span says of its request."""
-    found = {
-        "gen_ai.operation.name": record.endpoint,
-        "gen_ai.request.model": record.model,
-        "gen_ai.response.id": record.id,
-        "gen_ai.request.choice.count": record.num_samples,
-        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": record.num_output_tokens,
-        "gen_ai.latency.time_in_queue": record.queue_s,
-        "gen_ai.latency.time_to_first_token": record.first_token_s,
-        "gen_ai.latency.e2e": record.total_s,
-        "forerun.outcome": record.outcome,
-        "forerun.tenant": record.tenant,
-        "forerun.request_id": record.request_id,
-        "forerun.num_drafted": record.counts.num_drafted,
-        "forerun.num_accepted": record.counts.num_accepted,
-        "forerun.gain": record.counts.gain,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def nanoseconds(seconds: float) -> int:
-    """A time as OpenTelemetry counts it."""
-    return int(seconds * 1_000_000_000)

@@ -25,10 +25,10 @@ from forerun.serve.envelope import written, written_pieces
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
-from forerun.serve.metrics import Metrics, Watch
+from forerun.serve.metrics import Metrics
 from forerun.serve.parse import prepared
 from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
-from forerun.serve.records import FINISHED, LEFT, RequestRecord, SpanSink, log_request
+from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
 from forerun.serve.settings import BODY_S, ServeSettings
@@ -155,18 +155,18 @@ class Service:
 
     async def deltas(self, visit: OpenRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
         """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
-        answers, watch = writer.answers, Watch(visit.entered_s)
-        with self.recorded(visit, writer, watch), self.limited(visit, answers):
+        answers = writer.answers
+        with self.recorded(visit, writer), self.limited(visit, answers):
             await self.gate.place(visit, len(answers.sequences))
             finished = partial(self.gate.free, visit)
             async with aclosing(self.front.follow(answers.sequences, finished)) as deltas:
                 async for delta in deltas:
                     answers.add(delta)
-                    self.metrics.see(watch, delta, answers)
+                    self.metrics.see(visit, delta, answers)
                     yield delta
 
     @contextmanager
-    def recorded(self, visit: OpenRequest, writer: Writer, watch: Watch) -> Iterator[None]:
+    def recorded(self, visit: OpenRequest, writer: Writer) -> Iterator[None]:
         """Within it a request is answered; its record goes to the log and the traces, however it ends."""
         outcome = LEFT
         try:
@@ -178,25 +178,10 @@ class Service:
         finally:
             answers = writer.answers
             outcome = FINISHED if answers.num_finished == len(answers.sequences) else outcome
-            record = RequestRecord(
-                id=writer.id,
-                endpoint=writer.asked.endpoint,
-                tenant=visit.tenant,
-                model=self.model_name,
-                outcome=outcome,
-                num_samples=len(answers.sequences),
-                num_prompt_tokens=writer.num_prompt,
-                num_output_tokens=writer.num_output,
-                queue_s=watch.queue_s,
-                first_token_s=watch.first_token_s,
-                total_s=time.perf_counter() - visit.entered_s,
-                counts=answers.counts(),
-                traceparent=visit.traceparent,
-                request_id=visit.request_id,
-            )
+            record = record_of(visit, writer, outcome)
             log_request(record)
             if self.spans is not None:
-                self.spans.take(record)
+                self.spans.take(record, visit.traceparent)
 
     @contextmanager
     def limited(self, visit: OpenRequest, answers: Answers) -> Iterator[None]:
