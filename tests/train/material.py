@@ -8,7 +8,6 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptReader, TrainingData, read_data
-from forerun.train.objective import Objective
 from forerun.train.settings import TrainSettings
 from kit.checkpoints import TARGET
 
@@ -44,8 +43,3 @@ def source_of(data: TrainingData, settings: TrainSettings, student: Student, **o
     """Answers of the stories target for this student; its LLM is to be closed."""
     llm = LLM(str(TARGET), max_model_len=256, max_num_seqs=8, **options)  # type: ignore[arg-type]
     return AnswerSource(llm, data, settings, student.taps)
-
-
-def objective_of(source: AnswerSource) -> Objective:
-    """The objective whose target is that of the answers."""
-    return Objective(source.settings, source.llm.engine.runner.decoder.logits, source.llm.requests.num_ids)

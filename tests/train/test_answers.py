@@ -101,7 +101,7 @@ def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: Answer
             assert torch.equal(states.taps[:, :1], text.taps)
             assert torch.equal(states.taps[:, 1], text.last)
     plain.close()
-    assert source.stats.num_drafted > 0
+    assert source.llm.stats.num_drafted > 0
 
 
 def test_answers_depend_on_their_number_alone(source: AnswerSource) -> None:

@@ -31,7 +31,7 @@ from forerun.train.speed import RoundTimes
 from heads.modules import module_tensors
 from heads.trained import block_of, eagle_of, heads_of
 from kit.checkpoints import SMALL, TARGET
-from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
+from train.material import quiet, read_prompts, source_of, write_prompts
 
 DEPTH = 4
 BLOCKS = {
@@ -48,8 +48,8 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         return make_student("early-exit", target, StudentSizes(exit=3), 0)
     if kind == "eagle":
         weights = load_file(eagle_of(TARGET, folder) / "model.safetensors")
-        ids = (torch.arange(400) + weights.pop("d2t")).tolist()
-        student = EagleStudent.fresh(target, StudentSizes(mlp=96, draft_vocab=ids), 0)
+        ids = torch.arange(400) + weights.pop("d2t")
+        student = EagleStudent.fresh(target, StudentSizes(mlp=96, draft_vocab=400), 0).with_vocabulary(ids)
         assert {n: t.shape for n, t in student.weights.items()} == {n: t.shape for n, t in weights.items()}
         return replace(student, weights=trainable(weights, torch.device("cpu")))
     if kind in BLOCKS:
@@ -80,7 +80,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
     student = student_of(kind, target, tmp_path / "heads")
     source = source_of(data, settings, student)
     texts = source.held_out(quiet)
-    figures = judge_held_out(objective_of(source), student, texts, quiet)
+    figures = judge_held_out(source.objective, student, texts, quiet)
     source.llm.close()
     folder = tmp_path / "drafter"
     folder.mkdir()

@@ -24,7 +24,7 @@ from forerun.train.report import series
 from forerun.train.settings import TrainSettings
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
-from train.material import objective_of, quiet, read_prompts, source_of, write_prompts
+from train.material import quiet, read_prompts, source_of, write_prompts
 
 STEPS, DEPTH = 40, 2
 TRAIN = ["-n", "24", "--held-out", "6", "--look-every", "20", "--threads", "1", "--heads", "2", "--rate", "0.01"]
@@ -86,7 +86,7 @@ def test_a_student_computes_the_target_as_it_is_and_its_distance_is_zero_before_
     student = make_student("medusa", target, StudentSizes(heads=2, tune_target=tmp_path / "tuned"), 0)
     plain = make_student("medusa", target, StudentSizes(heads=2), 0)
     source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, plain)
-    texts, objective = source.held_out(quiet), objective_of(source)
+    texts, objective = source.held_out(quiet), source.objective
     found, wanted = (judge_held_out(objective, each, texts, quiet) for each in (student, plain))
     source.llm.close()
     assert found.overlap == pytest.approx(wanted.overlap, abs=1e-4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.heads.student import Predictions, TargetText, TextBatch
+from forerun.heads.student import Predictions, Student, TargetText, TextBatch
 from forerun.train.objective import SMOOTH, Objective, d_pace, deepened, gathered
 from forerun.train.settings import TrainSettings
 
@@ -19,15 +19,8 @@ def text_of(num_prompt: int, num_tokens: int, seed: int) -> TargetText:
     return TargetText(tuple(tokens), num_prompt, seed, states[:, None], states)
 
 
-class Fixed:
+class Fixed(Student):
     """A student with given logits at two depths."""
-
-    taps, weights, about = (0,), {}, {}
-    depth_weights = (1.0, 0.5)
-    most_depth = None
-
-    def __init__(self, vocabulary: Tensor | None = None) -> None:
-        self.vocabulary = vocabulary
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         generator = torch.Generator().manual_seed(7)
@@ -35,16 +28,14 @@ class Fixed:
         shape = (*batch.roots.shape, size)
         return Predictions([torch.randn(shape, generator=generator) for _ in range(2)], batch.roots)
 
-    def write(self, weights: object, folder: object) -> None: ...
-
-    def spec(self, folder: object) -> str:
-        return ""
-
 
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 2, 5, 9])], ids=["whole", "part"])
 def test_each_depth_is_compared_with_the_law_and_the_token_that_follow_it(vocabulary: Tensor | None) -> None:
     settings = TrainSettings(steps=1, loss="ce", temperature=0.5, decay=0.5)
-    objective, student = Objective(settings, lambda states: states @ HEAD.T, VOCAB), Fixed(vocabulary)
+    objective, student = (
+        Objective(settings, lambda states: states @ HEAD.T, VOCAB),
+        Fixed(values={}, dtype=torch.float32, weights={}, depth_weights=(1.0, 0.5), vocabulary=vocabulary),
+    )
     texts = [text_of(3, 8, 1), text_of(2, 5, 2)]
     batch = TextBatch.of(texts)
     predictions = student.predict(batch, None)

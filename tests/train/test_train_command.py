@@ -23,7 +23,6 @@ from forerun import cli
 from forerun.config import Speculation
 from forerun.draft.record import RECORD, DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
-from forerun.heads.student import StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
@@ -32,7 +31,6 @@ from forerun.store import Journal
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptIds
 from forerun.train.held_out import TREE
-from forerun.train.kinds import make_student
 from forerun.train.losses import LOSSES
 from forerun.train.report import series
 from forerun.train.speed import RoundTimes
@@ -102,46 +100,6 @@ def answers(draft: str | None) -> tuple[list[tuple[int, ...]], float]:
     return [answer.outputs[0].token_ids for answer in found], stats.num_accepted / max(1, stats.num_drafted)
 
 
-def untrained(kind: str, folder: Path) -> str:
-    """The same drafter before its training: an exit without its adapter, or a model with fresh weights."""
-    if kind == "early-exit":
-        return "early-exit:3"
-    folder.mkdir()
-    sizes = {
-        "draft": StudentSizes(layers=1, hidden=64, heads=4),
-        "medusa": StudentSizes(heads=2, hydra=True),
-        "mtp": StudentSizes(mlp=64),
-        "eagle": StudentSizes(mlp=64, draft_vocab=300),
-        "block": StudentSizes(layers=1, markov_rank=16),
-    }[kind]
-    student = make_student(kind, Blueprint.of(str(TARGET)), sizes, 0)
-    student.write(student.weights, folder)
-    return student.spec(folder)
-
-
-@pytest.mark.parametrize(
-    ("kind", "margin"),
-    [
-        ("draft", 0.04),
-        pytest.param("early-exit", 0.08, marks=pytest.mark.full),
-        pytest.param("medusa", 0.04, marks=pytest.mark.full),
-        pytest.param("eagle", 0.04, marks=pytest.mark.full),
-        pytest.param("block", 0.04, marks=pytest.mark.full),
-        pytest.param("mtp", 0.04, marks=pytest.mark.full),
-    ],
-)
-def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
-    kind: str, margin: float, trained: Trained, tmp_path: Path
-) -> None:
-    folder, told = trained(kind)
-    plain, _ = answers(None)
-    drafted, after = answers(str(told["draft"]))
-    assert drafted == plain
-    before = answers(untrained(kind, tmp_path / "untrained"))[1]
-    assert after > before + margin
-    assert str(folder) in str(told["draft"])
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
@@ -151,12 +109,15 @@ def test_what_was_trained_drafts_plain_answers_and_is_accepted_more_often(
         *(pytest.param(kind, marks=pytest.mark.full) for kind in ("block", "eagle", "medusa", "mtp")),
     ],
 )
-def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
+def test_it_drafts_better_than_before_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     folder, told = trained(kind)
     steps = int(KINDS[kind][-1])
     before, now = told["untrained"], told["trained"]
     assert isinstance(before, dict)
     assert isinstance(now, dict)
+    drafted, accepted = answers(str(told["draft"]))
+    assert drafted == answers(None)[0]
+    assert accepted > before["acceptance_at_depth"][0] + 0.02
     assert now["overlap"] > before["overlap"] + 0.03
     assert now["tokens_per_round"][1] > before["tokens_per_round"][1]
     assert told["steps"] == steps
@@ -173,6 +134,7 @@ def test_it_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
     record = DrafterRecord.read(folder)
     assert record is not None
     assert str(record.spec(folder)) == told["draft"]
+    assert str(folder) in str(told["draft"])
     assert record.target == Blueprint.of(str(TARGET)).weights_digest()
     assert list(record.tokens_per_round) == now["tokens_per_round"]
     assert record.speed_up == told["predicted"]["speed_up"]  # type: ignore[index]
@@ -418,41 +380,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     assert state is not None
     last = b"".join(state.weights[name].numpy().tobytes() for name in sorted(state.weights))
     return weights | {"log": json.dumps(log).encode(), "last": last}
-
-
-DYING = """
-import os, signal, sys
-from forerun.train.trainer import Trainer
-plain, left = Trainer.step, [{num_calls}]
-def count(*_):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-def step(own):
-    if own.state.step == {step}:
-        sys.setprofile(count)
-    return plain(own)
-Trainer.step = step
-from forerun.__main__ import main
-main()
-"""
-
-
-@pytest.mark.full
-def test_a_run_that_is_killed_while_it_learns_ends_with_the_same_weights(
-    trained: Trained, prompts: Path, tmp_path: Path
-) -> None:
-    """At a random call of a random step, by itself, so that no other process has to be quick."""
-    folder, rng = tmp_path / "out", random.Random(time.time_ns())
-    step, num_calls = rng.randrange(1, 15), rng.randrange(1, 3000)
-    arguments = command(prompts, folder)[3:]
-    code = DYING.format(step=step, num_calls=num_calls)
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment(), capture_output=True, text=True, check=False
-    )
-    assert run.returncode == -signal.SIGKILL, f"it was over {num_calls} calls behind step {step}"
-    finish(prompts, folder)
-    assert contents(folder) == contents(trained("early-exit")[0])
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.heads.eagle.student import EagleStudent
+from forerun.heads.fresh import TargetTables
 from forerun.heads.student import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource, draft_vocabulary
@@ -28,36 +29,24 @@ def source(tmp_path: Path) -> AnswerSource:
     return source_of(data, SETTINGS, EagleStudent.fresh(target, StudentSizes(mlp=64, draft_vocab=100), 0))
 
 
-def test_it_has_the_tokens_of_the_answers_that_are_learnt_from(source: AnswerSource, tmp_path: Path) -> None:
-    folder = TrainFolder(tmp_path / "out")
-    folder.claim({}, force=False)
-    said = Counter[int]()
+def test_it_has_what_answers_say_most_often_then_prompts_and_then_the_low_ids(
+    source: AnswerSource, tmp_path: Path
+) -> None:
+    folder, said = TrainFolder(tmp_path / "out"), Counter[int]()
     for step in range(3):
         for text in source.of_step(step, quiet):
             said.update(text.tokens[text.num_prompt :])
-    few, many = len(said) // 2, len(said) + 20
-    ids = draft_vocabulary(source, few, folder, quiet)
-    assert len(set(ids)) == few
-    assert list(ids) == sorted(ids)
-    assert min(said[token] for token in ids) >= max(said[token] for token in said.keys() - set(ids))
+    read = Counter(token for prompt in source.data.train for token in prompt)
+    ranked = sorted(range(512), key=lambda token: (-said[token], -read[token], token))
+    for size in (len(said) // 2, len(said.keys() | read) + 5):
+        folder.claim({}, force=True)
+        assert draft_vocabulary(source, size, folder, quiet) == sorted(ranked[:size])
     source.of_step = None  # type: ignore[assignment,method-assign]
-    assert draft_vocabulary(source, few, folder, quiet) == ids, "an answer is counted again"
+    assert draft_vocabulary(source, size, folder, quiet) == sorted(ranked[:size]), "an answer is counted again"
     with pytest.raises(FolderTaken, match="is damaged: start over with --force"):
-        draft_vocabulary(source, many, folder, quiet)
+        draft_vocabulary(source, size + 1, folder, quiet)
     with pytest.raises(InvalidRequest, match="513 must be at most 512"):
         draft_vocabulary(source, 513, folder, quiet)
-
-
-def test_tokens_that_no_answer_has_follow_by_the_prompts_and_then_by_their_ids(
-    source: AnswerSource, tmp_path: Path
-) -> None:
-    folder = TrainFolder(tmp_path / "out")
-    folder.claim({}, force=False)
-    said = {t for step in range(3) for x in source.of_step(step, quiet) for t in x.tokens[x.num_prompt :]}
-    read = {token for prompt in source.data.train for token in prompt}
-    others = sorted(set(range(512)) - said - read)
-    ids = draft_vocabulary(source, len(said | read) + 5, folder, quiet)
-    assert set(ids) == said | read | set(others[:5])
 
 
 @pytest.mark.full
@@ -70,18 +59,6 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     assert (torch.arange(90) + stored["d2t"]).tolist() == ids
     assert stored["lm_head.weight"].shape == (90, 64)
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 90
-    untrained = EagleStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(mlp=32, draft_vocab=ids), 0).weights[
-        "lm_head.weight"
-    ]
+    untrained = TargetTables.of(Blueprint.of(str(TARGET))).head[ids]
     assert (stored["lm_head.weight"] - untrained).abs().max() < 0.1, "its rows are not those of its tokens"
     assert invoke(*arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
-
-
-def test_what_cannot_be_is_refused() -> None:
-    target = Blueprint.of(str(TARGET))
-    with pytest.raises(InvalidRequest, match="the target's head has all tokens"):
-        EagleStudent.fresh(target, StudentSizes(shared_head=True, draft_vocab=100), 0)
-    with pytest.raises(InvalidRequest, match="513 must be at most 512"):
-        EagleStudent.fresh(target, StudentSizes(draft_vocab=513), 0)
-    with pytest.raises(InvalidRequest, match="5 is not for medusa"):
-        StudentSizes(draft_vocab=5).only("medusa", "heads")

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.heads.fresh import HeadStudent
-from forerun.heads.student import Predictions, TextBatch
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import TrainedLayer
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
@@ -28,7 +27,7 @@ KeysAndValues = tuple[Tensor, Tensor]  # of a step, by batch, head and place
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftedStudent(HeadStudent):
+class DraftedStudent(Student):
     """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, and stay as they
     are. Drafts are of as many steps as `depth_weights`."""
 
@@ -85,8 +84,9 @@ class DraftedStudent(HeadStudent):
         ones at every step.
         """
         positions = places + len(past)
+        q = self.layer.queries(x, positions)
         past.append(self.layer.keys_and_values(x, positions))
-        return self.layer.joined(attended(self.layer.queries(x, positions), places, past))
+        return self.layer.joined(attended(q, places, past))
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm whose gain has this name."""

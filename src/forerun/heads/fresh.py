@@ -11,61 +11,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.annotations import Float, Int
-from forerun.draft.spec import DraftSpec
+from forerun.annotations import Float
 from forerun.models.loading import Blueprint
 from forerun.models.projections import Shapes
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 HALF = (torch.float16, torch.bfloat16)
 SPREAD = 0.02  # standard deviation of fresh weights
-Begun = TypeVar("Begun", bound="HeadStudent")
 WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what adds to the residual stream
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadStudent:
-    """What students have in common: they are written as a folder with `values` as config.json and weights in `dtype`.
-
-    `kind` is the drafter's name in `--draft`, `most_depth` None where a draft goes as far as it is asked to.
-    """
-
-    kind: ClassVar[str]
-    values: Mapping[str, Any]
-    dtype: torch.dtype
-    weights: dict[str, Tensor]
-    taps: tuple[int, ...] = (-1,)
-    depth_weights: tuple[float, ...] = (1.0,)
-    most_depth: int | None = None
-    vocabulary: Int[Tensor, " ids"] | None = None
-
-    @classmethod
-    def begun(
-        cls: type[Begun], target: Blueprint, values: Mapping[str, Any], weights: Mapping[str, Tensor], **fields: Any
-    ) -> Begun:
-        """One that is trained for this target, from these weights on; `fields` are the kind's own."""
-        trained = trainable(weights, target.placement.device)
-        return cls(**{"values": values, "dtype": stored_dtype(target), "weights": trained, **fields})
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """What it is made of: its configuration."""
-        return {"kind": self.kind, "config": dict(self.values)}
-
-    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Put the weights and their configuration into an empty folder; what the target has is left out."""
-        save_weights(weights, self.dtype, folder)
-        save_config(self.values, folder)
-
-    def spec(self, folder: Path) -> str:
-        """The specification of the drafter in a folder."""
-        return str(DraftSpec(self.kind, argument=str(folder)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The protocol of what can be trained: one module for each kind of drafter.
+"""What is trained: a student, one class for each kind of drafter, and the texts that it learns from.
 
 A kind brings its network, the target's states that this reads, the weights that its loss gives to each depth, and its
 checkpoint. Everything else is the same for all of them: data, the target's answers, losses, optimizers, the state that
@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.config import require_whole
+from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
+from forerun.heads.fresh import save_config, save_weights, stored_dtype, trainable
 from forerun.models.loading import Blueprint
 
 MOST_DEPTH = 16  # of drafts that training goes through
+Begun = TypeVar("Begun", bound="Student")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,34 +126,41 @@ class Predictions:
     target: Float[Tensor, "batch places vocab"] | None = None
 
 
-@runtime_checkable
-class Student(Protocol):
-    """A drafter in training.
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """A drafter in training, of the kind that `--draft` calls `kind`; it is written with `values` as config.json.
 
-    `taps` names the target states that it reads, as `Drafter.taps` does. `weights` are the tensors that are trained, by
-    their names in the checkpoint. `depth_weights` says how much each depth counts in its loss, as many as it predicts.
-    `most_depth` is that of its deepest draft; None where it goes as far as it is asked to. `vocabulary` are the
-    target's ids of its tokens; None where it has all of them. `about` says what it is made of, as JSON: another value
-    is another training.
+    `weights` are the tensors that are trained, by their names in the checkpoint, where they are of `dtype`. `taps` are
+    the target states that it reads, as `Drafter.taps` names them. `depth_weights` says how much each depth counts in
+    its loss, as many as it predicts. `most_depth` is that of its deepest draft; None where it goes as far as it is
+    asked to. `vocabulary` are the target's ids of its tokens; None where it has all of them.
     """
 
-    @property
-    def taps(self) -> tuple[int, ...]: ...
+    kind: ClassVar[str]
+    values: Mapping[str, Any]
+    dtype: torch.dtype
+    weights: dict[str, Tensor]
+    taps: tuple[int, ...] = (-1,)
+    depth_weights: tuple[float, ...] = (1.0,)
+    most_depth: int | None = None
+    vocabulary: Int[Tensor, " ids"] | None = None
+
+    @classmethod
+    def begun(
+        cls: type[Begun], target: Blueprint, values: Mapping[str, Any], weights: Mapping[str, Tensor], **fields: Any
+    ) -> Begun:
+        """One that is trained for this target, from these weights on; `fields` are the kind's own."""
+        trained = trainable(weights, target.placement.device)
+        return cls(**{"values": values, "dtype": stored_dtype(target), "weights": trained, **fields})
 
     @property
-    def weights(self) -> dict[str, Tensor]: ...
+    def about(self) -> Mapping[str, Any]:
+        """What it is made of, as JSON: another value is another training."""
+        return {"kind": self.kind, "config": dict(self.values)}
 
-    @property
-    def depth_weights(self) -> tuple[float, ...]: ...
-
-    @property
-    def most_depth(self) -> int | None: ...
-
-    @property
-    def vocabulary(self) -> Int[Tensor, " ids"] | None: ...
-
-    @property
-    def about(self) -> Mapping[str, Any]: ...
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
+        """A student, not trained yet, of these of the target's tokens, as many as this one has; `ids` ascend."""
+        raise NotImplementedError
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its logits with gradients, as serving would compute them from the same tokens and states.
@@ -159,22 +169,23 @@ class Student(Protocol):
         has not read the root yet. A network may use the state at the root only if its drafter computes it itself.
         Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
         """
-        ...
+        raise NotImplementedError
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Put a checkpoint with these weights into an empty folder."""
-        ...
+        """Put a checkpoint with these weights into an empty folder; what the target has is left out."""
+        save_weights(weights, self.dtype, folder)
+        save_config(self.values, folder)
 
     def spec(self, folder: Path) -> str:
         """The specification of the drafter in a folder, as `--draft` takes it."""
-        ...
+        return str(DraftSpec(self.kind, argument=str(folder)))
 
 
 @dataclass(frozen=True, slots=True)
 class StudentSizes:
     """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
 
-    `draft_vocab` is how many of the target's tokens it has, or which these are. `portable`: in a form that other
+    `draft_vocab` is how many of the target's tokens it has. `portable`: in a form that other
     programs read too. `tune_target` is a folder for the target, where that is tuned as well.
     """
 
@@ -186,7 +197,7 @@ class StudentSizes:
     init: str | None = None
     hydra: bool | None = None
     shared_head: bool | None = None
-    draft_vocab: int | Sequence[int] | None = None
+    draft_vocab: int | None = None
     block: int | None = None
     markov_rank: int | None = None
     selector_rank: int | None = None

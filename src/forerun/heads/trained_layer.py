@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from forerun.annotations import Bool, Float, Int
 from forerun.errors import UnsupportedModel
-from forerun.heads.fresh import NORM, HeadStudent
-from forerun.heads.student import Predictions, TextBatch
+from forerun.heads.fresh import NORM
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.config import ModelConfig
 from forerun.models.rope import RopeTables, rope_tables
 from forerun.models.rows import rms_norm, rotate
@@ -134,7 +134,7 @@ def mask_of(window: int | None, length: int, device: torch.device) -> Bool[Tenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackStudent(HeadStudent):
+class StackStudent(Student):
     """A student that is a stack of layers under an output matrix, and guesses one token behind every place.
 
     What it reads there does not depend on who wrote the text, so a guess at any depth reads what its first guess would

@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -26,12 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.accept.outcome import Stats
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.plan import size
 from forerun.draft.base import Committed
 from forerun.draft.text.ngram import NgramDrafter
-from forerun.engine.sequence import Sequence
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.heads.student import TargetText, check_most
 from forerun.llm import LLM
@@ -40,6 +37,7 @@ from forerun.sampling.noise import mix
 from forerun.store import writable, write_whole
 from forerun.streams import show_note
 from forerun.train.data import PromptIds, TrainingData
+from forerun.train.objective import Objective
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.team import Team
@@ -76,11 +74,11 @@ class StateRecorder(NgramDrafter):
             self.states[seq_id].append(news.features[news.offsets[i] : news.offsets[i + 1]])
         super().observe(news)
 
-    def adoptable(self, text: Seq[int], most: int, salt: Hashable) -> int:
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """Nothing: all states are recorded."""
         return 0
 
-    def forget(self, seq_ids: Seq[int]) -> None:
+    def forget(self, seq_ids: Sequence[int]) -> None:
         """Record these sequences from their start if they come back."""
         self.begun.difference_update(seq_ids)
         super().forget(seq_ids)
@@ -119,7 +117,7 @@ class AnswerCache:
         """The file of a group."""
         return self.folder / f"{number:08}.safetensors"
 
-    def load(self, number: int) -> Seq[TargetText] | None:
+    def load(self, number: int) -> Sequence[TargetText] | None:
         """A group's answers; None where it was not kept, or its file is damaged."""
         try:
             with safe_open(self.path(number), framework="pt") as file:
@@ -136,7 +134,7 @@ class AnswerCache:
         except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
             return None
 
-    def save(self, number: int, texts: Seq[TargetText]) -> None:
+    def save(self, number: int, texts: Sequence[TargetText]) -> None:
         """Keep a group's answers."""
         fields = [{name: getattr(text, name) for name in FIELDS} for text in texts]
         tensors: dict[str, Tensor] = {}
@@ -167,7 +165,7 @@ class AnswerSource:
     taps: tuple[int, ...]
     cache: AnswerCache | None = None
     team: Team = field(default_factory=Team)
-    group: tuple[int, Seq[TargetText]] = (-1, ())
+    group: tuple[int, Sequence[TargetText]] = (-1, ())
     recorder: StateRecorder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,11 +174,11 @@ class AnswerSource:
         self.llm.engine.drafter = self.recorder
 
     @property
-    def stats(self) -> Stats:
-        """What the engine counted while it wrote."""
-        return self.llm.engine.stats
+    def objective(self) -> Objective:
+        """What students of these answers learn by."""
+        return Objective(self.settings, self.llm.engine.runner.decoder.logits, self.llm.requests.num_ids)
 
-    def of_step(self, step: int, progress: ProgressCallback) -> Seq[TargetText]:
+    def of_step(self, step: int, progress: ProgressCallback) -> Sequence[TargetText]:
         """The answers that a step learns from."""
         batch, group_steps = self.settings.batch, self.settings.group_steps
         number, place = divmod(step, group_steps * self.settings.passes)
@@ -197,7 +195,7 @@ class AnswerSource:
         order = torch.randperm(len(self.group[1]), generator=dice) if turn else torch.arange(len(self.group[1]))
         return [self.group[1][int(i)] for i in order[start * batch : (start + 1) * batch]]
 
-    def held_out(self, progress: ProgressCallback) -> Seq[TargetText]:
+    def held_out(self, progress: ProgressCallback) -> Sequence[TargetText]:
         """The answers to the held-out prompts."""
         prompts = self.data.held_out
         return self.written(prompts, HELD_OUT, range(len(prompts)), progress)
@@ -209,7 +207,7 @@ class AnswerSource:
         return self.data.train[int(torch.randperm(len(self.data.train), generator=dice)[place])]
 
     def written(
-        self, prompts: Seq[PromptIds], purpose: int, numbers: Seq[int], progress: ProgressCallback
+        self, prompts: Sequence[PromptIds], purpose: int, numbers: Sequence[int], progress: ProgressCallback
     ) -> list[TargetText]:
         """Answers to prompts; the seed of each is that of its number."""
         params = [self.settings.sampling(mix((self.settings.seed, purpose, i)) % SEEDS) for i in numbers]
@@ -217,22 +215,20 @@ class AnswerSource:
         for delta in self.llm.deltas(answers.sequences):
             answers.add(delta)
             progress("the target writes", answers.share_finished)
-        outputs = [request.outputs[0] for request in answers.outputs()]
-        return [self.text(s, o.finish_reason == "length") for s, o in zip(answers.sequences, outputs, strict=True)]
-
-    def text(self, sequence: Sequence, is_cut: bool) -> TargetText:
-        """A finished answer with its states."""
-        states = self.recorder.take(sequence.id)
-        assert len(states) == len(sequence.tokens) - 1, "the target reads all tokens but the last one"
-        tokens = tuple(sequence.tokens)
-        return TargetText(tokens, sequence.num_prompt, sequence.seed, states[:, :-1], states[:, -1], is_cut)
+        texts = []
+        for sequence, request in zip(answers.sequences, answers.outputs(), strict=True):
+            states, is_cut = self.recorder.take(sequence.id), request.outputs[0].finish_reason == "length"
+            assert len(states) == len(sequence.tokens) - 1, "the target reads all tokens but the last one"
+            tokens, taps, last = tuple(sequence.tokens), states[:, :-1], states[:, -1]
+            texts.append(TargetText(tokens, sequence.num_prompt, sequence.seed, taps, last, is_cut))
+        return texts
 
 
-def draft_vocabulary(
-    source: AnswerSource, size: int, folder: TrainFolder, progress: ProgressCallback
-) -> tuple[int, ...]:
-    """The ids of a draft of `size` tokens, in ascending order. Raises InvalidRequest for more than the tokenizer has,
-    FolderTaken where the choice of an earlier run is damaged."""
+def draft_vocabulary(source: AnswerSource, size: int, folder: TrainFolder, progress: ProgressCallback) -> Sequence[int]:
+    """The ids of a draft of `size` tokens, in ascending order, as an earlier run has chosen them.
+
+    Raises InvalidRequest for more than the tokenizer has, FolderTaken where the choice of an earlier run is damaged.
+    """
     check_most("draft_vocab", size, source.llm.requests.num_ids)
     path, team = folder.state_folder / VOCABULARY, source.team
     if (known := team.of_first(lambda: read_vocabulary(path, size) if path.exists() else None)) is not None:
@@ -243,7 +239,7 @@ def draft_vocabulary(
     return ids
 
 
-def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> tuple[int, ...]:
+def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> Sequence[int]:
     """The tokens that occur most often in the answers, and then in the prompts."""
     said, read = Counter[int](), Counter(token for prompt in source.data.train for token in prompt)
     steps = COUNTED_STEPS if source.settings.steps is None else min(COUNTED_STEPS, source.settings.steps)
@@ -252,10 +248,10 @@ def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> tu
             said.update(text.tokens[text.num_prompt :])
     num_said = source.team.sums([float(said[token]) for token in range(source.llm.requests.num_ids)])
     ids = sorted(range(len(num_said)), key=lambda token: (-num_said[token], -read[token], token))
-    return tuple(sorted(ids[:size]))
+    return sorted(ids[:size])
 
 
-def read_vocabulary(path: Path, size: int) -> tuple[int, ...]:
+def read_vocabulary(path: Path, size: int) -> Sequence[int]:
     """The choice of an earlier run."""
     try:
         ids = json.loads(path.read_text("utf-8"))
@@ -263,4 +259,4 @@ def read_vocabulary(path: Path, size: int) -> tuple[int, ...]:
         ids = None
     if not isinstance(ids, list) or len(ids) != size or not all(isinstance(token, int) for token in ids):
         raise FolderTaken(f"{path} is damaged: start over with --force")
-    return tuple(ids)
+    return ids

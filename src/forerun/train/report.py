@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from forerun.accept.outcome import Stats
 from forerun.draft.record import DrafterRecord
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
@@ -51,7 +50,6 @@ class TrainReport:
     folder: Path
     draft: str
     data: TrainingData
-    stats: Stats
     tuned: TunedTarget | None = None
 
     @property

@@ -57,51 +57,44 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     where data, sizes or the folder cannot be used.
     """
     with Team.joined() as team, team.folder(task.out) as out:
-        told = report if team.is_first else unheard
-        found = train_together(replace(task, out=out, spec=team.placed(task.spec)), settings, told, team)
+        task = replace(task, out=out, spec=team.placed(task.spec))
+        found = train_together(task, settings, report if team.is_first else lambda *_: None, team)
         return found if team.is_first else None
 
 
-def unheard(*_: object) -> None:
-    """The report of a process whose progress is not shown."""
-
-
 def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..., None], team: Team) -> TrainReport:
-    """The same as one of a team."""
+    """Train as one of a team."""
     if task.threads is not None:
         torch.set_num_threads(task.threads)
-    target = Blueprint.of(task.spec, report)
+    target, tuned = Blueprint.of(task.spec, report), task.sizes.tune_target if team.is_first else None
     tokenizer = target.tokenizer()
     student = make_student(task.kind, target, task.sizes, settings.seed)
     data = read_data(task.data, PromptReader(tokenizer, target.config.max_positions, settings, task.chat))
-    own = team.own_share(settings)
+    share = team.own_share(settings)
     about = {**about_of(target, student, data, settings), **({"processes": team.size} if team.size > 1 else {})}
-    cache = None if task.cache is None else open_cache(task.cache, target, student, data, own, team)
-    if task.sizes.tune_target is not None and team.is_first:
-        check_free(task.sizes.tune_target, task.out)
+    cache = None if task.cache is None else open_cache(task.cache, target, student, data, share, team)
+    if tuned is not None:
+        check_free(tuned, task.out)
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
-    with writing(target, data, own, report) as llm:
-        source = AnswerSource(llm, data, own, student.taps, cache, team)
-        if isinstance(size := task.sizes.draft_vocab, int):
-            ids = draft_vocabulary(source, size, folder, report)
-            sizes = replace(task.sizes, draft_vocab=ids)
-            student = make_student(task.kind, target, sizes, settings.seed)
-        prompt, params, depth = data.held_out[0], settings.sampling(0), settings.draft_depth
-        is_over = DrafterRecord.read(task.out) is not None  # what rounds took then counts
-        times = RoundTimes.read(folder.round_times) if is_over else None
+    is_over = DrafterRecord.read(task.out) is not None  # what rounds took then counts
+    times = RoundTimes.read(folder.round_times) if is_over else None
+    with writing(target, data, share, report) as llm:
+        source = AnswerSource(llm, data, share, student.taps, cache, team)
+        if task.sizes.draft_vocab is not None:
+            ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
+            student = student.with_vocabulary(torch.tensor(ids))
         if times is None and team.is_first:
-            times = round_times(llm, target, student, prompt, params, depth, report)
-        objective = objective_of(llm, settings)
+            params, depth = settings.sampling(0), settings.draft_depth
+            times = round_times(llm, target, student, data.held_out[0], params, depth, report)
         held_out = source.held_out(report) if team.is_first else ()
-        state = Trainer(student, source, objective, settings, folder, held_out, times, report, team).run()
-        stats = source.stats
+        state = Trainer(student, source, folder, held_out, times, report).run()
         if student.most_depth is not None and team.is_first:
-            write_tree(task.out, objective, student, state, held_out)
-    found = TrainReport(about, state, times, task.out, student.spec(task.out), data, stats)
-    if task.sizes.tune_target is not None and team.is_first:
-        target, tuned = settle_target(task, task.sizes.tune_target, target, data, settings, state, report)
-        found = replace(found, tuned=tuned)
+            write_tree(task.out, source.objective, student, state, held_out)
+    found = TrainReport(about, state, times, task.out, student.spec(task.out), data)
+    if tuned is not None:
+        target, judged = settle_target(task, tuned, target, data, settings, state, report)
+        found = replace(found, tuned=judged)
     if not is_over:
         if times is not None and team.is_first:
             write_whole(folder.round_times, json.dumps(asdict(times)) + "\n")
@@ -130,11 +123,6 @@ def writing(
         llm.close()
 
 
-def objective_of(llm: LLM, settings: TrainSettings) -> Objective:
-    """The objective with this target."""
-    return Objective(settings, llm.engine.runner.decoder.logits, llm.requests.num_ids)
-
-
 def settle_target(
     task: TrainTask,
     folder: Path,
@@ -149,10 +137,10 @@ def settle_target(
     tuned = Blueprint.of(replace(task.spec, model=str(folder), revision=None), report)
     student = make_student(task.kind, tuned, replace(task.sizes, tune_target=None), settings.seed)
     with writing(tuned, data, settings, report) as llm:
-        objective = objective_of(llm, settings)
-        texts = AnswerSource(llm, data, settings, student.taps).held_out(report)
-        write_tree(task.out, objective, student, state, texts)
-        figures = judge_held_out(objective, student, texts, report)
+        source = AnswerSource(llm, data, settings, student.taps)
+        texts = source.held_out(report)
+        write_tree(task.out, source.objective, student, state, texts)
+        figures = judge_held_out(source.objective, student, texts, report)
     assert state.best_figures is not None, "a look is taken before the first step"
     return tuned, TunedTarget(folder, state.best_figures["target_rise"], figures)
 

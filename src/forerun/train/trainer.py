@@ -23,13 +23,11 @@ from forerun.sampling.noise import mix
 from forerun.store import Journal, whole_folder, writable, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
 from forerun.train.held_out import HeldOutFigures, judge_held_out
-from forerun.train.objective import Objective, StepFigures
+from forerun.train.objective import StepFigures
 from forerun.train.optimizer import build_optimizers, step_optimizers
 from forerun.train.report import curves
-from forerun.train.settings import TrainSettings
 from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
-from forerun.train.team import Team
 
 CURVES = "train.svg"
 RISE = 1e-4  # of the overlap, below which a look is no better than the best one
@@ -45,18 +43,16 @@ class Trainer:
 
     student: Student
     source: AnswerSource
-    objective: Objective
-    settings: TrainSettings
     folder: TrainFolder
     held_out: Sequence[TargetText]
     times: RoundTimes | None
     report: Callable[..., None]  # as a LoadingBar is called
-    team: Team = field(default_factory=Team)
     state: TrainState = field(init=False)
     log: Journal = field(init=False)
     optimizers: list[torch.optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.settings, self.team, self.objective = self.source.settings, self.source.team, self.source.objective
         self.optimizers = build_optimizers(self.student.weights, self.settings.rate)
         found = self.team.of_first(self.folder.load)
         self.state = found or TrainState()

@@ -40,8 +40,8 @@ from forerun.heads.block.format import (
     author_values,
     layer_ids,
 )
-from forerun.heads.fresh import HeadStudent, TargetTables, drawn_weights, layer_values
-from forerun.heads.student import MOST_DEPTH, Predictions, StudentSizes, TextBatch, check_most, check_taps
+from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
+from forerun.heads.student import MOST_DEPTH, Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
 from forerun.heads.trained_layer import TrainedLayer
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
@@ -55,7 +55,7 @@ FADES = 4.0  # depths after which a guess counts 1/e
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockStudent(HeadStudent):
+class BlockStudent(Student):
     """A block drafter in training. `embedding` and `head` are the target's, and stay as they are."""
 
     kind: ClassVar[str] = "block"

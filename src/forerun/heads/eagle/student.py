@@ -10,8 +10,8 @@ learns half as fast. The result is a folder for `--draft eagle:DIR`, in the auth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ from forerun.heads.eagle.format import (
     EagleTensors,
     usual_taps,
 )
-from forerun.heads.fresh import HEAD, TargetTables, drawn_weights, layer_values
+from forerun.heads.fresh import HEAD, TargetTables, drawn_weights, layer_values, trainable
 from forerun.heads.student import StudentSizes, TextBatch, check_most, check_taps
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
@@ -56,14 +56,17 @@ class EagleStudent(DraftedStudent):
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> EagleStudent:
         """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train.
 
-        The head has so many of the target's tokens, or these, or all of them. Raises InvalidRequest for more than there
-        are, and for some of them where the head is shared.
+        The head has all of the target's tokens, or the first so many. Raises InvalidRequest for more than there are,
+        and for some of them where the head is shared.
         """
         sizes.only(cls.kind, "mlp", "shared_head", "draft_vocab", "taps")
-        of, is_shared = target.config, bool(sizes.shared_head)
-        ids = head_ids(target, is_shared, sizes.draft_vocab)
+        of, is_shared, num_ids = target.config, bool(sizes.shared_head), sizes.draft_vocab or target.config.vocab_size
+        if sizes.draft_vocab is not None and is_shared:
+            raise InvalidRequest(
+                "draft_vocab", "the target's head has all tokens: leave --shared-head out, or this one."
+            )
+        check_most("draft_vocab", num_ids, of.vocab_size)
         taps = usual_taps(of.layers) if sizes.taps is None else check_taps(sizes.taps, of.layers)
-        num_ids = of.vocab_size if ids is None else len(ids)
         values = {
             "model_type": "llama",
             **layer_values(target, 1, sizes.mlp),
@@ -77,7 +80,7 @@ class EagleStudent(DraftedStudent):
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         weights[MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
         if not is_shared:
-            weights[HEAD] = tables.head if ids is None else tables.head[ids]
+            weights[HEAD] = tables.head[:num_ids]
         weights[NORM] = tables.norm
         return cls.begun(
             target,
@@ -87,13 +90,18 @@ class EagleStudent(DraftedStudent):
             embedding=tables.embedding,
             head=tables.head,
             taps=taps,
-            vocabulary=None if ids is None else ids.to(target.placement.device),
+            vocabulary=None if sizes.draft_vocab is None else torch.arange(num_ids, device=tables.head.device),
         )
 
     @property
     def about(self) -> Mapping[str, Any]:
         """Its configuration, and whether it has a head of its own."""
         return {**super().about, "shared_head": HEAD not in self.weights}
+
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> EagleStudent:
+        """With these tokens' rows of the target's head."""
+        head = trainable({HEAD: self.head[ids]}, self.head.device)
+        return replace(self, vocabulary=ids.to(self.head.device), weights={**self.weights, **head})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's states, fused."""
@@ -122,16 +130,3 @@ class EagleStudent(DraftedStudent):
             ids = torch.arange(len(weights[HEAD])) if self.vocabulary is None else self.vocabulary.cpu()
             weights = {**weights, OFFSETS: ids - torch.arange(len(ids))}
         super().write(weights, folder)
-
-
-def head_ids(
-    target: Blueprint, shared_head: bool, vocabulary: int | Sequence[int] | None
-) -> Int[Tensor, " ids"] | None:
-    """The target's ids of the head's tokens: these, the first so many, or None for all of them."""
-    if vocabulary is None:
-        return None
-    if shared_head:
-        raise InvalidRequest("draft_vocab", "the target's head has all tokens: leave --shared-head out, or this one.")
-    ids = torch.arange(vocabulary) if isinstance(vocabulary, int) else torch.tensor(vocabulary)
-    check_most("draft_vocab", len(ids), target.config.vocab_size)
-    return ids

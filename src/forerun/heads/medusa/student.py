@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
-from forerun.heads.fresh import HeadStudent, TargetTables
+from forerun.heads.fresh import TargetTables
 from forerun.heads.medusa.format import MOST_HEADS, MedusaConfig
-from forerun.heads.student import Predictions, StudentSizes, TextBatch, check_most
+from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch, check_most
 from forerun.models.loading import Blueprint
 
 NUM_HEADS = 4  # unless said
@@ -26,7 +26,7 @@ DEPTH_WEIGHT = 0.8  # of each head, of the one before it
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaStudent(HeadStudent):
+class MedusaStudent(Student):
     """Heads in training, as many as guesses. `head` and `embedding` are the target's, and stay as they are."""
 
     kind: ClassVar[str] = "medusa"

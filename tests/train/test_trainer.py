@@ -1,0 +1,183 @@
+"""The training loop, for any kind: what it reaches, in which format, and that it goes on to the same weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.heads.fresh import TargetTables
+from forerun.heads.mtp.student import MtpStudent
+from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
+from forerun.models.loading import Blueprint
+from forerun.train.answers import AnswerSource
+from forerun.train.held_out import judge_held_out
+from forerun.train.kinds import make_student
+from forerun.train.objective import confidence_loss
+from forerun.train.settings import TrainSettings
+from forerun.train.state import TrainFolder
+from forerun.train.trainer import Trainer
+from kit.checkpoints import TARGET
+from kit.unchecked import unchecked
+from train.material import quiet, read_prompts, source_of, write_prompts
+
+IDS = 400
+
+
+@pytest.fixture(autouse=True)
+def fast() -> Iterator[None]:
+    with unchecked():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoHeads(Student):
+    """Head d guesses the token d places behind the root, from the state before the root and the root's embedding.
+
+    It notes the number format of its logits, apart for steps and for looks.
+    """
+
+    kind = "two-heads"
+    table: Tensor
+    formats: dict[bool, set[torch.dtype]] = field(default_factory=lambda: {True: set(), False: set()})
+
+    @classmethod
+    def fresh(cls) -> "TwoHeads":
+        dice, target = torch.Generator().manual_seed(0), Blueprint.of(str(TARGET))
+        weights = {f"heads.{d}.weight": torch.randn(64, 128, generator=dice) * 0.02 for d in range(2)}
+        more: dict[str, Any] = {"depth_weights": (1.0, 0.8), "vocabulary": torch.arange(3, 3 + IDS)}
+        return cls.begun(target, {}, weights, table=TargetTables.of(target).embedding, **more)
+
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        first = batch.first_root
+        assert first > 0
+        state = batch.taps[:, first - 1 : -1, 0].float()
+        x = torch.cat([state, functional.embedding(batch.read[:, first:], self.table)], dim=-1)
+        heads = (functional.linear(x, self.weights[f"heads.{d}.weight"]) for d in range(2))
+        assert self.vocabulary is not None
+        logits = [functional.linear(state + functional.silu(h), self.table[self.vocabulary]) for h in heads]
+        self.formats[dice is not None].update(each.dtype for each in logits)
+        return Predictions(logits, batch.roots, {"small": 1e-4 * logits[1].square().mean()})
+
+
+def source_for(student: Student, settings: TrainSettings, folder: Path) -> AnswerSource:
+    return source_of(read_prompts([write_prompts(folder)], settings), settings, student)
+
+
+def trainer_in(folder: Path, student: Student, source: AnswerSource) -> Trainer:
+    place = TrainFolder(folder)
+    place.claim(student.about, force=False)
+    return Trainer(student, source, place, source.held_out(quiet), None, quiet)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("place_weights", ["decay", "d-pace"])
+def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: str, tmp_path: Path) -> None:
+    """Another kind needs a class alone: heads on the last state, for two depths and a part of the vocabulary."""
+    settings = TrainSettings(
+        steps=24, max_tokens=24, look_every=12, rate=0.02, draft_depth=3, place_weights=place_weights, held_out=6
+    )
+    student = TwoHeads.fresh()
+    source = source_for(student, settings, tmp_path)
+    trainer = trainer_in(tmp_path / "out", student, source)
+    before, state = trainer.best, trainer.run()
+    after = judge_held_out(source.objective, student, trainer.held_out, quiet)
+    assert state.stopped == "all steps are taken"
+    assert after.overlap > 1.5 * before.overlap
+    assert after.tokens_per_round[0] > before.tokens_per_round[0] + 0.03
+    assert len(after.tokens_per_round) == 3
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(student.weights)
+    again = trainer_in(tmp_path / "out", TwoHeads.fresh(), source)
+    source.llm.close()
+    assert all(torch.equal(again.student.weights[name], tensor) for name, tensor in student.weights.items())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_products_of_steps_alone_are_in_bfloat16_where_that_is_asked_for(bfloat16: bool, tmp_path: Path) -> None:
+    settings = TrainSettings(steps=2, batch=2, max_tokens=12, draft_depth=2, held_out=1, bfloat16=bfloat16)
+    student = TwoHeads.fresh()
+    source = source_for(student, settings, tmp_path)
+    state = trainer_in(tmp_path / "out", student, source).run()
+    source.llm.close()
+    assert student.formats == {True: {torch.bfloat16 if bfloat16 else torch.float32}, False: {torch.float32}}
+    assert {tensor.dtype for tensor in state.weights.values()} == {torch.float32}
+
+
+class Stopped(Exception):
+    """What ends a training in the middle of a step."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "bfloat16"),
+    [
+        ("block", StudentSizes(layers=1, mlp=64, block=4, markov_rank=16), False),
+        ("block", StudentSizes(layers=1, mlp=64, block=4, markov_rank=16), True),
+        pytest.param("mtp", StudentSizes(mlp=32), False, marks=pytest.mark.full),
+    ],
+)
+def test_a_training_that_was_stopped_ends_with_the_same_weights(
+    kind: str, sizes: StudentSizes, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainSettings(
+        steps=6, batch=4, max_tokens=16, look_every=4, checkpoint_every=2, held_out=3, bfloat16=bfloat16, passes=2
+    )
+    fresh = lambda: make_student(kind, Blueprint.of(str(TARGET)), sizes, 0)  # noqa: E731
+    source, plain_step, stops = source_for(fresh(), settings, tmp_path), Trainer.step, [1, 3, 5]
+    whole = trainer_in(tmp_path / "whole", fresh(), source).run().weights
+
+    def step(own: Trainer) -> object:
+        if stops and own.state.step == stops[0]:
+            del stops[0]
+            raise Stopped
+        return plain_step(own)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    for _ in range(3):
+        with pytest.raises(Stopped):
+            trainer_in(tmp_path / "parts", fresh(), source).run()
+    parts = trainer_in(tmp_path / "parts", fresh(), source).run().weights
+    source.llm.close()
+    for name, tensor in fresh().weights.items():
+        assert torch.equal(whole[name], parts[name]), name
+        assert not torch.equal(whole[name], tensor), name
+        assert whole[name].isfinite().all()
+
+
+@pytest.mark.full
+def test_confidence_learns_the_overlap_of_the_laws(tmp_path: Path) -> None:
+    settings = TrainSettings(steps=30, max_tokens=24, look_every=30, held_out=4, rate=0.01)
+    sizes = StudentSizes(layers=1, mlp=64, block=4, markov_rank=16)
+    student = make_student("block", Blueprint.of(str(TARGET)), sizes, 0)
+    source = source_for(student, settings, tmp_path)
+    trainer = trainer_in(tmp_path / "out", student, source)
+    trainer.run()
+    batch, objective = TextBatch.of(trainer.held_out), source.objective
+    with torch.no_grad():
+        predictions = student.predict(batch, None)
+    laws = list(objective.depths(student, predictions, batch))
+    source.llm.close()
+    weights = [each.counted.float() for each in laws]
+    overlaps = [each.laws.overlap.view(weight.shape) for each, weight in zip(laws, weights, strict=True)]
+    estimates = [logits.sigmoid() for logits in predictions.confidence]
+    for depth, weight in enumerate(weights):
+        mean, estimate = ((values[depth] * weight).sum() / weight.sum() for values in (overlaps, estimates))
+        assert abs(float(mean) - float(estimate)) < 0.1, depth
+    errors = [(a - b).abs()[w > 0].mean() for a, b, w in zip(estimates, overlaps, weights, strict=True)]
+    assert float(torch.stack(errors).mean()) < 0.15
+    best = confidence_loss([overlap.clamp(1e-4, 0.999).logit() for overlap in overlaps], laws, weights)
+    now = confidence_loss(predictions.confidence, laws, weights)
+    ignorant = confidence_loss([torch.zeros_like(each) for each in estimates], laws, weights)
+    assert best < now < 0.8 * ignorant
+
+
+def test_early_steps_weigh_more() -> None:
+    """The shares that FastMTP (2509.18362) gives three steps."""
+    weights = MtpStudent.depth_weights
+    assert [round(each / sum(weights[:3]), 2) for each in weights[:3]] == [0.51, 0.31, 0.18]
