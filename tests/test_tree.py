@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.tree import DraftLaw, DraftTree, HostView
+from forerun.tree import DraftLaw, DraftTree, HostTree
 
 VOCAB = 7
 
@@ -117,9 +117,9 @@ def test_a_tree_without_its_law_keeps_its_guesses() -> None:
 def test_what_the_host_saw_of_a_tree_is_not_believed_of_a_pruned_one() -> None:
     tree = DraftTree.of_texts([[1, 2, 3]]).to(torch.device("cpu"))
     pruned = replace(tree, tokens=torch.tensor([[1, 2, -1]]), parents=torch.tensor([[-1, 0, -1]])).without_law()
-    assert pruned.host() == HostView([[0, 1]], [[-1, 0]], [[1, 2]])
-    unseen = replace(tree, known=HostView.chains([2])).without_law()
-    assert unseen.known == HostView.chains([2])
+    assert pruned.host() == [HostTree([1, 2], [-1, 0])]
+    unseen = replace(tree, known=[HostTree.unseen(2)]).without_law()
+    assert unseen.known == [HostTree.unseen(2)]
 
 
 def test_some_of_the_trees_keep_their_laws() -> None:
@@ -131,4 +131,4 @@ def test_some_of_the_trees_keep_their_laws() -> None:
     assert some.q is not None
     assert some.q.row.tolist() == [[3, 4, -1], [0, 1, -1]]
     assert torch.equal(some.q.probs, law.probs)
-    assert some.host().tokens == [[5, 6, 7], [7, 11, 12]]
+    assert [tree.tokens for tree in some.host()] == [[5, 6, 7], [7, 11, 12]]

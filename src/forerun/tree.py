@@ -1,4 +1,4 @@
-"""DraftTree: guessed continuations, the value that draft, verify and accept exchange.
+"""DraftTree: guessed continuations, the value that draft, verify and accept exchange; HostTree: one row on the host.
 
 This file decides how guesses are laid out: one token tree per sequence, as two integer tensors. Masks, depths,
 positions and paths are all derived from them here.
@@ -6,6 +6,7 @@ positions and paths are all derived from them here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,26 +42,115 @@ class DraftLaw:
         return self.probs.new_zeros(len(self.probs), vocab).scatter_(1, self.ids, self.probs)
 
 
-@dataclass(frozen=True, slots=True)
-class HostView:
-    """The part of a tree on a device that the host knows without a copy: which nodes are read.
+@dataclass(slots=True)
+class HostTree:
+    """One sequence's tree on the host: its nodes in order, the root first, each behind its parent.
 
-    `nodes[b]` are the columns of sequence b that the target reads, `parents[b]` the parent of each. `tokens[b]` are
-    their tokens; None where guesses were drawn on the device: then what is read may turn out to be padding. Where a
-    grammar has a say, `cut[b]` are the guesses that it has removed, each as its column and its parent's, and
-    `forced[b]` says that all guesses are the grammar's own.
+    Where guesses were drawn on a device and not fetched yet all tokens are -1; a node may turn out to be padding.
+    `columns` says where the nodes stand in the DraftTree, if not in their own order.
+
+    What else may be known of each node, by number: `survival`, the drafter's P(path accepted), 1 at the root; and
+    `law_rows`, where the law that its children were drawn from is packed (`DraftLaw.row`). By column of the DraftTree:
+    `drafters`, which of a mix guessed it, and at the root which drafted the row, -1 for none. Where a grammar has a
+    say, `cut` are the guesses that it has removed, each as its parent's number, -1 if that is removed too, and its
+    column; `forced` says that all guesses are the grammar's own.
     """
 
-    nodes: Sequence[Sequence[int]]
-    parents: Sequence[Sequence[int]]
-    tokens: Sequence[Sequence[int]] | None = None
-    cut: Sequence[Sequence[tuple[int, int]]] | None = field(default=None, kw_only=True)
-    forced: Sequence[bool] | None = field(default=None, kw_only=True)
+    tokens: list[int]
+    parents: list[int]
+    columns: Sequence[int] = ()
+    survival: list[float] = field(default_factory=list)
+    law_rows: list[int] = field(default_factory=list)
+    drafters: list[int] = field(default_factory=list)
+    cut: Sequence[tuple[int, int]] = ()
+    forced: bool = False
 
     @classmethod
-    def chains(cls, counts: Sequence[int]) -> HostView:
-        """Roots with so many guesses behind each, whose tokens the host does not know yet."""
-        return cls([range(1 + n) for n in counts], [range(-1, n) for n in counts])
+    def of_root(cls, root: int) -> HostTree:
+        """A root with nothing behind it yet, to which guesses are added."""
+        return cls([root], [-1], survival=[1.0])
+
+    @classmethod
+    def unseen(cls, num_guesses: int) -> HostTree:
+        """A chain whose tokens only a device knows."""
+        return cls([-1] * (1 + num_guesses), list(range(-1, num_guesses)))
+
+    @classmethod
+    def in_columns(cls, columns: Sequence[int], parents: list[int], tokens: list[int]) -> HostTree:
+        """The nodes in these columns of a DraftTree; `parents` are columns too."""
+        if columns[-1] == len(columns) - 1:
+            return cls(tokens, parents)
+        number = {column: node for node, column in enumerate(columns)}
+        return cls(tokens, [number.get(parent, -1) for parent in parents], columns)
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The column of each node."""
+        return self.columns or range(len(self.tokens))
+
+    @property
+    def num_guesses(self) -> int:
+        """Nodes that hold a guess."""
+        return sum(token >= 0 for token in self.tokens) - 1
+
+    @property
+    def expected(self) -> float:
+        """How many guesses will be accepted, by their survival."""
+        return math.fsum(self.survival[1:])
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is more than a chain."""
+        return any(parent != i - 1 for i, parent in enumerate(self.parents))
+
+    def add(self, token: int, parent: int, survival: float) -> int:
+        """Append a guess; its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.survival.append(survival)
+        return len(self.tokens) - 1
+
+    def extend(self, tokens: Sequence[int], survival: Sequence[float] = ()) -> None:
+        """Append a chain behind the root."""
+        self.tokens += tokens
+        self.parents += range(len(tokens))
+        self.survival += survival
+
+    def depth(self) -> int:
+        """Edges of its longest path."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """The guesses that lead to each node."""
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        return paths
+
+    def numbers(self, columns: list[int]) -> list[int]:
+        """The numbers of the nodes in these columns."""
+        return [self.columns.index(column) for column in columns] if self.columns else columns
+
+    def some(self, nodes: Sequence[int]) -> HostTree:
+        """A tree of some of the nodes, the root among them and each with its parent, in columns of their own."""
+        number = {-1: -1} | {node: i for i, node in enumerate(nodes)}
+        return replace(
+            self,
+            tokens=[self.tokens[node] for node in nodes],
+            parents=[number[self.parents[node]] for node in nodes],
+            columns=(),
+            survival=[self.survival[node] for node in nodes] if self.survival else [],
+            law_rows=[self.law_rows[node] for node in nodes] if self.law_rows else [],
+        )
+
+    def with_tokens(self, tokens: Sequence[int]) -> HostTree:
+        """Fills in the tokens, which are given by column; a node without a token gets no parent."""
+        drawn = [tokens[column] for column in self.places]
+        parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, drawn, strict=True)]
+        return replace(self, tokens=drawn, parents=parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +163,8 @@ class DraftTree:
 
     `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds known to the host, so
     that walking never synchronises; `widths` are those of each row, settled before anything was drawn. `q` None: the
-    guesses are judged by `follow`, in every verification mode.
+    guesses are judged by `follow`, in every verification mode. `known` is what the host knows without a copy, of trees
+    on a device too: the nodes that the target reads.
     """
 
     tokens: Int[Tensor, "batch nodes"]
@@ -81,7 +172,7 @@ class DraftTree:
     depth: int
     width: int = 1
     q: DraftLaw | None = None
-    known: HostView | None = None
+    known: Sequence[HostTree] | None = None
     widths: Sequence[int] | None = None
 
     @classmethod
@@ -92,7 +183,7 @@ class DraftTree:
     @classmethod
     def of_roots(cls, roots: Sequence[int]) -> DraftTree:
         """No guesses, behind roots that the host knows."""
-        known = HostView([[0]] * len(roots), [[-1]] * len(roots), [[root] for root in roots])
+        known = [HostTree([root], [-1]) for root in roots]
         return replace(cls.bare(torch.tensor(roots, dtype=torch.long)), known=known)
 
     @classmethod
@@ -111,13 +202,15 @@ class DraftTree:
     @classmethod
     def of_texts(cls, texts: Sequence[Sequence[int]]) -> DraftTree:
         """One chain per sequence from host tokens, the root first: for drafters that work on the host."""
-        nodes = max(map(len, texts), default=1)
-        tokens = [[*text, *[-1] * (nodes - len(text))] for text in texts]
-        parents = [[*range(-1, len(text) - 1), *[-1] * (nodes - len(text))] for text in texts]
-        tokens_of, parents_of = torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long)
-        if not texts:
-            tokens_of, parents_of = tokens_of.view(0, nodes), parents_of.view(0, nodes)
-        return cls(tokens_of, parents_of, depth=nodes - 1)
+        parents = padded([range(-1, len(text) - 1) for text in texts])
+        return cls(padded(texts), parents, depth=parents.shape[1] - 1)
+
+    @classmethod
+    def of_hosts(cls, trees: Sequence[HostTree], width: int) -> DraftTree:
+        """The trees, none of whose nodes has more than `width` children, in the order of their nodes."""
+        tokens, parents = padded([tree.tokens for tree in trees]), padded([tree.parents for tree in trees])
+        depth = tokens.shape[1] - 1 if width == 1 else max((tree.depth() for tree in trees), default=0)
+        return cls(tokens, parents, depth, width, known=trees)
 
     @property
     def valid(self) -> Bool[Tensor, "batch nodes"]:
@@ -162,7 +255,12 @@ class DraftTree:
         table.scatter_(1, slot, torch.arange(nodes, device=table.device).expand(batch, nodes))
         return table[:, :-1].view(batch, nodes, self.width)
 
-    def host(self) -> HostView:
+    @property
+    def unseen(self) -> bool:
+        """Whether the guesses were drawn on a device and the host has not seen them, so that some may be padding."""
+        return self.known is not None and any(tree.tokens[0] < 0 for tree in self.known[:1])
+
+    def host(self) -> Sequence[HostTree]:
         """Which nodes are read, for the host; where that is not known yet and the tree is on a device, it waits."""
         if self.known is not None:
             return self.known
@@ -170,29 +268,28 @@ class DraftTree:
         tokens, parents = (
             t.numpy().tolist() if t.device.type == "cpu" else t.tolist() for t in (self.tokens, self.parents)
         )
-        nodes = [[i for i, token in enumerate(row) if token >= 0] for row in tokens]
-        above, own = (
-            [[row[i] for i in keep] for row, keep in zip(rows, nodes, strict=True)] for rows in (parents, tokens)
-        )
-        return HostView(nodes, above, own)
+        trees = []
+        for row_tokens, row_parents in zip(tokens, parents, strict=True):
+            columns = [i for i, token in enumerate(row_tokens) if token >= 0]
+            kept = ([row[i] for i in columns] for row in (row_parents, row_tokens))
+            trees.append(HostTree.in_columns(columns, *kept))
+        return trees
+
+    def fetched(self) -> Sequence[HostTree]:
+        """The trees with all of their tokens, waited for if the host has not seen them."""
+        return (replace(self, known=None) if self.unseen else self).host()
 
     def seen_paths(self) -> list[tuple[int, Sequence[int]]] | None:
         """The sequence of every node that is read and the guesses that lead to it, in the order of `read_nodes`.
 
         None where the host has not seen the guesses.
         """
-        known, nodes = self.host(), list[tuple[int, Sequence[int]]]()
-        if known.tokens is None:
+        if self.unseen:
             return None
-        for row, (columns, parents, tokens) in enumerate(zip(known.nodes, known.parents, known.tokens, strict=True)):
-            paths: dict[int, tuple[int, ...]] = {}
-            for column, parent, token in zip(columns, parents, tokens, strict=True):
-                paths[column] = (*paths[parent], token) if parent in paths else ()
-            nodes += [(row, path) for path in paths.values()]
-        return nodes
+        return [(row, path) for row, tree in enumerate(self.host()) for path in tree.paths()]
 
     def to(self, device: torch.device) -> DraftTree:
-        """The tree on a device, with its host view."""
+        """The tree on a device, with what the host knows of it."""
         if self.known is not None and self.tokens.device == device:
             return self
         known = self.host()
@@ -206,7 +303,7 @@ class DraftTree:
         if self.known is None:
             return self.valid.flatten().nonzero()[:, 0]
         columns = self.tokens.shape[1]
-        flat = [row * columns + node for row, nodes in enumerate(self.known.nodes) for node in nodes]
+        flat = [row * columns + column for row, tree in enumerate(self.known) for column in tree.places]
         return upload(flat, torch.long, self.tokens.device)
 
     def select(self, rows: Sequence[int]) -> DraftTree:
@@ -229,5 +326,16 @@ class DraftTree:
 
         Nodes that the host has seen are copied to it again; which of the unseen ones are read does not change.
         """
-        unseen = self.known is not None and self.known.tokens is None
-        return replace(self, q=None, known=self.known if unseen else None)
+        return replace(self, q=None, known=self.known if self.unseen else None)
+
+
+def survival_of(trees: Sequence[HostTree]) -> Float[Tensor, "batch nodes"]:
+    """The survival of all nodes, where they stand in the DraftTree `of_hosts`; 0 at padding."""
+    return padded([tree.survival for tree in trees], 0.0, torch.float32)
+
+
+def padded(rows: Sequence[Sequence[int | float]], filler: int | float = -1, dtype: torch.dtype = torch.long) -> Tensor:
+    """Rows of values by node as a tensor [batch, nodes] on the host, the shorter ones filled up."""
+    nodes = max(map(len, rows), default=1)
+    filled = [[*row, *[filler] * (nodes - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=dtype) if rows else torch.empty(0, nodes, dtype=dtype)

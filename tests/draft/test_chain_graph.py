@@ -71,7 +71,7 @@ def test_a_graph_draws_what_the_steps_draw(
     assert other.survival is None
     assert one.pass_s > 0
     assert other.pass_s > 0
-    assert [list(nodes) for nodes in one.tree.host().nodes] == [list(range(depth + 1))] * 3
+    assert [list(known.places) for known in one.tree.host()] == [list(range(depth + 1))] * 3
 
 
 @pytest.mark.parametrize("depths", [(3, 5, 1), (1, 4, 4), (2, 1, 6)])
@@ -79,7 +79,7 @@ def test_chains_of_different_depths_are_one_graph(runner: GraphRunner, depths: t
     one, other = both(runner, draws_of(), depths)
     assert torch.equal(one.tree.tokens, other.tree.tokens)
     assert (one.tree.tokens[:, 1:] >= 0).sum(1).tolist() == [*depths]
-    assert [list(nodes) for nodes in one.tree.host().nodes] == [list(range(depth + 1)) for depth in depths]
+    assert [list(known.places) for known in one.tree.host()] == [list(range(depth + 1)) for depth in depths]
 
 
 def test_a_graph_serves_fewer_rows_and_shorter_chains_than_its_own(runner: GraphRunner) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from draft.rounds import Row, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft
-from forerun.draft.model.grower import Growth, NodeToExpand, expand
+from forerun.draft.model.grower import NodeToExpand
+from forerun.draft.model.grower import grow as grow_trees
+from forerun.draft.model.tree_shape import GrowingTree
 from forerun.sampling.draws import Draws
 from forerun.shape import RankPath, StaticTree
 
@@ -45,7 +47,7 @@ def logits_after(path: Sequence[int], *, tied: bool = False) -> Tensor:
 
 
 class PathModel:
-    """Reads what `expand` asks for, checking that parents come before their children and rows lie together."""
+    """Reads what `grow` asks for, checking that parents come before their children and rows lie together."""
 
     def __init__(self, rows: Sequence[Row], levels: int = 99, tied: bool = False) -> None:
         self.rows = rows
@@ -54,7 +56,7 @@ class PathModel:
         self.read: set[tuple[int, int]] = {(row, 0) for row in range(len(rows))}
         self.passes: list[set[tuple[int, tuple[int, ...]]]] = []  # the paths read, by row
 
-    def __call__(self, growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor | None:
+    def __call__(self, growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor | None:
         if self.levels == 0:
             return None
         self.levels -= 1
@@ -62,12 +64,12 @@ class PathModel:
         found = []
         self.passes.append(set())
         for place in places:
-            growth, node, path = growths[place.row], place.node, []
+            tree, node, path = growing[place.row].tree, place.node, []
             assert (place.row, node) not in self.read
-            assert (place.row, growth.parents[node]) in self.read
+            assert (place.row, tree.parents[node]) in self.read
             while node:
-                path.append(growth.tokens[node])
-                node = growth.parents[node]
+                path.append(tree.tokens[node])
+                node = tree.parents[node]
             found.append(logits_after([*self.rows[place.row].text, *path[::-1]], tied=self.tied))
             self.passes[-1].add((place.row, tuple(path[::-1])))
         self.read |= {(place.row, place.node) for place in places}
@@ -78,7 +80,7 @@ def grow(rows: Sequence[Row], budgets: Sequence[Budget], draws: Draws, levels: i
     """A draft of these rows."""
     drafted = [row for row, budget in zip(rows, budgets, strict=True) if budget.depth]
     logits = torch.stack([logits_after(row.text) for row in drafted]) if drafted else torch.empty(0, VOCAB)
-    return expand(draws, budgets, logits, PathModel(rows, levels))
+    return grow_trees(draws, budgets, logits, PathModel(rows, levels))
 
 
 def make_rows(count: int) -> list[Row]:
@@ -252,7 +254,7 @@ def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature
     model = PathModel(rows, tied=tied)
     drafted = [row for row, budget in zip(rows, budgets, strict=True) if budget.depth]
     logits = torch.stack([logits_after(r.text, tied=tied) for r in drafted]) if drafted else torch.empty(0, VOCAB)
-    draft = expand(draws, budgets, logits, model)
+    draft = grow_trees(draws, budgets, logits, model)
     path_tokens = draft.tree.path_tokens().tolist()
     read: list[set[tuple[int, tuple[int, ...]]]] = [set() for _ in range(4)]
     for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):

@@ -13,7 +13,7 @@ import pytest
 
 from draft.rounds import Row, committed
 from forerun.draft.base import Budget
-from forerun.draft.many.merge import Branches, merge
+from forerun.draft.many.merge import add_guess, merge, mixed_root
 from forerun.draft.many.mix import came_true
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
@@ -23,6 +23,7 @@ from forerun.models.bundled import BUNDLED
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
+from forerun.tree import HostTree
 from kit.unchecked import unchecked
 from law.exact import Family, Model, families
 
@@ -31,35 +32,27 @@ FREE = 99  # children of a node: more than there are tokens
 EXACT = 1e-12
 
 
-def random_tree(rng: random.Random, num: int, vocab: int, arm: int, chance: Callable[[Path], float]) -> Branches:
+def random_tree(rng: random.Random, num: int, vocab: int, arm: int, chance: Callable[[Path], float]) -> HostTree:
     """A tree of up to `num` guesses below root 0, each surviving with its path's chance."""
-    tree, paths = Branches([0], drafters=[arm]), [()]
+    tree, paths = mixed_root(0, arm), [()]
     for _ in range(num):
         parent = rng.randrange(len(paths))
         path = (*paths[parent], rng.randrange(vocab))
         if path not in paths:
-            tree.add(path[-1], parent, chance(path), arm)
+            add_guess(tree, path[-1], parent, chance(path), arm)
             paths.append(path)
     return tree
-
-
-def paths_of(tree: Branches) -> list[Path]:
-    """Each node's path, the root's empty."""
-    paths: list[Path] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
 
 
 def at_random(rng: random.Random) -> Callable[[Path], float]:
     return lambda _: rng.choice([0.0, 0.1, 0.25, 0.25, 0.5, 0.9, 1.5, math.nan])
 
 
-def known(trees: Sequence[Branches]) -> dict[Path, float]:
+def known(trees: Sequence[HostTree]) -> dict[Path, float]:
     """What each path survives with, by the most confident; no path with more than what it goes on from."""
     best: dict[Path, float] = {}
     for tree in trees:
-        for path, survival in zip(paths_of(tree), tree.survival, strict=True):
+        for path, survival in zip(tree.paths(), tree.survival, strict=True):
             best[path] = max(best.get(path, 0.0), survival)
     return best
 
@@ -79,7 +72,7 @@ def test_a_merged_tree_is_the_best_there_is(seed: int) -> None:
     trees = [random_tree(rng, rng.randint(0, 5), 3, arm, at_random(rng)) for arm in range(rng.randint(1, 3))]
     budget, survives = Budget(rng.randint(1, 4), FREE, rng.randint(1, 6)), known(trees)
     merged = merge(trees, budget)
-    paths = paths_of(merged)
+    paths = merged.paths()
     assert len(set(paths)) == len(paths) <= 1 + budget.nodes
     assert merged.survival == pytest.approx([survives[path] for path in paths], abs=0)
     possible = {path for path in survives if 0 < len(path) <= budget.depth}
@@ -87,7 +80,7 @@ def test_a_merged_tree_is_the_best_there_is(seed: int) -> None:
     most = max(math.fsum(survives[path] for path in chosen) for chosen in subtrees(possible, budget.nodes))
     assert math.fsum(merged.survival[1:]) == pytest.approx(most, abs=1e-9)
     for path, arm in zip(paths[1:], merged.drafters[1:], strict=True):
-        assert arm == next(i for i, tree in enumerate(trees) if path in paths_of(tree))
+        assert arm == next(i for i, tree in enumerate(trees) if path in tree.paths())
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -97,7 +90,7 @@ def test_budgets_are_kept_and_survival_never_grows(seed: int) -> None:
     budget = Budget(rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12), price=rng.choice([0.0, 0.2]))
     merged = merge(trees, budget)
     assert len(merged.tokens) <= 1 + budget.nodes
-    assert max(len(path) for path in paths_of(merged)) <= budget.depth
+    assert max(len(path) for path in merged.paths()) <= budget.depth
     for node, parent in enumerate(merged.parents[1:], start=1):
         assert parent < node
         assert budget.price <= merged.survival[node] <= merged.survival[parent] <= 1
@@ -110,7 +103,7 @@ def chance_of(law: Model, root: int) -> Callable[[Path], float]:
     return lambda path: math.prod(float(law((root, *path[:i]))[token]) for i, token in enumerate(path))
 
 
-def expected_accepted(tree: Branches, law: Model, root: int, vocab: int, depth: int) -> float:
+def expected_accepted(tree: HostTree, law: Model, root: int, vocab: int, depth: int) -> float:
     """By every string that the target may say."""
     chance, total = chance_of(law, root), 0.0
     for said in itertools.product(range(vocab), repeat=depth):
@@ -118,18 +111,18 @@ def expected_accepted(tree: Branches, law: Model, root: int, vocab: int, depth: 
     return total
 
 
-def cut_short(trees: Sequence[Branches], budget: Budget) -> Branches:
+def cut_short(trees: Sequence[HostTree], budget: Budget) -> HostTree:
     """The mutant: all of the first member's tree before anything of the second's."""
-    merged, paths = Branches([0]), [()]
+    merged, paths = mixed_root(0, -1), [()]
     for tree in trees:
-        for path in paths_of(tree)[1:]:
+        for path in tree.paths()[1:]:
             if path not in paths and len(merged.tokens) <= budget.nodes:
-                merged.add(path[-1], paths.index(path[:-1]), 1.0, 0)
+                add_guess(merged, path[-1], paths.index(path[:-1]), 1.0, 0)
                 paths.append(path)
     return merged
 
 
-def shortfall(family: Family, how: Callable[[Sequence[Branches], Budget], Branches], seed: int) -> float:
+def shortfall(family: Family, how: Callable[[Sequence[HostTree], Budget], HostTree], seed: int) -> float:
     """By how much some member's own n guesses beat the merged n, at worst, over all roots and n."""
     rng, worst = random.Random(f"{family.seed} {seed}"), -math.inf
     for root in range(family.vocab):
@@ -183,10 +176,8 @@ def test_on_real_text_it_accepts_no_less_than_any_member_alone(temperature: floa
         with unchecked():
             draws = Draws(rows, target.config.vocab_size, kernels=find_sampling_kernels())
             tree = mix.propose(draws, [budget] * len(rows)).tree
-        grown = [
-            Branches(t, p, [1.0] * len(t), t) for t, p in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)
-        ]
-        assert max(len([t for t in own.tokens if t >= 0]) for own in grown) <= 1 + num
+        grown = tree.host()
+        assert max(len(own.tokens) for own in grown) <= 1 + num
         accepted.append(sum(came_true(own, said)[1] for own, said in zip(grown, ahead, strict=True)))
     *alone, merged = accepted
     assert merged >= max(alone) > len(rows) / 4, accepted

@@ -14,7 +14,7 @@ from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
 from forerun.draft.many.lengths import FixedLength
-from forerun.draft.many.merge import Branches, merge
+from forerun.draft.many.merge import add_guess, merge, mixed_root
 from forerun.draft.many.mix import ANY_PRICE, MixDrafter, came_true
 from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram import NgramDrafter
@@ -29,7 +29,7 @@ from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, HostTree
 from kit.checkpoints import SMALL, TARGET
 from kit.texts import story
 from kit.unchecked import unchecked
@@ -72,15 +72,15 @@ def nodes_of(draft: Draft, row: int) -> dict[tuple[int, ...], list[float] | None
     return found
 
 
-def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) -> Branches:
+def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) -> HostTree:
     """A row as it is merged."""
     tokens, parents, number = draft.tree.tokens[row].tolist(), draft.tree.parents[row].tolist(), {0: 0}
     survival = draft.survival if chances is None else chances[None].expand(row + 1, -1)
     assert survival is not None
-    tree = Branches(tokens[:1], drafters=[arm])
+    tree = mixed_root(tokens[0], arm)
     for node in range(1, len(tokens)):
         if tokens[node] >= 0:
-            number[node] = tree.add(tokens[node], number[parents[node]], float(survival[row, node]), arm)
+            number[node] = add_guess(tree, tokens[node], number[parents[node]], float(survival[row, node]), arm)
     return tree
 
 
@@ -220,12 +220,12 @@ def test_who_is_seldom_right_counts_for_less() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
-    rng, tree, paths = random.Random(seed), Branches([0]), [()]
+    rng, tree, paths = random.Random(seed), mixed_root(0, 0), [()]
     for _ in range(rng.randint(0, 8)):
         parent = rng.randrange(len(paths))
         path = (*paths[parent], rng.randrange(3))
         if path not in paths:
-            tree.add(path[-1], parent, 1.0, 0)
+            tree.add(path[-1], parent, 1.0)
             paths.append(path)
     said = tuple(rng.randrange(3) for _ in range(4))
     right = max(n for n in range(5) if said[:n] in paths)

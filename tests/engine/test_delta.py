@@ -11,6 +11,7 @@ from forerun.engine.sequence import Sequence
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from forerun.tree import HostTree
 from kit.checkpoints import TARGET
 
 STORIES = Tokenizer.load(TARGET)
@@ -30,21 +31,23 @@ def commit(text: Sequence, run: Accepted, logits: torch.Tensor) -> Delta:
 
 
 D, T, R, B = Origin.DRAFTED, Origin.TARGET, Origin.RECOVERED, Origin.BONUS
-# tokens, guesses in the tree, depths with a guess on offer -> who said them
+# tokens, parents of the tree's nodes -> who said them
 RUNS = [
-    ([407], 0, 0, [T]),
-    ([407], 3, 1, [R]),
-    ([407, 261], 3, 2, [D, R]),
-    ([407, 261, 378], 2, 2, [D, D, B]),
-    ([407, 261], 5, 1, [D, B]),  # the path ended early, where a sibling went deeper
+    ([407], [-1], [T]),
+    ([407], [-1, 0, 1, 2], [R]),
+    ([407, 261], [-1, 0, 1, 2], [D, R]),
+    ([407, 261, 378], [-1, 0, 1], [D, D, B]),
+    ([407, 261], [-1, 0, 0, 2, 3, 4], [D, B]),  # the path ended early, where a sibling went deeper
 ]
 
 
-@pytest.mark.parametrize(("tokens", "num_drafted", "offered", "origins"), RUNS)
-def test_every_token_knows_who_said_it(
-    tokens: list[int], num_drafted: int, offered: int, origins: list[Origin]
-) -> None:
-    assert Accepted(list(range(len(tokens))), tokens, num_drafted, offered).origins == origins
+def run_of(parents: list[int], nodes: list[int], tokens: list[int]) -> Accepted:
+    return Accepted(HostTree([1] * len(parents), parents), nodes, tokens)
+
+
+@pytest.mark.parametrize(("tokens", "parents", "origins"), RUNS)
+def test_every_token_knows_who_said_it(tokens: list[int], parents: list[int], origins: list[Origin]) -> None:
+    assert run_of(parents, list(range(len(tokens))), tokens).origins == origins
 
 
 @pytest.mark.parametrize("stop_at", range(1, 5))
@@ -61,7 +64,7 @@ def test_what_stands_behind_the_end_is_not_said(stop_at: int) -> None:
     nodes = [0, 2, 3, 5]
     for name, (params, max_length, said) in ends.items():
         text = sequence(params, max_length)
-        delta = commit(text, Accepted(nodes, said, 5, 4), logits)
+        delta = commit(text, run_of([-1, 0, 0, 2, 2, 3, 5], nodes, said), logits)
         assert list(delta.token_ids) == said[:stop_at] == text.tokens[2:]
         assert list(delta.origins) == [D, D, D, R][:stop_at] == text.origins
         assert delta.finish_reason == ("stop" if name in ("stop id", "eos") else "length")
@@ -82,8 +85,8 @@ def test_text_carries_the_origin_of_its_own_token_when_it_comes_late() -> None:
     """Held back as the beginning of a stop string, and let go a round later."""
     text = sequence(SamplingParams(stop=[" upon us"]))
     logits = torch.zeros(3, 512)
-    first = commit(text, Accepted([0], [407], 0, 0), logits)  # " upon"
+    first = commit(text, run_of([-1], [0], [407]), logits)  # " upon"
     assert (first.text, first.segments) == ("", ())
-    second = commit(text, Accepted([0, 1], [261, 378], 1, 1), logits)
+    second = commit(text, run_of([-1, 0], [0, 1], [261, 378]), logits)
     assert [segment.origin for segment in second.segments] == [T, D, B]
     assert second.text == STORIES.decode([403, 407, 261, 378], skip_special_tokens=True)[len("Once") :]

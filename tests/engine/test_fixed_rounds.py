@@ -165,7 +165,7 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape() -> Non
     """A drafter that declares any shape harms nothing: the tokens are those of plain decoding."""
     from forerun.draft.base import Budget, Committed, Draft
     from forerun.draft.text.ngram import NgramDrafter
-    from forerun.tree import DraftTree, HostView
+    from forerun.tree import DraftTree, HostTree
 
     dice = random.Random(0)
 
@@ -176,7 +176,8 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape() -> Non
             tokens[:, 0] = draws.roots_tokens
             parents = torch.tensor([[-1, 0, dice.choice([0, 1]), dice.choice([1, 2])] for _ in range(batch)])
             counts = [dice.randrange(-1, 6) for _ in range(batch)]
-            return Draft(DraftTree(tokens, parents, depth=3, known=HostView.chains(counts)))
+            known = [HostTree.unseen(count) for count in counts]
+            return Draft(DraftTree(tokens, parents, depth=3, known=known))
 
     plain = make(TARGET, None, CPU)
     liar = LLM(str(TARGET), Liar(), dtype="float32", device=FIXED, max_model_len=256)

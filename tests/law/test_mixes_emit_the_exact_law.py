@@ -15,10 +15,10 @@ from exact import RULES, TOLERANCE, Draft, Family, Model, Script, deviation, fam
 
 from forerun.draft import base
 from forerun.draft.base import Budget, Committed
-from forerun.draft.many.mix import MemberDraft, MixDrafter, MixedRow
+from forerun.draft.many.mix import MixDrafter
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftLaw, DraftTree
+from forerun.tree import DraftLaw, DraftTree, HostTree
 from kit.drafters import Stateless
 from kit.unchecked import unchecked
 
@@ -133,14 +133,11 @@ def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -
 class Declaring(MixDrafter):
     """The mutant: a merged row that says of the first member's guesses what they were drawn from."""
 
-    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, MemberDraft]) -> MixedRow:
-        grown = super().row(row, budget, draws, parts)
-        guesses = [token for token in parts[0].tokens[row][1:] if token >= 0]
-        own = {tuple(guesses[:i]): i for i in range(len(guesses) + 1)}
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(grown.tree.tokens[1:], grown.tree.parents[1:], strict=True):
-            paths.append((*paths[parent], token))
-        return MixedRow(grown.tree, 0, [own.get(path, -1) for path in paths])
+    def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
+        grown, first = super().row(row, budget, draws, trees), trees[0][row]
+        law_of = dict(zip(first.paths(), first.law_rows, strict=True))
+        law_rows = [law_of.get(path, -1) for path in grown.paths()]
+        return replace(grown, drafters=[0, *grown.drafters[1:]], law_rows=law_rows)
 
 
 @pytest.mark.full

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from forerun.config import Speculation, Verification
 from forerun.draft.base import Budget
-from forerun.draft.model.grower import Growth, NodeToExpand, expand
+from forerun.draft.model.grower import NodeToExpand, grow
+from forerun.draft.model.tree_shape import GrowingTree
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.sampling.params import SamplingParams
@@ -82,14 +83,14 @@ def batches(rows: list[RowSampling]) -> list[list[RowSampling]]:
 def grown(rule: Verification, budget: Budget) -> Tensor:
     """What sequences emit whose trees a model drafter grew. The time that a batch takes is quadratic in its size."""
 
-    def read(growths: Sequence[Growth], places: Sequence[NodeToExpand]) -> Tensor:
-        return DRAFT[[growths[place.row].tokens[place.node] for place in places]]
+    def read(growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor:
+        return DRAFT[[growing[place.row].tree.tokens[place.node] for place in places]]
 
     texts = []
     for rows in batches(sequences(COUNT // 8, PARAMS, ROOT, seed=3)):
         with unchecked():
             draws = Draws(rows, VOCAB, rejection=rule != "coupled")
-            tree = expand(draws, [budget] * len(rows), DRAFT[ROOT].expand(len(rows), VOCAB), read).tree
+            tree = grow(draws, [budget] * len(rows), DRAFT[ROOT].expand(len(rows), VOCAB), read).tree
             assert (tree.q is not None) == draws.rejection
             at = tree.tokens[tree.valid]
             text = emitted(tree, verify(tree, TARGET[at], draws, rule))
@@ -118,7 +119,7 @@ def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str)
 def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So there is a reason for what rejection rules are given."""
     if mutant == "the likeliest of what was drawn":
-        monkeypatch.setattr("forerun.draft.model.grower.Growth", lambda budget, _, tokens: Growth(budget, True, tokens))
+        monkeypatch.setattr("forerun.draft.model.grower.GrowingTree", lambda b, _, tree: GrowingTree(b, True, tree))
         assert worst_position(grown("token", Budget(2, 3, 3))) < 1e-6
     else:
         honest = grown("token", GROWN["in a shape with a gap"])

@@ -7,8 +7,8 @@ the cache. The round's one synchronisation is here: the verdict is copied to the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Int
-from forerun.tree import DraftTree
+from forerun.tree import HostTree
 from forerun.verify.rules import Verdict
 
 
@@ -33,80 +33,28 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class HostTree:
-    """One sequence's tree on the host: the nodes that are read, renumbered without holes, in order.
-
-    Where guesses were drawn on a device their tokens are -1 until `with_tokens` fills them in; some may stay -1.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    number: dict[int, int]  # node of the DraftTree -> node here
-    drafters: list[int] = field(default_factory=list)  # of a mix's tree: who guessed each node, at the root who drafted
-    cut: Sequence[tuple[int, int]] = ()  # guesses that a grammar has removed: parent here or -1, and who guessed them
-    forced: bool = False  # whether all guesses are a grammar's
-
-    def with_tokens(self, tokens: Sequence[int]) -> HostTree:
-        """Fills in the tokens, which are given by column of the DraftTree; a node without a token gets no parent."""
-        drawn = [tokens[node] for node in self.number]
-        parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, drawn, strict=True)]
-        return replace(self, tokens=drawn, parents=parents)
-
-    @property
-    def num_guesses(self) -> int:
-        """Nodes that hold a guess."""
-        return sum(token >= 0 for token in self.tokens) - 1
-
-    @property
-    def branches(self) -> bool:
-        """Whether it is more than a chain."""
-        return any(parent != i - 1 for i, parent in enumerate(self.parents))
-
-    def depth(self) -> int:
-        """Edges of its longest path."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return max(depths)
-
-
-def host_trees(tree: DraftTree, drafter: Int[Tensor, "batch columns"] | None = None) -> list[HostTree]:
-    """The trees of a batch, for planning slots and paths; `drafter`, on the host, says who guessed each node."""
-    known, trees = tree.host(), []
-    drafters = None if drafter is None else drafter.tolist()
-    for row, (nodes, parents) in enumerate(zip(known.nodes, known.parents, strict=True)):
-        number = {node: i for i, node in enumerate(nodes)}
-        tokens = list(known.tokens[row]) if known.tokens is not None else [-1] * len(nodes)
-        guessed_by = [] if drafters is None else [drafters[row][node] for node in nodes]
-        removed = () if known.cut is None else known.cut[row]
-        cut = [(number.get(parent, -1), -1 if drafters is None else drafters[row][col]) for col, parent in removed]
-        forced = known.forced is not None and known.forced[row]
-        above = [number.get(parent, -1) for parent in parents]
-        trees.append(HostTree(tokens, above, number, guessed_by, cut, forced))
-    return trees
-
-
-@dataclass(frozen=True, slots=True)
 class Accepted:
-    """One sequence's run: the nodes of its host tree that are final (root first), and the tokens it emits.
+    """One sequence's run: the nodes of its tree that are final (root first), and the tokens that it emits."""
 
-    Of the guesses `num_drafted`, a grammar has removed `num_cut` before they were read; with `forced` all are its own.
-    """
-
+    tree: HostTree
     nodes: list[int]
     tokens: list[int]
-    num_drafted: int
-    offered: int
-    guessed: Mapping[int, int] = field(default_factory=dict)  # by drafter of a mix: guesses in the tree
-    drafters: Sequence[int] = ()  # of a mix's run: who drafted the row, and who guessed each node after the root
-    tree: HostTree | None = None  # of which `nodes` are
-    num_cut: int = 0
-    forced: bool = False
 
     @property
     def length(self) -> int:
         """How many guesses were accepted."""
         return len(self.nodes) - 1
+
+    @property
+    def num_drafted(self) -> int:
+        """All guesses, those that a grammar has removed before they were read too."""
+        return self.tree.num_guesses + len(self.tree.cut)
+
+    @property
+    def offered(self) -> int:
+        """The depths at which there was a guess to accept: one more than were accepted where it stopped at others."""
+        last = self.nodes[-1]
+        return self.length + (last in self.tree.parents or any(parent == last for parent, _ in self.tree.cut))
 
     @property
     def origins(self) -> list[Origin]:
@@ -116,14 +64,18 @@ class Accepted:
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
         """This run, to be counted; forced tokens apart from guesses."""
-        if self.forced:
+        tree = self.tree
+        if tree.forced:
             return RowOutcome(seq_id, 0, 0, 0, num_emitted, num_forced=self.num_drafted)
-        row = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=self.num_cut)
-        if not self.drafters:
+        row = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=len(tree.cut))
+        if not tree.drafters:
             return row
-        right = Counter(self.drafters[1:])
-        by_drafter = {drafter: (count, right[drafter]) for drafter, count in self.guessed.items()}
-        return replace(row, drafter=self.drafters[0], by_drafter=by_drafter)
+        guessed_by = [tree.drafters[column] for column in tree.places]
+        right = Counter(guessed_by[node] for node in self.nodes[1:])
+        guessed = Counter(by for by, token in zip(guessed_by[1:], tree.tokens[1:], strict=True) if token >= 0)
+        guessed.update(tree.drafters[column] for _, column in tree.cut)
+        by_drafter = {drafter: (count, right[drafter]) for drafter, count in guessed.items()}
+        return replace(row, drafter=guessed_by[0], by_drafter=by_drafter)
 
 
 def accept(
@@ -133,20 +85,7 @@ def accept(
     packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
     runs = []
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
-        path = rest[: length + 1]
-        tree = tree if drawn is None else tree.with_tokens(rest[verdict.path.shape[1] :])
-        nodes = [tree.number[node] for node in path]
-        tokens = [tree.tokens[n] for n in nodes[1:]] + [next_token]
-        cut_there = [parent for parent, _ in tree.cut]
-        rejected = nodes[-1] in tree.parents or nodes[-1] in cut_there
-        num_drafted = tree.num_guesses + len(tree.cut)
-        run = Accepted(
-            nodes, tokens, num_drafted, length + rejected, tree=tree, num_cut=len(tree.cut), forced=tree.forced
-        )
-        if tree.drafters:
-            pairs = zip(tree.drafters[1:], tree.tokens[1:], strict=False)
-            guessed = Counter(drafter for drafter, token in pairs if token >= 0)
-            guessed.update(drafter for _, drafter in tree.cut)
-            run = replace(run, guessed=guessed, drafters=[tree.drafters[n] for n in nodes])
-        runs.append(run)
+        whole = tree if drawn is None else tree.with_tokens(rest[verdict.path.shape[1] :])
+        nodes = whole.numbers(rest[: length + 1])
+        runs.append(Accepted(whole, nodes, [*(whole.tokens[node] for node in nodes[1:]), next_token]))
     return runs

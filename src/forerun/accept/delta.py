@@ -43,11 +43,11 @@ class DraftDetails:
     def of(cls, run: Accepted, pieces: Seq[Piece], first: int) -> DraftDetails:
         """What an accepted run tells; nodes of its tree that turned out to hold no guess are left out."""
         tree, kept = run.tree, frozenset(run.nodes)
-        nodes = [] if tree is None else [node for node in range(1, len(tree.tokens)) if tree.tokens[node] >= 0]
+        nodes = [node for node in range(1, len(tree.tokens)) if tree.tokens[node] >= 0]
         number = {0: -1} | {node: i for i, node in enumerate(nodes)}
         return cls(
-            tokens=() if tree is None else tuple(tree.tokens[node] for node in nodes),
-            parents=() if tree is None else tuple(number[tree.parents[node]] for node in nodes),
+            tokens=tuple(tree.tokens[node] for node in nodes),
+            parents=tuple(number[tree.parents[node]] for node in nodes),
             accepted=tuple(node in kept for node in nodes),
             first=first,
             places=tuple(piece.ordinal for piece in pieces),

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from forerun.cache.paged import PagedCache
 from forerun.engine.scheduler import RowPlan
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree, HostView
+from forerun.tree import DraftTree, HostTree
 
 
 def forced_chains(rows: Seq[RowPlan], drawing: Seq[RowPlan], cache: PagedCache) -> list[list[int]]:
@@ -46,54 +46,49 @@ def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> Dr
     """
     law = tree.rows_with_law()
     lawful = [False] * len(draws.rows) if law is None else law.tolist()
-    unseen = tree.known is not None and tree.known.tokens is None
-    seen = (replace(tree, known=None) if unseen else tree).host()
-    assert seen.tokens is not None, "they were looked up"
-    rows = [list(zip(*nodes, strict=True)) for nodes in zip(seen.nodes, seen.parents, seen.tokens, strict=True)]
-    kept = [list(nodes) if lawful[row] else permitted(nodes, draws, row) for row, nodes in enumerate(rows)]
-    for nodes, chain in zip(kept, forced, strict=True):
-        nodes += [(column, column - 1, token) for column, token in enumerate(chain, 1)]
-    depth = max([tree.depth, *map(len, forced)])
-    if kept == rows and not unseen:
+    seen, kept = tree.fetched(), list[HostTree]()
+    for row, (host, chain) in enumerate(zip(seen, forced, strict=True)):
+        if chain:
+            kept.append(HostTree([host.tokens[0], *chain], list(range(-1, len(chain))), forced=True))
+        else:
+            kept.append(host if lawful[row] else permitted(host, draws, row))
+    if not tree.unseen and all(left is host for left, host in zip(kept, seen, strict=True)):
         return tree
-    cut = []
-    for nodes, left in zip(rows, kept, strict=True):
-        columns = {column for column, _, _ in left}
-        cut.append([(column, parent) for column, parent, _ in nodes if column not in columns])
-    return rebuilt(tree, kept, depth, cut, list(map(bool, forced)))
+    return rebuilt(tree, kept, max([tree.depth, *map(len, forced)]))
 
 
-def permitted(nodes: Seq[tuple[int, int, int]], draws: Draws, row: int) -> list[tuple[int, int, int]]:
-    """The nodes of a row, each with its column, parent and token, that its grammar allows."""
+def permitted(host: HostTree, draws: Draws, row: int) -> HostTree:
+    """What of a row its grammar allows; it stands where it stood."""
     constraint = draws.rows[row].constraint
     if constraint is None:
-        return list(nodes)
-    start = constraint.behind(draws.rows[row].tokens)
-    paths, kept = {nodes[0][0]: start}, [nodes[0]]
-    for column, parent, token in nodes[1:]:
+        return host
+    paths, cut = {0: constraint.behind(draws.rows[row].tokens)}, list[int]()
+    for node in range(1, len(host.tokens)):
+        token, parent = host.tokens[node], host.parents[node]
         if parent in paths and constraint.after(paths[parent]).permits(token):
-            paths[column] = (*paths[parent], token)
-            kept.append((column, parent, token))
-    return kept
+            paths[node] = (*paths[parent], token)
+        else:
+            cut.append(node)
+    if not cut:
+        return host
+    kept, places = list(paths), host.places
+    number = {node: i for i, node in enumerate(kept)}
+    return replace(
+        host.some(kept),
+        columns=[places[node] for node in kept],
+        cut=[(number.get(host.parents[node], -1), places[node]) for node in cut],
+    )
 
 
-def rebuilt(
-    tree: DraftTree,
-    rows: Seq[Seq[tuple[int, int, int]]],
-    depth: int,
-    cut: Seq[Seq[tuple[int, int]]],
-    forced: Seq[bool],
-) -> DraftTree:
-    """A tree of these nodes, in the columns they had, that knows what was removed and forced."""
-    columns = max(tree.tokens.shape[1], *(1 + max(column for column, _, _ in row_nodes) for row_nodes in rows))
+def rebuilt(tree: DraftTree, rows: Seq[HostTree], depth: int) -> DraftTree:
+    """A tree of these rows, in the columns they had, that knows what was removed and forced."""
+    columns = max(tree.tokens.shape[1], *(1 + host.places[-1] for host in rows))
     tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
-    for row, row_nodes in enumerate(rows):
-        places = [column for column, _, _ in row_nodes]
-        tokens[row, places] = torch.tensor([token for _, _, token in row_nodes])
-        parents[row, places] = torch.tensor([parent for _, parent, _ in row_nodes])
+    for row, host in enumerate(rows):
+        places = list(host.places)
+        tokens[row, places] = torch.tensor(host.tokens)
+        parents[row, places[1:]] = torch.tensor([places[parent] for parent in host.parents[1:]], dtype=torch.long)
     q = tree.q
     if q is not None:
         q = replace(q, row=pad(q.row, (0, columns - q.row.shape[1]), value=-1))
-    nodes, above, own_tokens = ([[node[i] for node in row_nodes] for row_nodes in rows] for i in range(3))
-    known = HostView(nodes, above, own_tokens, cut=cut, forced=forced)
-    return replace(tree, tokens=tokens, parents=parents, depth=depth, q=q, known=known)
+    return replace(tree, tokens=tokens, parents=parents, depth=depth, q=q, known=rows)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-from forerun.accept.commit import accept, host_trees
+from forerun.accept.commit import accept
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome, RoundClock, RowOutcome, Stats
 from forerun.config import EngineOptions
@@ -238,16 +238,16 @@ class Engine:
     def read(self, plan: RoundPlan, draft: Draft) -> Reading:
         """The target's pass: prompt chunks, roots and guesses side by side."""
         tree = draft.tree
-        tree_of = {
-            row.sequence.id: host for row, host in zip(plan.drawing, host_trees(tree, draft.drafter), strict=True)
-        }
+        hosts = tree.host()
+        if draft.drafter is not None:
+            hosts = [replace(host, drafters=row) for host, row in zip(hosts, draft.drafter.tolist(), strict=True)]
+        tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, hosts, strict=True)}
         parts = Part.of_rows(plan.rows, tree_of)
         taps = self.drafter.taps if self.drafter else ()
-        unseen = tree.known is not None and tree.known.tokens is None
-        drawn = drawn_tokens(parts, tree.tokens) if unseen else None
+        drawn = drawn_tokens(parts, tree.tokens) if tree.unseen else None
         begun = begun_parts(parts, draft) if draft.resume is not None else None
         states = self.runner.read([part.read() for part in parts], taps, drawn, begun)
-        return Reading(parts, states, tree.tokens if unseen else None)
+        return Reading(parts, states, tree.tokens if tree.unseen else None)
 
     def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.accept.commit import Accepted, HostTree
+from forerun.accept.commit import Accepted
 from forerun.annotations import Float, Int
 from forerun.device import upload
 from forerun.draft.base import Committed, Draft
@@ -24,7 +24,7 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, PartialPass, Read
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, HostTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> Device
     for part in parts:
         source += [-1] * part.row.num_chunk
         if part.tree is not None:
-            source += [first + node for node in part.tree.number]
+            source += [first + column for column in part.tree.places]
             first += tokens.shape[1]
     return DeviceTokens(tokens, source)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.device import upload
+from forerun.device import upload_tensor
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftLaw, DraftTree, HostView
+from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,51 +87,30 @@ class SameIds:
 class Chains:
     """What was drawn behind the roots of a round's rows, as the target's ids.
 
-    `counts` are the guesses of each row, and `num_read` those of each sequence that were read into its tail: its first
-    ones. The guesses are `texts`, roots first, where the host knows them, else `guesses` on the device, -1 where a row
-    has fewer. `laws` are those that they were drawn from (rejection modes), and `law_row` says by row and guess where
-    its law is packed. `survival` is that of the guesses, by row, where chains were drawn at a price. `states` are the
-    residual streams behind the guesses of each start, if they were asked for; those of guesses that were not read are
-    garbage.
+    `trees` are all rows' chains, and `num_read` says how many guesses of each sequence, its first ones, were read into
+    its tail. Where the host has not seen them, they are `guesses` on the device, -1 where a row has fewer, and `laws`
+    are those that they were drawn from (rejection modes), packed. `priced`: whether their survival is known. `states`
+    are the residual streams behind the guesses of each start, if they were asked for; those of guesses that were not
+    read are garbage.
     """
 
-    counts: list[int]
+    trees: list[HostTree]
     num_read: dict[int, int]
-    texts: list[list[int]] | None = None
+    priced: bool = False
     guesses: Int[Tensor, "batch depth"] | None = None
     laws: list[Tensor] = field(default_factory=list)
-    law_row: list[list[int]] = field(default_factory=list)
-    survival: dict[int, list[float]] = field(default_factory=dict)
     states: Float[Tensor, "starts depth hidden"] | None = None
-
-    def add(self, start: Start, guesses: Sequence[int], num_read: int) -> None:
-        """Append guesses of one row that the host knows, and say how many of all were read."""
-        assert self.texts is not None, "these chains are on the device"
-        self.texts[start.row] += guesses
-        self.counts[start.row] += len(guesses)
-        self.num_read[start.seq_id] = num_read
-
-    def chances(self) -> Float[Tensor, "batch nodes"] | None:
-        """The survival of the tree's nodes, 1 at roots and 0 at padding; None where it was not asked for."""
-        if not self.survival:
-            return None
-        nodes = 1 + max(self.counts)
-        rows = [[1.0, *self.survival.get(row, ())] for row in range(len(self.counts))]
-        return torch.tensor([chances + [0.0] * (nodes - len(chances)) for chances in rows])
 
     def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree: on the host, or on the device with the host knowing its shape."""
-        if self.texts is not None:
-            return DraftTree.of_texts(self.texts)
-        assert self.guesses is not None, "chains are known to the host or to the device"
-        tree = DraftTree.chains(draws.roots_tokens, self.guesses, self.law(draws))
-        return replace(tree, known=HostView.chains(self.counts))
+        if self.guesses is None:
+            return DraftTree.of_hosts(self.trees, 1)
+        law = None
+        if self.laws:
+            law_rows = padded([tree.law_rows for tree in self.trees])
+            law = DraftLaw(upload_tensor(law_rows, draws.device), torch.cat(self.laws))
+        return replace(DraftTree.chains(draws.roots_tokens, self.guesses, law), known=self.trees)
 
-    def law(self, draws: Draws) -> DraftLaw | None:
-        """The laws that the guesses were drawn from, by the node that they follow; rejection modes only."""
-        if not self.laws:
-            return None
-        rows = [
-            [-1 if greedy else at for at in row] + [-1] for row, greedy in zip(self.law_row, draws.greedy, strict=True)
-        ]
-        return DraftLaw(upload(rows, torch.long, draws.device), torch.cat(self.laws))
+    def survival(self) -> Float[Tensor, "batch nodes"] | None:
+        """That of the tree's nodes; None where it was not asked for."""
+        return survival_of(self.trees) if self.priced else None

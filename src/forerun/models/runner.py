@@ -25,6 +25,7 @@ from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
+from forerun.tree import HostTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +244,17 @@ class Runner:
             if states
             else None
         )
-        guesses, survival = draw(begin, self.cache, hidden)
-        chains = Chains([0] * len(draws.rows), {}, texts=[[row.tokens[-1]] for row in draws.rows], states=hidden)
+        drawn, survival = draw(begin, self.cache, hidden)
+        trees = [HostTree.of_root(row.tokens[-1]) for row in draws.rows]
+        chains = Chains(trees, {}, priced=survival is not None, states=hidden)
         ended = []  # rows that end before their depth: of their room some was not used
-        for start, chain, count in zip(starts, guesses, counts, strict=True):
-            chains.add(start, chain, min(len(chain), count))
-            self.tails[start.seq_id].grow(None, min(len(chain), count))
-            if len(chain) < count:
+        for i, (start, guesses, count) in enumerate(zip(starts, drawn, counts, strict=True)):
+            num_read = chains.num_read[start.seq_id] = min(len(guesses), count)
+            trees[start.row].extend(guesses, [] if survival is None else survival[i])
+            self.tails[start.seq_id].grow(None, num_read)
+            if num_read < count:
                 ended.append(start.seq_id)
         self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
-        if survival is not None:
-            chains.survival = {start.row: likely for start, likely in zip(starts, survival, strict=True)}
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:

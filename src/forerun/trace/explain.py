@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.accept.commit import HostTree
 from forerun.annotations import Float
 from forerun.config import Verification
 from forerun.sampling.draws import Draws, PathState
 from forerun.trace.values import Fate, Guess, Rule
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, HostTree
 from forerun.verify.rules import block_law, token_law
 
 Path = tuple[int, ...]  # tokens from below the root down to a node
@@ -55,14 +54,6 @@ def numbers(tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws,
     return Numbers(rule, law, coins=coins.tolist(), chances=accept.tolist())
 
 
-def paths_of(tree: HostTree) -> list[Path]:
-    """For each node the tokens from below the root down to it."""
-    paths: list[Path] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths
-
-
 def explain(
     tree: HostTree, found: Numbers, kept: Sequence[int], q: Mapping[tuple[Path, int], float], spell: Spell
 ) -> list[Guess]:
@@ -70,7 +61,7 @@ def explain(
 
     `kept` are the nodes that the engine accepted, the root among them; `q` is what the drafter gave tokens, by path.
     """
-    paths = paths_of(tree)
+    paths = tree.paths()
     guesses = []
     for node, (token, parent) in enumerate(zip(tree.tokens[1:], tree.parents[1:], strict=True), start=1):
         fate = fate_of(tree, found.rule, kept, node)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from copy import deepcopy
 from dataclasses import replace
 
-from forerun.accept.commit import HostTree, accept
+from forerun.accept.commit import accept
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import RowOutcome
 from forerun.control.measured import MeasuredDepth
@@ -27,9 +27,9 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
 from forerun.text.detokenize import REPLACEMENT
 from forerun.text.tokenizer import Tokenizer
-from forerun.trace.explain import Path, Spell, explain, numbers, paths_of
+from forerun.trace.explain import Path, Spell, explain, numbers
 from forerun.trace.values import Emitted, Trace, TracedRound
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, HostTree
 from forerun.verify.rules import Verdict
 
 
@@ -182,7 +182,7 @@ def declared(tree: DraftTree, host: HostTree, vocab: int) -> dict[tuple[Path, in
     """What the tree itself declares as its law: it has one in rejection modes, where guesses are drawn."""
     if tree.q is None:
         return {}
-    paths, rows = paths_of(host), tree.q.row[0, list(host.number)].tolist()
+    paths, rows = host.paths(), tree.q.row[0, list(host.places)].tolist()
     laws = tree.q.dense(vocab)
     guesses = zip(host.tokens[1:], host.parents[1:], strict=True)
     return {(paths[above], token): float(laws[rows[above], token]) for token, above in guesses if rows[above] >= 0}

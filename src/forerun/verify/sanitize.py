@@ -27,7 +27,7 @@ from torch import Tensor
 from forerun.annotations import Bool, Int
 from forerun.device import upload
 from forerun.kernels.sampling import SamplingKernels
-from forerun.tree import DraftLaw, DraftTree, HostView
+from forerun.tree import DraftLaw, DraftTree, HostTree
 
 MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
 
@@ -80,7 +80,7 @@ def sanitize(
     parents = tree.parents[:, :columns]
     sound = _sound(tokens, parents, vocab)
     if known is not None:  # these are read as the chains they are said to be, so they must be that
-        bounds = [(d, w, min(n, len(read) - 1)) for (d, w, n), read in zip(bounds, known.nodes, strict=True)]
+        bounds = [(d, w, min(n, len(read.tokens) - 1)) for (d, w, n), read in zip(bounds, known, strict=True)]
         sound &= parents == torch.arange(columns, device=parents.device) - 1
     keep, late = _within(sound, parents, upload(bounds, torch.long, tokens.device), depth, width)
     doubted = (tree.tokens[:, 0] != roots) | (~sound & ((tokens != -1) | (parents != -1)))[:, 1:].any(1)
@@ -98,24 +98,23 @@ def _seen_clean(
     limits: Sequence[tuple[int, int, int]],
     bounds: tuple[int, int, int],
     kernels: SamplingKernels,
-) -> HostView | None:
-    """What the host sees of a tree with which nothing is to be done. Laws, and unseen guesses, are not judged here."""
+) -> list[HostTree] | None:
+    """What the host sees of trees with which nothing is to be done. Laws, and unseen guesses, are not judged here."""
     tokens, parents = tree.tokens, tree.parents
-    seen = tree.q is None and (tree.known is None or tree.known.tokens is not None)
+    seen = tree.q is None and not tree.unseen
     packed = tokens.is_contiguous() and parents.is_contiguous() and roots.is_contiguous()
     if not seen or not packed or not tokens.is_cpu or tokens.dtype != torch.int64:
         return None
     columns = kernels.clean(tokens, parents, roots, limits, bounds)
-    return None if columns is None else HostView(*columns)
+    return None if columns is None else [HostTree.in_columns(*row) for row in zip(*columns, strict=True)]
 
 
-def _known(tree: DraftTree, batch: int, columns: int) -> HostView | None:
+def _known(tree: DraftTree, batch: int, columns: int) -> list[HostTree] | None:
     """What the host is told of guesses it has not seen: so many in each chain. Anything else it looks up itself."""
-    known = tree.known
-    if known is None or known.tokens is not None or len(known.nodes) != batch or tree.width != 1:
+    if tree.known is None or not tree.unseen or len(tree.known) != batch or tree.width != 1:
         return None
-    counts = [len(nodes) for nodes in known.nodes]
-    return HostView.chains([min(n, columns) - 1 for n in counts]) if min(counts) > 0 else None
+    counts = [len(known.tokens) for known in tree.known]
+    return [HostTree.unseen(min(count, columns) - 1) for count in counts] if min(counts) > 0 else None
 
 
 def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:

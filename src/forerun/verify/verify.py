@@ -34,12 +34,12 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid
-    if tree.known is None or tree.known.tokens is not None:  # what is read are the valid nodes
-        row = torch.where(valid, valid.flatten().long().cumsum(0).view_as(tree.tokens) - 1, 0)
-    else:
+    if tree.unseen:
         read = tree.read_nodes()
         place = torch.arange(len(logits), device=read.device)
         row = torch.zeros_like(tree.tokens).flatten().index_copy_(0, read, place).view_as(tree.tokens)
+    else:  # what is read are the valid nodes
+        row = torch.where(valid, valid.flatten().long().cumsum(0).view_as(tree.tokens) - 1, 0)
     if lawful is None:
         return follow(tree, torch.where(valid, draws.draw(logits, at)[row], -1))
     assert draws.rejection, f"the {rule} rule needs draws made for rejection: coupled noise would be used twice"

@@ -147,8 +147,7 @@ class CascadeDrafter:
         draft = self.judge.propose(draws, budgets, tail)
         taken_s = time.perf_counter() - started_s
         self.lengths.went_alone([chain.seq_id for chain in chains], max(depths.values()), taken_s if timed else None)
-        tree = replace(draft.tree, known=None)
-        guesses, law = chains_of(tree), tree.q
+        guesses, law = chains_of(draft.tree), draft.tree.q
         for row, chain in zip(rows, chains, strict=True):
             chain.left = 0
             chain.emitted += guesses[row]
@@ -181,7 +180,7 @@ class CascadeDrafter:
         draft = self.lower.propose(draws, budgets, None if self.taps else tail)
         roots = draws.roots_tokens.to(draft.tree.tokens.device)
         tree = sanitize(draft.tree, roots, budgets, draws.vocab, draws.kernels)
-        return replace(draft, tree=replace(tree, known=None).to(draws.device))
+        return replace(draft, tree=replace(tree, known=tree.fetched()).to(draws.device))
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         """Add the judged guesses to every chain, and the judge's own token behind them."""
@@ -234,9 +233,7 @@ def tail_of(chains: Sequence[Chain]) -> Committed:
 
 def chains_of(tree: DraftTree) -> list[Sequence[int]]:
     """Each sequence's guesses, on the host; the tree's chains are clean."""
-    tokens = tree.host().tokens
-    assert tokens is not None, "a judge must know what it reads"
-    return [chain[1:] for chain in tokens]
+    return [chain.tokens[1:] for chain in tree.fetched()]
 
 
 def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftTree:

@@ -12,36 +12,29 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from forerun.draft.base import Budget
+from forerun.tree import HostTree
 
 
-@dataclass(slots=True)
-class Branches:
-    """One sequence's tree on the host, root first: of each node its token, parent, survival and who guessed it."""
-
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    survival: list[float] = field(default_factory=lambda: [1.0])
-    drafters: list[int] = field(default_factory=lambda: [-1])
-
-    def add(self, token: int, parent: int, survival: float, drafter: int) -> int:
-        """Append a guess; its number. It survives with no more than its parent, and with nothing if that is unknown."""
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.survival.append(min(max(survival, 0.0), self.survival[parent]) if survival == survival else 0.0)
-        self.drafters.append(drafter)
-        return len(self.tokens) - 1
+def mixed_root(root: int, drafter: int) -> HostTree:
+    """A tree of a mix before its first guess: who drafts it, -1 for all or none."""
+    return HostTree([root], [-1], survival=[1.0], drafters=[drafter])
 
 
-def merge(trees: Sequence[Branches], budget: Budget) -> Branches:
+def add_guess(tree: HostTree, token: int, parent: int, survival: float, drafter: int) -> int:
+    """Append a guess; its number. It survives with no more than its parent, and with nothing if that is unknown."""
+    tree.drafters.append(drafter)
+    return tree.add(token, parent, min(max(survival, 0.0), tree.survival[parent]) if survival == survival else 0.0)
+
+
+def merge(trees: Sequence[HostTree], budget: Budget) -> HostTree:
     """The likeliest paths of all trees, within the budget's depth, width and number of guesses; all have one root.
 
     The likeliest come first. Among equals what comes first is what stands first in the trees, and in the first of them.
     """
     whole, below = union(trees)
-    merged = Branches([whole.tokens[0]], drafters=[whole.drafters[0]])
+    merged = mixed_root(whole.tokens[0], -1)
     depths, widths = [0], [0]
     # minus survival, node of the union, its parent in what is merged
     heap = [(-whole.survival[child], child, 0) for child in below[0].values()]
@@ -50,7 +43,7 @@ def merge(trees: Sequence[Branches], budget: Budget) -> Branches:
         minus, node, parent = heapq.heappop(heap)
         if widths[parent] == budget.width or -minus < budget.price:
             continue
-        at = merged.add(whole.tokens[node], parent, -minus, whole.drafters[node])
+        at = add_guess(merged, whole.tokens[node], parent, -minus, whole.drafters[node])
         widths[parent] += 1
         widths.append(0)
         depths.append(depths[parent] + 1)
@@ -59,19 +52,20 @@ def merge(trees: Sequence[Branches], budget: Budget) -> Branches:
     return merged
 
 
-def union(trees: Sequence[Branches]) -> tuple[Branches, list[dict[int, int]]]:
+def union(trees: Sequence[HostTree]) -> tuple[HostTree, list[dict[int, int]]]:
     """All paths, each of them once, and the children of each node by their tokens.
 
     A path survives with what the most confident says, and counts as guessed by the first who guessed it.
     """
-    whole, below = Branches(trees[0].tokens[:1]), list[dict[int, int]]([{}])
+    whole, below = mixed_root(trees[0].tokens[0], -1), list[dict[int, int]]([{}])
     for tree in trees:
         place = [0]
         for node in range(1, len(tree.tokens)):
             token, parent = tree.tokens[node], place[tree.parents[node]]
             known = below[parent].get(token)
             if known is None:
-                known = below[parent][token] = whole.add(token, parent, tree.survival[node], tree.drafters[node])
+                known = add_guess(whole, token, parent, tree.survival[node], tree.drafters[node])
+                below[parent][token] = known
                 below.append({})
             else:
                 survival = max(whole.survival[known], tree.survival[node])

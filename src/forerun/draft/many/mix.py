@@ -14,76 +14,25 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume, adoptable
-from forerun.draft.many.merge import Branches, merge
+from forerun.draft.many.merge import add_guess, merge, mixed_root
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, PlanMember, free_name, joined_plans, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.economy import Acceptance
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftLaw, DraftTree
+from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 from forerun.verify.sanitize import sanitize
 
 NO_RUN = (0, 0)  # where it guessed nothing
 ANY_PRICE = 1e-9  # what survives with less would not be missed: for members to say what survives with how much
-
-
-@dataclass(frozen=True, slots=True)
-class MemberDraft:
-    """What one member gave, made harmless and brought to the host."""
-
-    draft: Draft  # as it was given
-    tree: DraftTree
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    survival: list[list[float]] | None
-    untouched: bool  # whether there was no harm in it
-
-    @classmethod
-    def of(cls, draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> MemberDraft:
-        """A member's draft, within the budgets that it was given."""
-        proposed, survival = draft.tree, draft.survival
-        safe = sanitize(proposed, draws.roots_tokens.to(proposed.tokens.device), budgets, draws.vocab, draws.kernels)
-        if survival is not None and (len(survival) != len(safe.tokens) or survival.shape[1] < safe.tokens.shape[1]):
-            survival = None
-        return cls(
-            draft=draft,
-            tree=safe,
-            tokens=safe.tokens.tolist(),
-            parents=safe.parents.tolist(),
-            survival=None if survival is None else survival.tolist(),
-            untouched=torch.equal(safe.tokens, proposed.tokens) and torch.equal(safe.parents, proposed.parents),
-        )
-
-    def grown(self, row: int, drafter: int, chances: Sequence[float]) -> MixedRow:
-        """One row; where its survival is not given, `chances` gives it by depth."""
-        tokens, parents = self.tokens[row], self.parents[row]
-        columns = [0, *(column for column in range(1, len(tokens)) if tokens[column] >= 0)]
-        number, depths = {0: 0}, [0]
-        tree = Branches(tokens[:1], drafters=[drafter])
-        for column in columns[1:]:
-            parent = number[parents[column]]
-            depths.append(depths[parent] + 1)
-            chance = chances[min(depths[-1], len(chances)) - 1] if self.survival is None else self.survival[row][column]
-            number[column] = tree.add(tokens[column], parent, chance, drafter)
-        return MixedRow(tree, drafter, columns)
-
-
-@dataclass(frozen=True, slots=True)
-class MixedRow:
-    """A row of the round. Where one member guessed it, `member` says who, and `columns` where its nodes were there."""
-
-    tree: Branches
-    member: int = -1
-    columns: Sequence[int] = ()
 
 
 class MixDrafter:
@@ -100,7 +49,7 @@ class MixDrafter:
         self.names = (*names, MERGED)
         self.taps = tuple(sorted({tap for member in members for tap in member.taps}))
         self.accepted = [Acceptance() for _ in members]
-        self.guessed: dict[int, list[MixedRow]] = {}  # by sequence: the last round's merged ones, to be compared
+        self.guessed: dict[int, list[HostTree]] = {}  # by sequence: what was merged in the last round, to be compared
         self.came_true: dict[int, dict[int, tuple[int, int]]] = {}  # what came of them, by sequence and member
 
     def observe(self, news: Committed) -> None:
@@ -113,7 +62,7 @@ class MixDrafter:
         for seq_id, tokens, root in news.rows() if self.guessed or self.came_true else ():
             self.came_true.pop(seq_id, None)
             if guessed := self.guessed.pop(seq_id, ()):
-                judged = {grown.member: came_true(grown.tree, [*tokens, root][1:]) for grown in guessed}
+                judged = {tree.drafters[0]: came_true(tree, [*tokens, root][1:]) for tree in guessed}
                 self.came_true[seq_id] = judged
                 for drafter, run in judged.items():
                     runs.setdefault(drafter, []).append(run)
@@ -143,8 +92,9 @@ class MixDrafter:
             ((_, draft),) = drafts.items()
             guessed_by = torch.tensor(taken)[:, None].repeat(1, draft.tree.tokens.shape[1])
             return replace(draft, drafter=guessed_by, drafter_s=drafter_s)
-        parts = {drafter: MemberDraft.of(draft, draws, shares[drafter]) for drafter, draft in drafts.items()}
-        rows = [self.row(row, budget, draws, parts) for row, budget in enumerate(budgets)]
+        parts = {drafter: harmless(draft, draws, shares[drafter]) for drafter, draft in drafts.items()}
+        trees = {drafter: trees_of(part, drafter, self.chances(drafter)) for drafter, part in parts.items()}
+        rows = [self.row(row, budget, draws, trees) for row, budget in enumerate(budgets)]
         if tail is not None:
             self.guessed.clear()  # what is behind a tail is not compared with what becomes final
         width = max(budget.width for budget in budgets if budget.depth)
@@ -152,7 +102,7 @@ class MixDrafter:
             width = min(width, max(draft.tree.width for draft in drafts.values()))
         return replace(
             together(draws, rows, parts, width),
-            drafter=padded([[drafter, *grown.tree.drafters[1:]] for drafter, grown in zip(taken, rows, strict=True)]),
+            drafter=padded([[drafter, *tree.drafters[1:]] for drafter, tree in zip(taken, rows, strict=True)]),
             pass_s=sum(draft.pass_s for draft in drafts.values()),
             drafter_s=drafter_s,
         )
@@ -164,15 +114,15 @@ class MixDrafter:
             return replace(budget, drafter=0, width=width, price=price)
         return replace(budget, drafter=0) if budget.drafter == drafter else NO_DRAFT
 
-    def row(self, row: int, budget: Budget, draws: Draws, parts: Mapping[int, MemberDraft]) -> MixedRow:
+    def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
         """One row: what its member guessed, or the best of what all did."""
         if budget.depth == 0:
-            return MixedRow(Branches([draws.rows[row].tokens[-1]]))
+            return mixed_root(draws.rows[row].tokens[-1], -1)
         if budget.drafter < len(self.members):
-            return parts[budget.drafter].grown(row, budget.drafter, [1.0])
-        grown = [part.grown(row, drafter, self.chances(drafter)) for drafter, part in parts.items()]
-        self.guessed[draws.seq_ids[row]] = [mixed for mixed in grown if len(mixed.tree.tokens) > 1]
-        return MixedRow(merge([mixed.tree for mixed in grown], budget))
+            return trees[budget.drafter][row]
+        grown = [rows[row] for rows in trees.values()]
+        self.guessed[draws.seq_ids[row]] = [tree for tree in grown if len(tree.tokens) > 1]
+        return merge(grown, budget)
 
     def chances(self, drafter: int) -> list[float]:
         """What guesses of a member that does not say so survive with, by depth."""
@@ -204,7 +154,37 @@ class MixDrafter:
             self.came_true.pop(seq_id, None)
 
 
-def came_true(tree: Branches, tokens: Sequence[int]) -> tuple[int, int]:
+def harmless(draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> Draft:
+    """A member's draft within the budgets that it was given, known to the host; without estimates of another shape, and
+    without a `resume` for guesses that had to be changed."""
+    proposed, survival, resume = draft.tree, draft.survival, draft.resume
+    safe = sanitize(proposed, draws.roots_tokens.to(proposed.tokens.device), budgets, draws.vocab, draws.kernels)
+    if survival is not None and (len(survival) != len(safe.tokens) or survival.shape[1] < safe.tokens.shape[1]):
+        survival = None
+    if not (torch.equal(safe.tokens, proposed.tokens) and torch.equal(safe.parents, proposed.parents)):
+        resume = None
+    return replace(draft, tree=replace(safe, known=safe.fetched()), survival=survival, resume=resume)
+
+
+def trees_of(draft: Draft, drafter: int, chances: Sequence[float]) -> list[HostTree]:
+    """A member's rows, with their laws; where it gives no survival, `chances` gives it by depth."""
+    q, rows = draft.tree.q, draft.tree.host()
+    laws = [()] * len(rows) if q is None else q.row.tolist()
+    survival = [()] * len(rows) if draft.survival is None else draft.survival.tolist()
+    trees = []
+    for host, law_rows, given in zip(rows, laws, survival, strict=True):
+        tree, depths = mixed_root(host.tokens[0], drafter), [0]
+        for node, column in enumerate(host.places[1:], start=1):
+            parent = host.parents[node]
+            depths.append(depths[parent] + 1)
+            chance = given[column] if given else chances[min(depths[-1], len(chances)) - 1]
+            add_guess(tree, host.tokens[node], parent, chance, drafter)
+        tree.law_rows = [law_rows[column] for column in host.places] if law_rows else []
+        trees.append(tree)
+    return trees
+
+
+def came_true(tree: HostTree, tokens: Sequence[int]) -> tuple[int, int]:
     """How many guesses stood on the way of what was said, and how many of them were right."""
     node, right = 0, 0
     for token in tokens:
@@ -218,64 +198,48 @@ def came_true(tree: Branches, tokens: Sequence[int]) -> tuple[int, int]:
     return right, right
 
 
-def together(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], width: int) -> Draft:
+def together(draws: Draws, rows: Sequence[HostTree], parts: Mapping[int, Draft], width: int) -> Draft:
     """The rows as one draft: those of one member with its law, as it gave it, and with what need not be read again.
 
     Which rule judges them hangs on the width, so that must follow from budgets, and not from what was drawn.
     """
-    tree = DraftTree(
-        tokens=upload_tensor(padded([grown.tree.tokens for grown in rows]), draws.device),
-        parents=upload_tensor(padded([grown.tree.parents for grown in rows]), draws.device),
-        depth=max(part.tree.depth for part in parts.values()),
-        width=width,
+    tree = DraftTree.of_hosts(rows, width).to(draws.device)
+    columns, members = tree.tokens.shape[1], [row.drafters[0] for row in rows]
+    known = all(member < 0 or parts[member].survival is not None for member in members)
+    return Draft(
+        replace(tree, q=laws(draws, rows, parts, columns)),
+        upload_tensor(survival_of(rows), draws.device) if known else None,
+        resume=resumed(members, parts, columns),
     )
-    survival = None
-    if all(grown.member < 0 or parts[grown.member].survival is not None for grown in rows):
-        chances = padded([grown.tree.survival for grown in rows], torch.float32, 0.0)
-        survival = upload_tensor(chances, draws.device)
-    resume = resumed(rows, parts, tree.tokens.shape[1])
-    return Draft(replace(tree, q=laws(draws, rows, parts, tree.tokens.shape[1])), survival, resume=resume)
 
 
-def laws(draws: Draws, rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], columns: int) -> DraftLaw | None:
+def laws(draws: Draws, rows: Sequence[HostTree], parts: Mapping[int, Draft], columns: int) -> DraftLaw | None:
     """The members' laws side by side, each for the rows that it was declared for."""
     declared = {drafter: part.tree.q for drafter, part in parts.items() if part.tree.q is not None}
     if not declared:
         return None
-    first, firsts = 0, {}
-    for drafter, law in declared.items():
-        firsts[drafter] = first
-        first += len(law.probs)
+    firsts = dict(zip(declared, accumulate((len(law.probs) for law in declared.values()), initial=0), strict=False))
     table = [[-1] * columns for _ in rows]
-    for row, grown in enumerate(rows):
-        if grown.member in declared:
-            law_rows = declared[grown.member].row[row].tolist()
-            at = [law_rows[column] for column in grown.columns]
-            table[row][: len(at)] = [firsts[grown.member] + place if place >= 0 else -1 for place in at]
+    for places, tree in zip(table, rows, strict=True):
+        first = firsts.get(tree.drafters[0])
+        if first is not None:
+            places[: len(tree.law_rows)] = [first + place if place >= 0 else -1 for place in tree.law_rows]
     row_of = upload_tensor(torch.tensor(table), draws.device)
     if len(declared) == 1:
         return replace(next(iter(declared.values())), row=row_of)
     return DraftLaw(row_of, torch.cat([law.dense(draws.vocab) for law in declared.values()]))
 
 
-def resumed(rows: Sequence[MixedRow], parts: Mapping[int, MemberDraft], columns: int) -> Resume | None:
+def resumed(members: Sequence[int], parts: Mapping[int, Draft], columns: int) -> Resume | None:
     """What a member has read of the rows that are its own, numbered as they lie here; of one member, the first."""
-    drafter = next(
-        (drafter for drafter, part in parts.items() if part.draft.resume is not None and part.untouched), None
-    )
-    resume = None if drafter is None else parts[drafter].draft.resume
+    drafter = next((drafter for drafter, part in parts.items() if part.resume is not None), None)
+    resume = None if drafter is None else parts[drafter].resume
     if drafter is None or resume is None:
         return None
-    places = [divmod(node, len(parts[drafter].tokens[0])) for node in resume.nodes.tolist()]
-    kept = [i for i, (row, _) in enumerate(places) if rows[row].member == drafter]
+    places = [divmod(node, parts[drafter].tree.tokens.shape[1]) for node in resume.nodes.tolist()]
+    kept = [i for i, (row, _) in enumerate(places) if members[row] == drafter]
     nodes = torch.tensor([places[i][0] * columns + places[i][1] for i in kept], dtype=torch.long)
     return Resume(resume.layer, nodes, resume.hidden[kept]) if kept else None
-
-
-def padded(rows: Sequence[Sequence[int | float]], dtype: torch.dtype = torch.long, filler: float = -1) -> Tensor:
-    """Rows of one length, as a tensor on the host."""
-    nodes = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (nodes - len(row))] for row in rows], dtype=dtype)
 
 
 def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftPlan:

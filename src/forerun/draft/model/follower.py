@@ -22,9 +22,9 @@ from forerun.annotations import Float
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.chain_steps import seen_chains, unseen_chains
+from forerun.draft.model.chain_steps import unseen_chains
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, PrefixReuse, RootPass, UnseenGuesses
-from forerun.draft.model.grower import LevelReader, expand
+from forerun.draft.model.grower import LevelReader, grow
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import States
@@ -165,34 +165,36 @@ class Follower:
         return replace(draft, pass_s=self.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
-        """The guesses behind the roots, as chains if only chains are asked for, else as trees."""
-        if all(budget.width == 1 for budget in granted.values()):
-            chains = self.draw_chains(draws, granted, logits)
-            if chains is not None:
-                return Draft(chains.tree(draws), chains.chances())
+        """The guesses behind the roots."""
+        chains = self.draw_chains(draws, granted, logits)
+        if chains is not None:
+            return Draft(chains.tree(draws), chains.survival())
 
         def read_on(reads: Sequence[Read]) -> Tensor | None:
             return self.logits(self.read(reads, granted))
 
         tails = {seq_id: self.sequences[seq_id] for seq_id in granted}
         reader = LevelReader(tails, read_on, self.ids, draws.seq_ids)
-        return expand(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
+        return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
 
     def draw_chains(
         self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
     ) -> Chains | None:
-        """The chains, by one call of the runner or step by step; None where each draw needs laws or the host."""
+        """Chains by one call of the runner, or on a device where the host does not see them; None where they grow as
+        trees do."""
         unseen = self.runner.draws_unseen and not self.taps and not any(r.params.logits_processors for r in draws.rows)
-        if any(b.price for b in granted.values()) if unseen else draws.rejection or not draws.on_host:
+        priced = any(budget.price for budget in granted.values())
+        if any(budget.width > 1 for budget in granted.values()) or (
+            priced if unseen else draws.rejection or not draws.on_host
+        ):
             return None
         rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
         starts = [Start(rows[s], s, min(b.depth, b.nodes), b.price) for s, b in granted.items()]
         chains = self.draw_at_once(draws, starts, logits)
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))
-        elif chains is None:
-            chains = seen_chains(draws, starts, logits, lambda seq_ids, own: self.read_seen(seq_ids, own, granted))
-        self.number(chains, starts)
+        if chains is not None:
+            self.number(chains, starts)
         return chains
 
     def draw_at_once(
@@ -208,21 +210,16 @@ class Follower:
 
     def number(self, chains: Chains, starts: Sequence[Start]) -> None:
         """Number the guesses that were read into the tails; those that the host has not seen, when it has."""
-        if chains.texts is not None:
+        if chains.guesses is None:
             for start in starts:
-                read = chains.texts[start.row][1 : 1 + chains.num_read.get(start.seq_id, 0)]
+                read = chains.trees[start.row].tokens[1 : 1 + chains.num_read[start.seq_id]]
                 for token in self.ids.own_list(read):
                     self.sequences[start.seq_id].append(token)
-        elif chains.guesses is not None and chains.num_read:
+        elif chains.num_read:
             download = Download(self.ids.own(chains.guesses))
             for start in starts:
                 num_read = chains.num_read.get(start.seq_id, 0)
                 self.sequences[start.seq_id].pending = UnseenGuesses(download, start.row, num_read)
-
-    def read_seen(self, seq_ids: Sequence[int], tokens: Sequence[int], active: Collection[int]) -> Tensor | None:
-        """One more guess of each chain, and the logits after it; None where there is no room."""
-        pairs = zip(seq_ids, self.ids.own_list(tokens), strict=True)
-        return self.logits(self.read([Read(s, [max(0, t)], judged=(0,)) for s, t in pairs], active))
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
         """Reads one more guess of each chain, which only the device knows; None where there is no room."""

@@ -16,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from forerun.annotations import Float
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, padded
 
 Ngram = tuple[int, ...]
 BELIEF, WEIGHT = 0.5, 4.0  # how often a match is right where nothing is known, and how many matches that counts as
@@ -146,7 +144,7 @@ class NgramDrafter:
                 chances.append([1.0, *survival[: len(guesses)]])
             texts.append([row.tokens[-1], *guesses])
         tree = DraftTree.of_texts(texts)  # on the host, which knows it all
-        return Draft(tree, padded(chances) if priced else None)
+        return Draft(tree, padded(chances, 0.0, torch.float32) if priced else None)
 
     def survival(self, own: Matches, length: int, depth: int, others: Matches | None = None) -> list[float]:
         """The chances of `depth` guesses behind a match; every one that is right makes the match longer."""
@@ -196,13 +194,6 @@ class NgramDrafter:
         """Drop the indexes of these sequences; unknown ones are ignored."""
         for seq_id in seq_ids:
             self.histories.pop(seq_id, None)
-
-
-def padded(chances: Sequence[Sequence[float]]) -> Float[Tensor, "batch nodes"]:
-    """Rows of one length; nothing survives where there is no guess."""
-    nodes = max(map(len, chances), default=1)
-    rows = [[*row, *[0.0] * (nodes - len(row))] for row in chances]
-    return torch.tensor(rows, dtype=torch.float32).view(len(rows), nodes)
 
 
 def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:

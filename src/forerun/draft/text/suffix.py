@@ -9,12 +9,9 @@ there is no law to declare. After SuffixDecoding (Oliaro et al., 2411.04975).
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-
-import torch
 
 from forerun.annotations import ProgressCallback
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
@@ -25,7 +22,7 @@ from forerun.draft.text.suffix_past import MAX_BYTES, Past, Reader
 from forerun.draft.text.suffix_tree import LEAST_SHARE, Insertion, Leaf, Node, SuffixTree
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree
+from forerun.tree import DraftTree, HostTree, survival_of
 
 PAST = "past answers"
 
@@ -41,24 +38,6 @@ class SuffixSequence:
     reader: Reader = field(default_factory=Reader)
     tenant: str | None = None
     num_prompt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """A tree of guesses behind a root: tokens, parents (0 is the root), and the chance of each to be accepted."""
-
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    chances: Sequence[float] = ()
-    depth: int = 0
-
-    @property
-    def expected(self) -> float:
-        """The number that will be accepted, estimated from the counts."""
-        return math.fsum(self.chances)
-
-
-NONE = Guesses()
 
 
 class SuffixDrafter:
@@ -86,33 +65,32 @@ class SuffixDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """The likeliest chain or tree of each sequence, within its budget, and how likely each guess is."""
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
-        guesses = []
+        trees = []
         for row, budget in zip(draws.rows, budgets, strict=True):
-            growing = self.sequences.get(row.seq_id)
-            if growing is None:
-                guesses.append(NONE)
-                continue
-            new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
-            guesses.append(self.guess(growing, budget, new))
-        return as_draft([row.tokens[-1] for row in draws.rows], guesses, budgets)
+            growing, tree = self.sequences.get(row.seq_id), None
+            if growing is not None and budget.depth:
+                new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
+                tree = self.guess(growing, budget, new)
+            trees.append(HostTree.of_root(row.tokens[-1]) if tree is None else tree)
+        width = max((budget.width for budget in budgets), default=1)
+        return Draft(DraftTree.of_hosts(trees, width), survival_of(trees))  # of chains too: a mix has to choose
 
-    def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> Guesses:
-        """The best guesses of any context; among equals the text's own come before the past's, then longer contexts."""
-        if budget.depth == 0:
-            return NONE
+    def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree | None:
+        """The best guesses of any context, if any; among equals the text's own come before the past's, then longer
+        contexts."""
         tree, past = growing.tree, self.remembered(growing, tail)
         steps: list[Insertion] = []
         for token in tail:
             tree.append(token, steps)
-        best, expected = NONE, 0.0
+        best, expected = None, 0.0
         grow, depth = chain if budget.width == 1 else likeliest, min(budget.depth, budget.nodes, tree.depth // 2)
         for places in (tree.matches, past):
             for length, most in ranks(len(places), tree.depth, depth):
                 if most <= expected:
                     break
-                grown = grow(places[length - 1], most, budget)
-                if grown.expected > expected:
-                    best, expected = grown, grown.expected
+                grown = grow(tree.text[-1], places[length - 1], most, budget)
+                if (worth := grown.expected) > expected:
+                    best, expected = grown, worth
         tree.undo(steps)
         return best
 
@@ -129,9 +107,9 @@ class SuffixDrafter:
         limit, expected = [], []
         for seq_id in seq_ids:
             growing = self.sequences.get(seq_id)
-            best = NONE if growing is None else self.guess(growing, Budget(AHEAD))
-            expected.append(best.expected)
-            limit.append(0 if growing is None or best is NONE else self.limit(growing))
+            best = None if growing is None else self.guess(growing, Budget(AHEAD))
+            expected.append(0.0 if best is None else best.expected)
+            limit.append(0 if growing is None or best is None else self.limit(growing))
         return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected, depth_matters=True)
 
     def limit(self, growing: SuffixSequence) -> int:
@@ -164,7 +142,7 @@ def ranks(longest: int, depth: int, wanted: int) -> Sequence[tuple[int, int]]:
     return sorted(good, key=lambda rank: (-rank[1], -rank[0]))
 
 
-def chain(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
+def chain(root: int, place: Node | Leaf, most: int, budget: Budget) -> HostTree:
     """The likeliest continuation of the likeliest continuation, and so on, while the whole path is likely."""
     tokens: list[int] = []
     chances: list[float] = []
@@ -181,45 +159,25 @@ def chain(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
         chance *= share
         tokens.append(token)
         chances.append(chance)
-    return Guesses(tokens, range(len(tokens)), chances, len(tokens))
+    tree = HostTree.of_root(root)
+    tree.extend(tokens, chances)
+    return tree
 
 
-def likeliest(place: Node | Leaf, most: int, budget: Budget) -> Guesses:
+def likeliest(root: int, place: Node | Leaf, most: int, budget: Budget) -> HostTree:
     """The likeliest of all paths of at most `most` guesses, as many as the budget allows.
 
     Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    chances: list[float] = []
-    least, depth = max(LEAST_SHARE, budget.price), 0
-    heap: list[tuple[float, tuple[int, ...], int, Node | Leaf]] = [(-1.0, (), -1, place)]
-    while heap and len(tokens) < budget.nodes:
+    tree, least = HostTree.of_root(root), max(LEAST_SHARE, budget.price)
+    heap: list[tuple[float, tuple[int, ...], int, Node | Leaf]] = [(-1.0, (), 0, place)]
+    while heap and len(tree.tokens) <= budget.nodes:
         minus, path, parent, place = heapq.heappop(heap)
-        if path:
-            tokens.append(path[-1])
-            parents.append(parent)
-            chances.append(-minus)
-            depth = max(depth, len(path))
+        node = tree.add(path[-1], parent, -minus) if path else 0
         for token, share, longer in place.offers()[: budget.width] if len(path) < most else ():
             if -minus * share >= least:
-                heapq.heappush(heap, (minus * share, (*path, token), len(tokens), longer))
-    return Guesses(tokens, parents, chances, depth)
-
-
-def as_draft(roots: Sequence[int], found: Sequence[Guesses], budgets: Sequence[Budget]) -> Draft:
-    """Guesses as trees on the host, and their chances: of chains too, for a mix that has to choose."""
-    width, nodes = max((b.width for b in budgets), default=1), 1 + max((len(g.tokens) for g in found), default=0)
-    texts = [[root, *g.tokens] for root, g in zip(roots, found, strict=True)]
-    chances = [[1.0, *g.chances, *[0.0] * (nodes - 1 - len(g.chances))] for g in found]
-    survival = torch.tensor(chances, dtype=torch.float32).view(len(texts), nodes)
-    if width == 1:
-        return Draft(DraftTree.of_texts(texts), survival)
-    tokens = [[*text, *[-1] * (nodes - len(text))] for text in texts]
-    parents = [[-1, *g.parents, *[-1] * (nodes - 1 - len(g.parents))] for g in found]
-    depth = max((g.depth for g in found), default=0)
-    tree = DraftTree(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long), depth, width)
-    return Draft(tree, survival)
+                heapq.heappush(heap, (minus * share, (*path, token), node, longer))
+    return tree
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:

@@ -36,6 +36,7 @@ from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
+from forerun.tree import HostTree
 
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
 LEAST_ROWS = 16  # the smallest size
@@ -264,10 +265,9 @@ class ChainGraph:
         found = torch.full((batch, deepest), -1, dtype=torch.long, device=device)
         wanted = torch.arange(deepest, device=device) < depths[:, None]
         found[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
-        counts = [0] * batch
-        for start in starts:
-            counts[start.row] = start.depth
-        return Chains(counts, {s.seq_id: s.depth - 1 for s in starts if s.depth > 1}, guesses=found)
+        depth_of = {start.row: start.depth for start in starts}
+        trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(batch)]
+        return Chains(trees, {s.seq_id: s.depth - 1 for s in starts if s.depth > 1}, guesses=found)
 
 
 def draw_coupled(
