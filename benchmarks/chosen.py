@@ -33,9 +33,8 @@ import torch
 from benchmarks.drafters import passages
 from safetensors.torch import load_file, save_file
 
-from forerun.bench.lane import Lane
+from forerun.bench.lane import Lane, Pace
 from forerun.bench.material import Item, workload_of
-from forerun.bench.pace import Pace
 from forerun.bench.plan import CHOSEN, SHIPPED, Group, in_order, rotated
 from forerun.bench.run import Stage
 from forerun.config import Speculation

@@ -24,9 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forerun.bench.figures import Spread
-from forerun.bench.lane import Lane
+from forerun.bench.lane import Lane, Pace
 from forerun.bench.material import Item, Passage, shipped, workload_of
-from forerun.bench.pace import Pace
 from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
 from forerun.control.controller import FixedDepth

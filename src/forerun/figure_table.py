@@ -1,8 +1,8 @@
-"""A table of figures that shows all of them on any terminal: on a narrow one, columns move below each other."""
+"""Tables for a terminal: figures that are all shown at any width, and facts by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -81,3 +81,13 @@ class FigureTable:
         """Columns of the terminal that a column needs."""
         cells = [self.heads[column], *(row[column] for row in self.rows)]
         return max(cell_len(line) for cell in cells for line in (str(cell).splitlines() or [""]))
+
+
+def fact_table(facts: Iterable[tuple[str, Cell]]) -> Table:
+    """Facts as two columns, names and what they say. What belongs to the fact above it has an empty name."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, fact in facts:
+        grid.add_row(Text(name), Text(fact) if isinstance(fact, str) else fact)  # brackets in it are no markup
+    return grid

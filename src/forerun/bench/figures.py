@@ -1,8 +1,7 @@
 """Figures: the repetitions of a group, summed up as medians with quartiles.
 
 This file holds every formula of the benchmark. Ratios are formed within a repetition, whose runs lie close together in
-time, and the median is taken over the ratios, because absolute times drift. `run.py` makes the runs, `show.py` and
-`picture.py` display the figures.
+time, and the median is taken over the ratios, because absolute times drift.
 """
 
 from __future__ import annotations
@@ -105,14 +104,16 @@ class GroupFigures:
 
 def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str] = ()) -> GroupFigures:
     """What these runs of one group say; `recorded` are the hashes of answers that are replayed."""
-    depths = in_order({run.depth for run in runs})
     plain = {run.repetition: run for run in runs if run.depth == 0}
     first = plain[min(plain)]
     expected = [recorded[i % len(recorded)] for i in range(len(first.answers))] if recorded else first.answers
     return GroupFigures(
         group=group,
-        cells=tuple(cell_figures(depth, [run for run in runs if run.depth == depth], plain) for depth in depths),
-        distinct_ngrams=first.num_distinct / first.num_ngrams if first.num_ngrams else None,
+        cells=tuple(
+            cell_figures([run for run in runs if run.depth == depth], plain)
+            for depth in in_order({run.depth for run in runs})
+        ),
+        distinct_ngrams=over(first.num_distinct, first.num_ngrams),
         differences=tuple(
             Mismatch(run.depth, run.repetition, number)
             for run in runs
@@ -122,11 +123,12 @@ def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str
     )
 
 
-def cell_figures(depth: int, runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> CellFigures:
+def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> CellFigures:
     """One depth's repetitions, each beside the plain run of the same repetition."""
     pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain]
-    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
-    stats = pooled(runs)
+    stats = Stats()
+    for run in runs:
+        run.count_into(stats)
 
     def of(figure: Callable[[BenchRun], float | None]) -> Spread | None:
         return Spread.of(figure(run) for run in runs)
@@ -135,7 +137,7 @@ def cell_figures(depth: int, runs: Sequence[BenchRun], plain: Mapping[int, Bench
         return Spread.of(figure(run, other) for run, other in pairs)
 
     return CellFigures(
-        depth=depth,
+        depth=runs[0].depth,
         first_token_s=of(lambda run: run.first_s),
         tokens_per_s=of(lambda run: over(run.num_decoded, run.decode_s)),
         tokens_per_s_with_prompt=of(lambda run: over(run.num_tokens, run.total_s)),
@@ -153,23 +155,8 @@ def cell_figures(depth: int, runs: Sequence[BenchRun], plain: Mapping[int, Bench
         predicted=beside(predicted),
         measured_over_predicted=beside(lambda run, other: over(speed_up(run, other), predicted(run, other))),
         engine_s=of(lambda run: over(run.decode_s - run.pass_s - run.draft_pass_s, run.num_passes)),
-        peak_bytes=max(peaks, default=None),
+        peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
     )
-
-
-def pooled(runs: Sequence[BenchRun]) -> Stats:
-    """The counts of all repetitions together."""
-    stats = Stats()
-    for run in runs:
-        stats.num_rounds += run.num_rounds
-        stats.num_drafted += run.num_drafted
-        stats.num_accepted += run.num_accepted
-        for name in ("offered_at_depth", "accepted_at_depth"):
-            counts, more = getattr(stats, name), getattr(run, name)
-            counts += [0] * (len(more) - len(counts))
-            for depth, count in enumerate(more):
-                counts[depth] += count
-    return stats
 
 
 def over(part: int | float | None, whole: int | float | None) -> float | None:

@@ -1,35 +1,46 @@
-"""Workloads: the texts that a benchmark generates or replays.
+"""Workloads: the texts of all measurements, from a user's file or as they ship, and how they become tokens.
 
-This file decides which texts ship with the package and what a line of a user's file may hold, and checks that every
-text fits the model.
+This file decides what a line of a user's file may hold, and checks that every text fits the model. Categories take
+turns where a part of the texts should have some of each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from forerun.bench.plan import GENERATED, SHIPPED
-from forerun.errors import InvalidRequest
-from forerun.limits import shown_as_json
-from forerun.prove.prompts import read_prompts
+from forerun.errors import InvalidRequest, TokenizerError
+from forerun.limits import shown, shown_as_json
+from forerun.messages import ChatOptions, Conversation, with_text
+from forerun.prove.prompts import prompt_lines, prompt_of
 from forerun.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]
 DEFAULT_WORKLOADS = "code,edits"
+CATEGORIES = ("code", "prose")  # of what ships and is used where no file is given
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A prompt, its recorded answer or None, and its place."""
+    """What a line holds: text, token ids, or a conversation; the recorded answer or None, the category, the place."""
 
-    prompt: TextOrIds
-    answer: TextOrIds | None
+    prompt: TextOrIds | Conversation
     place: str
+    answer: TextOrIds | None = None
+    category: str = ""
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The messages, where it has some."""
+        talk = not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
+        return self.prompt if talk else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +50,39 @@ class Item:
     prompt: tuple[int, ...]
     answer: tuple[int, ...] | None
     place: str
+    category: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """How conversations become text: the options of the chat template, and whether every text is a conversation."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    always: bool = False
+
+    @property
+    def thinking(self) -> bool | None:
+        """What the template is told about thinking; None where nothing."""
+        told = self.options.get("enable_thinking", self.options.get("thinking"))
+        return told if isinstance(told, bool) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Texts under one name; either all of them are replayed or none."""
+    """Texts under one name; either all are replayed or none. `template` is the chat template's hash, if it was used."""
 
     name: str
     items: tuple[Item, ...]
+    template: str | None = None
 
     @property
     def replayed(self) -> bool:
         """Whether the answers are recorded ones."""
         return self.items[0].answer is not None
+
+    def recorded(self) -> list[str]:
+        """The hashes of the answers that are replayed."""
+        return [hash_of(item.answer) for item in self.items if item.answer is not None]
 
     def digest(self) -> str:
         """A hash of all tokens."""
@@ -63,17 +94,22 @@ class Workload:
         return max(len(i.prompt) + (num_tokens if i.answer is None else len(i.answer)) for i in self.items)
 
 
+def hash_of(answer: Sequence[int]) -> str:
+    """What tells answers apart."""
+    return hashlib.sha256(",".join(map(str, answer)).encode()).hexdigest()[:16]
+
+
 def shipped(name: str) -> list[Passage]:
-    """The passages of a workload that ships."""
+    """The passages of a workload that ships, which is their category too."""
     if name not in SHIPPED:
         raise InvalidRequest("workload", f"{name!r} does not ship: choose of {', '.join(SHIPPED)}.")
     folder = resources.files("forerun").joinpath("bench")
     if name in GENERATED:
         text = folder.joinpath(f"{name}.json").read_text(encoding="utf-8")
-        return [Passage(entry["text"], None, entry["path"]) for entry in json.loads(text)["prompts"]]
+        return [Passage(entry["text"], entry["path"], None, name) for entry in json.loads(text)["prompts"]]
     lines = folder.joinpath(f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    return [Passage(e["prompt"], e["answer"], f"{e['source']}, edit {i}") for i, e in enumerate(entries, start=1)]
+    entries = enumerate(map(json.loads, lines), start=1)
+    return [Passage(e["prompt"], f"{e['source']}, edit {i}", e["answer"], name) for i, e in entries]
 
 
 def passages_of(workload: str | None, prompts: Path | None, replay: Path | None) -> dict[str, list[Passage]]:
@@ -84,59 +120,123 @@ def passages_of(workload: str | None, prompts: Path | None, replay: Path | None)
     if len(given) > 1:
         raise InvalidRequest(given[1], f"it says what to run, and so does --{given[0]}: give one of them.")
     if prompts is not None:
-        return {prompts.stem: prompt_file(prompts)}
+        return {prompts.stem: read_passages(prompts)}
     if replay is not None:
-        return {replay.stem: replay_file(replay)}
-    names = (workload or DEFAULT_WORKLOADS).split(",")
-    return {name.strip(): shipped(name.strip()) for name in names}
+        return {replay.stem: read_passages(replay, recorded=True)}
+    names = [name.strip() for name in (workload or DEFAULT_WORKLOADS).split(",")]
+    return {name: shipped(name) for name in names}
 
 
-def prompt_file(path: Path) -> list[Passage]:
-    """The prompts of a user's file, as `prove` takes them."""
-    return [Passage(prompt.text, None, prompt.place) for prompt in read_prompts(path)]
+def mixed_passages(prompts: Path | None = None, replay: Path | None = None) -> list[Passage]:
+    """The texts of a file, or those that ship, one of each category after the other."""
+    ours = prompts is None and replay is None
+    kinds: dict[str, list[Passage]] = {}
+    for passage in chain.from_iterable(passages_of(",".join(CATEGORIES) if ours else None, prompts, replay).values()):
+        kinds.setdefault(passage.category, []).append(passage)
+    return [passage for passage in chain.from_iterable(zip_longest(*kinds.values())) if passage is not None]
 
 
-def replay_file(path: Path) -> list[Passage]:
-    """The recorded answers of a user's file: a JSON object a line, with "prompt" and "answer", text or token ids."""
+def read_passages(path: Path, recorded: bool = False) -> list[Passage]:
+    """The lines of a user's file: of a .txt its prompts, of a .jsonl objects, which have answers if they are recorded.
+
+    Raises InvalidRequest, with file and line, for what cannot be read.
+    """
+    if recorded and path.suffix != ".jsonl":
+        raise InvalidRequest("replay", f"{path}: the name ends in {path.suffix!r}: give a .jsonl file")
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InvalidRequest("replay", f"{path}: it cannot be read ({error.strerror}): give a .jsonl file") from error
-    numbered = [(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise InvalidRequest("replay", f'{path}: there is nothing in it: write {{"prompt": ..., "answer": ...}} a line')
-    return [replay_line(line, place) for place, line in numbered]
+        lines = prompt_lines(path)
+        if path.suffix == ".txt":
+            return [Passage(line, place) for place, line in lines]
+        return [passage_of(line, place, recorded) for place, line in lines]
+    except InvalidRequest as error:
+        if not recorded:
+            raise
+        raise InvalidRequest("replay", str(error).removeprefix(f"{error.field}: ")) from error
 
 
-def replay_line(line: bytes, place: str) -> Passage:
-    """One line of a replay file."""
+def passage_of(line: str, place: str, recorded: bool) -> Passage:
+    """One JSON line."""
     try:
-        entry = json.loads(line.decode("utf-8"))
-    except ValueError as error:
-        raise InvalidRequest("replay", f"{place}: not JSON in UTF-8 ({error}): write one object a line") from error
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("prompts", f"{place}: not JSON ({error}): write one object a line") from error
     if not isinstance(entry, dict):
-        message = f'{place}: {shown_as_json(entry)} is not an object: write {{"prompt": ..., "answer": ...}}'
-        raise InvalidRequest("replay", message)
-    for name in ("prompt", "answer"):
-        words = entry.get(name)
-        ids = isinstance(words, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in words)
-        if not words or not (ids or isinstance(words, str)):
-            given = json.dumps(words)[:40] if name in entry else "missing"
-            raise InvalidRequest("replay", f'{place}: "{name}" is {given}: it must be some text or a list of token ids')
-    return Passage(entry["prompt"], entry["answer"], place)
+        raise InvalidRequest("prompts", f'{place}: {shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
+    category = entry.get("category") or ""
+    if not isinstance(category, str):
+        raise InvalidRequest("prompts", f'{place}: "category" is {shown(category)}: it must be a word')
+    answer = words_of(entry, "answer", place) if recorded else None
+    prompt: TextOrIds | Conversation
+    if "messages" in entry:
+        prompt = messages_of(entry["messages"], place)
+    else:
+        ids = recorded and "turns" not in entry
+        prompt = words_of(entry, "prompt", place) if ids else prompt_of(line, place)
+    return Passage(prompt, place, answer, category)
 
 
-def workload_of(name: str, passages: Sequence[Passage], most: int, tokenizer: Tokenizer) -> Workload:
-    """The first `most` passages as tokens. An answer is spelled apart from its prompt, behind it."""
-    items = []
-    for passage in passages[:most]:
-        prompt = spelled(passage.prompt, tokenizer, True, passage.place)
-        answer = None if passage.answer is None else spelled(passage.answer, tokenizer, False, passage.place)
-        items.append(Item(prompt, answer, passage.place))
-    return Workload(name, tuple(items))
+def words_of(entry: Mapping[str, Any], name: str, place: str) -> TextOrIds:
+    """Text or token ids under a name."""
+    words = entry.get(name)
+    ids = isinstance(words, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in words)
+    if not words or not (ids or isinstance(words, str)):
+        given = json.dumps(words)[:40] if name in entry else "missing"
+        raise InvalidRequest("prompts", f'{place}: "{name}" is {given}: it must be some text or a list of token ids')
+    return words  # type: ignore[no-any-return]
 
 
-def spelled(words: TextOrIds, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:
+def messages_of(messages: object, place: str) -> Conversation:
+    """The messages of a conversation that the model is to go on with."""
+    try:
+        if not isinstance(messages, list) or not messages:
+            raise InvalidRequest("messages", f"{shown(messages)} is no conversation: write a list of messages.")
+        talk = [with_text(message) for message in messages]
+    except InvalidRequest as error:
+        raise InvalidRequest("prompts", f"{place}: {error}") from error
+    if talk[-1]["role"] == "assistant":
+        raise InvalidRequest(
+            "prompts", f'{place}: the last message is the model\'s own: leave it out, or name it "answer"'
+        )
+    return talk
+
+
+def workload_of(
+    name: str, passages: Sequence[Passage], most: int, tokenizer: Tokenizer, template: Template | None = None
+) -> Workload:
+    """The first `most` passages as tokens, conversations through the chat template.
+
+    An answer is encoded apart from its prompt, behind it. Raises InvalidRequest or TokenizerError, with its place, for
+    one that cannot be used.
+    """
+    template, taken = template or Template(), passages[:most]
+    items = tuple(item_of(passage, tokenizer, template) for passage in taken)
+    chat = template.always or any(passage.conversation for passage in taken)
+    return Workload(name, items, tokenizer.template_digest() if chat else None)
+
+
+def item_of(passage: Passage, tokenizer: Tokenizer, template: Template) -> Item:
+    """A passage as tokens."""
+    place, prompt, talk = passage.place, passage.prompt, passage.conversation
+    if talk is None and template.always and isinstance(prompt, str):
+        talk = [{"role": "user", "content": prompt}]
+    if talk is not None:
+        prompt = rendered(talk, tokenizer, template, place)
+    ids = encoded(prompt, tokenizer, talk is None, place)  # type: ignore[arg-type]
+    answer = None if passage.answer is None else encoded(passage.answer, tokenizer, False, place)
+    return Item(ids, answer, place, passage.category)
+
+
+def rendered(talk: Conversation, tokenizer: Tokenizer, template: Template, place: str) -> str:
+    """A conversation as the model reads it."""
+    try:
+        return ChatOptions(chat_template_kwargs=template.options).render(tokenizer, talk)
+    except InvalidRequest as error:
+        raise InvalidRequest("prompts", f"{place}: {error}") from error
+    except TokenizerError as error:
+        raise TokenizerError(f"{place} holds messages, and {error}") from error
+
+
+def encoded(words: TextOrIds, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:
     """Text or ids as ids, all of them known."""
     ids = tokenizer.encode(words, begins) if isinstance(words, str) else words
     unknown = next((token_id for token_id in ids if not 0 <= token_id < tokenizer.num_ids), None)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from forerun.config import AUTO, Speculation, require_whole
 from forerun.errors import InvalidRequest
+from forerun.limits import real
 from forerun.shape import StaticTree
 
+T = TypeVar("T")
 GENERATED, REPLAYED = ("code", "prose"), ("edits",)
 SHIPPED = (*GENERATED, *REPLAYED)  # the workloads that come with the package
 CHOSEN = -1  # stands for the depth that the controller chooses, round by round
@@ -63,10 +66,11 @@ class Selection:
                 require_whole(name, value, least)
         for name, least in (("num_tokens", 2), ("num_prompts", 1), ("repeats", 1), ("seed", 0)):
             require_whole(name, getattr(self, name), least)
-        given_by = {"batch": self.batches, "depth": self.depths, "temperature": self.temperatures}
-        for name, given in given_by.items():
-            if not given or len(set(given)) < len(given):
-                raise InvalidRequest(name, f"{given!r} must be values that differ, at least one.")
+        for temperature in self.temperatures:
+            real("temperature", temperature, "use a number from 0 on", 0.0)
+        require_different("batch", self.batches)
+        require_different("depth", self.depths)
+        require_different("temperature", self.temperatures)
         deepest = max(self.depths) if self.tree is None else self.tree.depth
         if self.tree is not None and CHOSEN in self.depths:
             raise InvalidRequest(
@@ -95,6 +99,12 @@ class Selection:
         return [Turn(r, depth) for r in range(self.repeats) for depth in rotated(self.depths, r)]
 
 
+def require_different(name: str, values: Sequence[object]) -> None:
+    """Raise InvalidRequest unless there are values, each of them once."""
+    if not values or len(set(values)) < len(values):
+        raise InvalidRequest(name, f"{values!r} must be values that differ, at least one.")
+
+
 def in_order(depths: Iterable[int]) -> list[int]:
     """Depths from small to large, the chosen one behind them."""
     return sorted(depths, key=lambda depth: (depth == CHOSEN, depth))
@@ -105,7 +115,7 @@ def depth_name(depth: int) -> str:
     return AUTO if depth == CHOSEN else str(depth)
 
 
-def rotated(values: Sequence[int], by: int) -> list[int]:
+def rotated(values: Sequence[T], by: int) -> list[T]:
     """The values in order, beginning with another one."""
     start = by % len(values)
     return [*values[start:], *values[:start]]

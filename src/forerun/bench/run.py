@@ -6,21 +6,23 @@ prompts and seeds.
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
-from forerun.bench.lane import Clock, Lane, Timed
-from forerun.bench.material import Item, Workload
-from forerun.bench.pace import Pace
-from forerun.bench.plan import Group, Turn
+from forerun.accept.outcome import Stats
+from forerun.bench.lane import Clock, Lane, Pace, Timed
+from forerun.bench.material import Workload, hash_of
+from forerun.bench.plan import Group, Turn, depth_name
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Drafter
 from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes
 from forerun.models.config import ExpertsConfig, expected_distinct
@@ -72,15 +74,21 @@ class BenchRun:
     full_experts: float | None = None  # that a layer with experts reads in a full round, on average
     expected_experts: float | None = None  # the same if tokens chose theirs evenly and each for itself
 
-    @property
-    def group(self) -> Group:
-        """What it is compared within."""
-        return Group(self.workload, self.batch, self.temperature)
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> BenchRun:
+        """The run that JSON was made of; it knows lists alone."""
+        return cls(**{name: as_tuple(value) for name, value in entry.items()})
 
-    @property
-    def turn(self) -> Turn:
-        """Its place in the group."""
-        return Turn(self.repetition, self.depth)
+    def count_into(self, stats: Stats) -> None:
+        """Add what became of its guesses to those of other runs."""
+        stats.num_rounds += self.num_rounds
+        stats.num_drafted += self.num_drafted
+        stats.num_accepted += self.num_accepted
+        for counts, more in (
+            (stats.offered_at_depth, self.offered_at_depth),
+            (stats.accepted_at_depth, self.accepted_at_depth),
+        ):
+            counts[:] = map(sum, zip_longest(counts, more, fillvalue=0))
 
 
 @dataclass(slots=True)
@@ -104,22 +112,10 @@ class Tape:
         if not timed.outcome.num_prompt_tokens and drafted == [self.num_guesses] * self.batch:
             self.full.append(timed)
 
-    def experts_read(self) -> float | None:
-        """By a layer with experts in a full round."""
-        if self.experts is None or not self.full:
-            return None
-        return statistics.fmean(each.num_experts for each in self.full) / len(self.experts.layers)
-
-    def experts_expected(self) -> float | None:
-        """The same of independent tokens."""
-        if self.experts is None or not self.full:
-            return None
-        num_tokens = self.batch * (1 + self.num_guesses)
-        return expected_distinct(self.experts.count, self.experts.active, num_tokens)
-
     def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
         """All of it, to be written down."""
-        pace, stats = self.pace, self.pace.stats
+        pace, stats, experts = self.pace, self.pace.stats, self.experts if self.full else None
+        full = [each.outcome for each in self.full]
         grams = [[tuple(a[i : i + NGRAM]) for i in range(len(a) - NGRAM + 1)] for a in answers]
         return BenchRun(
             workload=group.workload,
@@ -142,10 +138,14 @@ class Tape:
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
             num_rounds_by_arm=tuple((self.arms[arm], own.num_rounds) for arm, own in sorted(stats.drafters.items())),
-            full_pass_s=statistics.median(each.outcome.pass_s for each in self.full) if self.full else None,
-            full_draft_s=statistics.median(each.outcome.draft_s for each in self.full) if self.full else None,
-            full_experts=self.experts_read(),
-            expected_experts=self.experts_expected(),
+            full_pass_s=statistics.median(each.pass_s for each in full) if full else None,
+            full_draft_s=statistics.median(each.draft_s for each in full) if full else None,
+            full_experts=None
+            if experts is None
+            else statistics.fmean(each.num_experts for each in self.full) / len(experts.layers),
+            expected_experts=None
+            if experts is None
+            else expected_distinct(experts.count, experts.active, self.batch * (1 + self.num_guesses)),
             num_ngrams=sum(map(len, grams)),
             num_distinct=sum(len(set(each)) for each in grams),
             answers=tuple(hash_of(answer) for answer in answers),
@@ -153,17 +153,13 @@ class Tape:
         )
 
 
-def hash_of(answer: Sequence[int]) -> str:
-    """What tells answers apart."""
-    return hashlib.sha256(",".join(map(str, answer)).encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth.
 
     Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave. `drafter`, if there is
-    one, drafts in the place of the LLM's; engines begin with a copy of `controller`, or of the LLM's.
+    one, drafts in the place of the LLM's; engines begin with a copy of `controller`, or of the LLM's. Requests may go
+    on for `num_spare` tokens more than an answer has.
     """
 
     llm: LLM
@@ -176,14 +172,16 @@ class Stage:
     refills: bool = False
     drafter: Drafter | None = None
     controller: Controller | None = None
+    num_spare: int = 0
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
         own_peak = forget_peak_rss()
-        tape, answers = self.tape(group, turn.depth), []
+        tape, sequences = self.tape(group, turn.depth), list[EngineSequence]()
         turns = list(waves(len(self.workloads[group.workload].items), group.batch))
         for numbers in [range(turns[-1].stop)] if self.refills else turns:
-            answers += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
+            sequences += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
+        answers = [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
         return tape.run(group, turn, answers, peak_rss_bytes() if own_peak else None)
 
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
@@ -198,47 +196,43 @@ class Stage:
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
-    ) -> list[list[int]]:
-        """Requests of these numbers, all at once, to their ends; their answers, of at most `most` tokens.
-
-        Each repetition is a `tenant` of its own: no drafter shall remember what an earlier one answered to the same.
-        """
-        items = self.workloads[group.workload].items
-        recording, sequences, wish = Recording(), [], self.wish(depth)
-        for number in numbers:
-            item = items[number % len(items)]
-            params = self.params(item, group, number, most)
-            (sequence,) = self.llm.requests.sequences(Request.of(item.prompt, params, wish, tenant))
-            if item.answer is not None:
-                recording.texts[sequence.id] = [*item.prompt, *item.answer]
-            sequences.append(sequence)
-        lane = Lane(self.engine(group, depth, recording), sequences)
+    ) -> Sequence[EngineSequence]:
+        """Requests of these numbers, all at once, to their ends, at `most` tokens of each answer."""
+        lane = self.lane(group, depth, numbers, most, tenant)
         try:
             while lane.engine.has_work:
                 timed = lane.step(self.clock)
                 tape.add(timed, lane.clock_s)
         finally:
             lane.clear()
-        return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
+        return lane.sequences
 
-    def params(self, item: Item, group: Group, number: int, most: int | None) -> SamplingParams:
-        """How a request is answered."""
-        length = self.num_tokens if item.answer is None else len(item.answer)
-        return SamplingParams(
-            temperature=group.temperature,
-            seed=self.seed + number,
-            max_tokens=length if most is None else min(length, most),
-            ignore_eos=True,
-        )
+    def lane(
+        self, group: Group, depth: int, numbers: Sequence[int], most: int | None = None, tenant: str = ""
+    ) -> Lane:
+        """Requests of these numbers in an engine over the LLM's weights and cache.
 
-    def engine(self, group: Group, depth: int, recording: Recording) -> Engine:
-        """An engine over the LLM's weights and cache; plain decoding has no drafter that could cost anything.
-
-        Its controller goes on from wave to wave: it begins as the stage's, or as the LLM's own, which runs nothing.
+        Plain decoding has no drafter that could cost anything. Each repetition is a `tenant` of its own: no drafter
+        shall remember what an earlier one answered to the same. A controller goes on from lane to lane: it begins as
+        the stage's, or as the LLM's own, which runs nothing.
         """
+        items = self.workloads[group.workload].items
+        recording, sequences, wish = Recording(), list[EngineSequence](), self.wish(depth)
+        for number in numbers:
+            item = items[number % len(items)]
+            length = self.num_spare + (self.num_tokens if item.answer is None else len(item.answer))
+            params = SamplingParams(
+                temperature=group.temperature,
+                seed=self.seed + number,
+                max_tokens=length if most is None else min(length, most),
+                ignore_eos=True,
+            )
+            sequences += self.llm.requests.sequences(Request.of(item.prompt, params, wish, tenant))
+            if item.answer is not None:
+                recording.texts[sequences[-1].id] = [*item.prompt, *item.answer]
         if (group, depth) not in self.controllers:
             self.controllers[group, depth] = deepcopy(self.controller or self.llm.engine.controller)
-        return Engine(
+        engine = Engine(
             self.llm.engine.runner,
             (self.drafter or self.llm.drafter) if depth else None,
             controller=self.controllers[group, depth],
@@ -247,6 +241,17 @@ class Stage:
             draws=recording if recording.texts else Draws,
             kernels=self.llm.engine.kernels,
         )
+        return Lane(engine, sequences)
+
+
+def as_tuple(value: Any) -> Any:
+    """Lists of JSON as the tuples that they were."""
+    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
+
+
+def run_name(group: Group, turn: Turn) -> str:
+    """What a run is called where it is kept."""
+    return f"run, {group.name}, depth {depth_name(turn.depth)}, repetition {turn.repetition}"
 
 
 def waves(num_items: int, batch: int) -> Iterator[range]:

@@ -1,27 +1,29 @@
-"""A benchmark for people to read: a table for each group, notes below it, and whether the tokens were the same.
+"""A benchmark for people to read: a table for each group, notes below it, whether the tokens were the same; a picture.
 
 This file decides wording and layout, which also work without colours. Every number comes from a BenchReport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from forerun.bench.chart import COLOURS, LinePanel, Series, png
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
 from forerun.bench.plan import CHOSEN, depth_name
 from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
-from forerun.figure_table import FigureTable
+from forerun.figure_table import Cell, FigureTable, fact_table
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
 MOST_SHOWN = 3
+STYLES = ("o-", "o--", "o:", "o-.")
 
 
 def bench_card(report: BenchReport) -> RenderableType:
@@ -29,7 +31,7 @@ def bench_card(report: BenchReport) -> RenderableType:
     parts: list[RenderableType] = []
     for figures in report.groups:
         parts += [Text(figures.group.name, "bold"), table(figures), *group_lines(report, figures), Text()]
-    return Lines(*parts, facts(report), Text(), verdict(report))
+    return Lines(*parts, fact_table(facts_of(report)), Text(), verdict(report))
 
 
 def table(figures: GroupFigures) -> FigureTable:
@@ -37,22 +39,25 @@ def table(figures: GroupFigures) -> FigureTable:
     return FigureTable((*COLUMNS, *MORE_COLUMNS), [list(row(cell)) for cell in figures.cells])
 
 
-def row(cell: CellFigures) -> Iterator[str | Text]:
+def row(cell: CellFigures) -> Iterator[Cell]:
     """One depth's line; what plain decoding is compared with is itself, so it has no ratios."""
     yield depth_name(cell.depth)
     yield number(cell.tokens_per_s, ".1f")
-    if cell.depth and cell.speed_up:
-        yield Text(f"×{cell.speed_up.median:.2f}", "green" if cell.speed_up.median > 1 else "yellow")
-        yield f"{cell.speed_up.low:.2f}–{cell.speed_up.high:.2f}"
-    else:
-        yield "plain" if cell.depth == 0 else "?"
-        yield ""
+    yield from speed_up_cells(cell.speed_up) if cell.depth else ("plain", "")
     yield f"{cell.tokens_per_round:.2f}" if cell.tokens_per_round is not None else "?"
     yield f"{cell.acceptance_rate:.0%}" if cell.acceptance_rate is not None else ""
     yield number(cell.pass_ratio, ".2f") if cell.depth > 0 else ""
     yield f"×{cell.predicted.median:.2f}" if cell.predicted else ""
     yield number(cell.engine_s, ".2f", 1000.0)
     yield number(cell.first_token_s, ".0f", 1000.0)
+
+
+def speed_up_cells(speed_up: Spread | None) -> tuple[Cell, Cell]:
+    """A speed-up, coloured by whether it is one, and its quartiles."""
+    if speed_up is None:
+        return Text("?"), ""
+    median = Text(f"×{speed_up.median:.2f}", "green" if speed_up.median > 1 else "yellow")
+    return median, f"{speed_up.low:.2f}–{speed_up.high:.2f}"
 
 
 def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
@@ -97,29 +102,34 @@ def choices(figures: GroupFigures) -> Iterator[Text]:
             yield Text(f"depth {depth_name(cell.depth)}: {'; '.join(said)}", "dim")
 
 
-def facts(report: BenchReport) -> Table:
-    """What lies behind the tables, as two columns."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:
+    """What lies behind the tables, by name."""
     models, machine, settings = (report.about[name] for name in ("models", "machine", "settings"))
-    grid.add_row("target", f"{models['target']} ({models['format']})")
-    grid.add_row("drafter", models["draft"])
-    threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
-    grid.add_row("machine", f"{machine['processor']}, {threads}, {models['kernels']}")
+    yield "target", f"{models['target']} ({models['format']})"
+    yield "drafter", models["draft"]
+    yield "machine", machine_line(machine, models["kernels"])
     if models["kernels_measured"]:
-        grid.add_row("kernels", models["kernels_measured"])
-    grid.add_row("software", f"forerun {report.about['forerun']}, torch {machine['torch']}, python {machine['python']}")
+        yield "kernels", models["kernels_measured"]
+    yield "software", f"forerun {report.about['forerun']}, torch {machine['torch']}, python {machine['python']}"
     start, end = size(round(report.bandwidth.start)), size(round(report.bandwidth.end))
-    grid.add_row("bandwidth", f"{start}/s before the runs, {end}/s after; a pass reads {size(report.pass_bytes)}")
+    yield "bandwidth", f"{start}/s before the runs, {end}/s after; a pass reads {size(report.pass_bytes)}"
     if report.peak_bytes is not None:
-        grid.add_row("peak memory" if is_cpu(report.placement.device) else "host memory", size(report.peak_bytes))
+        yield "peak memory" if is_cpu(report.placement.device) else "host memory", size(report.peak_bytes)
     if tree := settings.get("tree"):
-        grid.add_row("guesses", f"trees of one shape, of {len(tree['paths'])} guesses, cut to each depth")
-    repeats = settings["repeats"]
-    how = f"medians of {repeats} repetition{'s' * (repeats > 1)}, depths by turns"
-    grid.add_row("runs", f"{how}; answers of {settings['num_tokens']} tokens where they are not replayed")
-    return grid
+        yield "guesses", f"trees of one shape, of {len(tree['paths'])} guesses, cut to each depth"
+    how = f"{medians(settings['repeats'])}, depths by turns"
+    yield "runs", f"{how}; answers of {settings['num_tokens']} tokens where they are not replayed"
+
+
+def machine_line(machine: Mapping[str, Any], kernels: str) -> str:
+    """Where and by what it was computed."""
+    threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
+    return f"{machine['processor']}, {threads}, {kernels}"
+
+
+def medians(repeats: int) -> str:
+    """How figures were formed."""
+    return f"medians of {repeats} repetition{'s' * (repeats > 1)}"
 
 
 def verdict(report: BenchReport) -> Text:
@@ -130,3 +140,39 @@ def verdict(report: BenchReport) -> Text:
         line = "Tokens differ from plain decoding's. On a GPU they may, where two are nearly as likely"
         return Text(f"{line}: with --one-gemm they must not.", "bold yellow")
     return Text("FAULT: tokens differ from plain decoding's. That must not be: please report it.", "bold red")
+
+
+def picture(report: BenchReport) -> bytes:
+    """Speed-up by depth and the cost of a pass over more tokens, as a PNG file.
+
+    Each workload has a pair of panels, each batch size a colour and each temperature a line style.
+    """
+    names = dict.fromkeys(figures.group.workload for figures in report.groups)
+    rows = [
+        (
+            panel(report, name, lambda cell: cell.speed_up, "speed-up over plain decoding"),
+            panel(report, name, lambda cell: cell.pass_ratio, "v(k), a pass against a plain one"),
+        )
+        for name in names
+    ]
+    models = report.about["models"]
+    return png(f"{models['target']}, drafted by {models['draft']}", rows)
+
+
+def panel(report: BenchReport, name: str, figure: Callable[[CellFigures], Spread | None], title: str) -> LinePanel:
+    """One figure of a workload by depth, a line for each group."""
+    batches = list(dict.fromkeys(figures.group.batch for figures in report.groups))
+    temperatures = list(dict.fromkeys(figures.group.temperature for figures in report.groups))
+    series = []
+    for figures in report.groups:
+        group = figures.group
+        known = {cell.depth: spread for cell in figures.cells if cell.depth != CHOSEN and (spread := figure(cell))}
+        line = Series(
+            f"batch {group.batch}, temperature {group.temperature:g}",
+            [(depth, spread.median) for depth, spread in known.items()],
+            COLOURS[batches.index(group.batch) % len(COLOURS)],
+            STYLES[temperatures.index(group.temperature) % len(STYLES)],
+            list(known.values()),
+        )
+        series += [line] if group.workload == name else []
+    return LinePanel(series, "depth", f"{name}: {title}", level=1.0)

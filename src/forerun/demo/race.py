@@ -15,8 +15,7 @@ from typing import Any
 
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
-from forerun.bench.lane import Clock, Lane
-from forerun.bench.pace import Pace
+from forerun.bench.lane import Clock, Lane, Pace
 from forerun.draft.base import Drafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine

@@ -8,16 +8,38 @@ blocks lie close together in time, and the median is taken over the ratios.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from forerun.bench.figures import Spread
+from forerun.bench.figures import Spread, over
 from forerun.errors import InvalidRequest
 from forerun.traffic.client import TimedAnswer
-from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
-from forerun.traffic.run import TrafficBlock
+from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 
 PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficBlock:
+    """One block as it ran: its answers by number of the request, and its seconds until the last of them was over.
+
+    At a rate these are never less than the time within which its requests arrive.
+    """
+
+    turn: TrafficTurn
+    answers: tuple[TimedAnswer, ...]
+    seconds: float
+
+    @property
+    def complete(self) -> list[TimedAnswer]:
+        """The answers that came to their ends."""
+        return [answer for answer in self.answers if not answer.error]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of complete answers over the time of the block."""
+        return sum(answer.num_tokens for answer in self.complete) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +139,6 @@ class TrafficFigures:
     tokens_per_round: float | None
     counted: bool
 
-    @property
-    def num_failed(self) -> int:
-        """Requests without a complete answer."""
-        return sum(self.errors.values())
-
 
 @dataclass(frozen=True, slots=True)
 class OtherAnswer:
@@ -148,11 +165,10 @@ def traffic_figures(
     """What the blocks of a plan show, by load and mode; `category` is that of a repetition's request."""
     found = []
     for load in plan.loads:
-        own = [block for block in blocks if block.turn.load == load]
-        plain = {block.turn.repetition: block for block in own if block.turn.mode == plan.baseline}
+        plain = {b.turn.repetition: b for b in blocks if (b.turn.load, b.turn.mode) == (load, plan.baseline)}
         for mode in plan.modes:
-            mine = [block for block in own if block.turn.mode == mode]
-            found.append(figures_of(mine, plain, agreement, category))
+            own = [block for block in blocks if (block.turn.load, block.turn.mode) == (load, mode)]
+            found.append(figures_of(own, plain, agreement, category))
     return found
 
 
@@ -163,67 +179,45 @@ def figures_of(
     category: Callable[[int, int], str],
 ) -> TrafficFigures:
     """One load in one mode."""
-    turn = blocks[0].turn
     answers = [answer for block in blocks for answer in block.answers]
+    complete = [answer for answer in answers if not answer.error]
     kinds: dict[str, list[TimedAnswer]] = {}
     for block in blocks:
         for answer in block.answers:
             kinds.setdefault(category(block.turn.repetition, answer.index), []).append(answer)
-    errors: dict[str, int] = {}
-    for answer in answers:
-        if answer.error:
-            errors[answer.error] = errors.get(answer.error, 0) + 1
     kept = sum(map(agreement.kept_by, answers)) / len(answers)
-    ratios = [(tokens_per_s(block), tokens_per_s(plain[block.turn.repetition])) for block in blocks]
+    ratios = [(block.tokens_per_s, plain[block.turn.repetition].tokens_per_s) for block in blocks]
+    guesses = [answer.speculation for answer in answers if answer.speculation]
+    drafted, accepted, rounds = (
+        sum(each.get(name) or 0 for each in guesses) for name in ("num_drafted", "num_accepted", "num_rounds")
+    )
     return TrafficFigures(
-        load=turn.load,
-        mode=turn.mode,
+        load=blocks[0].turn.load,
+        mode=blocks[0].turn.mode,
         num_requests=len(answers),
         times=TimeFigures.of(answers),
         by_category={kind: TimeFigures.of(own) for kind, own in kinds.items() if kind},
-        errors=errors,
-        requests_per_s=Spread.of(sum(not a.error for a in block.answers) / block.seconds for block in blocks),
-        tokens_per_s=Spread.of(tokens_per_s(block) for block in blocks),
+        errors=Counter(answer.error for answer in answers if answer.error),
+        requests_per_s=Spread.of(len(block.complete) / block.seconds for block in blocks),
+        tokens_per_s=Spread.of(block.tokens_per_s for block in blocks),
         speed_up=Spread.of(own / other for own, other in ratios if other),
         goodput_per_s=Spread.of(sum(map(agreement.kept_by, b.answers)) / b.seconds for b in blocks),
         kept=kept if agreement.asks else None,
         holds=kept >= agreement.percentile / 100 if agreement.asks else None,
         late_s=max(answer.sent_s - answer.due_s for answer in answers),
-        counted=all(answer.counted for answer in answers if not answer.error),
-        **speculation_of(answers),
+        acceptance_rate=over(accepted, drafted),
+        tokens_per_round=over(accepted + rounds, rounds),
+        counted=all(answer.counted for answer in complete),
     )
-
-
-def tokens_per_s(block: TrafficBlock) -> float:
-    """Tokens of complete answers over the time of the block."""
-    return sum(answer.num_tokens for answer in block.answers if not answer.error) / block.seconds
-
-
-def speculation_of(answers: Iterable[TimedAnswer]) -> dict[str, float | None]:
-    """The rates of a server that counts its guesses in the usage."""
-    told = [answer.speculation for answer in answers if answer.speculation]
-    drafted, accepted, rounds = (
-        sum(each.get(name) or 0 for each in told) for name in ("num_drafted", "num_accepted", "num_rounds")
-    )
-    return {
-        "acceptance_rate": accepted / drafted if drafted else None,
-        "tokens_per_round": (accepted + rounds) / rounds if rounds else None,
-    }
 
 
 def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[OtherAnswer]:
     """The complete answers that differ from the baseline's to the same request."""
-    texts = {
-        (block.turn.load, block.turn.repetition, block.turn.mode, answer.index): answer.digest
-        for block in blocks
-        for answer in block.answers
-        if not answer.error
-    }
+    texts = {(b.turn, answer.index): answer.digest for b in blocks for answer in b.complete}
     found = []
-    for (load, repetition, mode, index), digest in texts.items():
-        other = texts.get((load, repetition, plan.baseline, index))
-        if other is not None and other != digest:
-            found.append(OtherAnswer(load.name, mode.shown, repetition, index))
+    for (turn, index), digest in texts.items():
+        if texts.get((replace(turn, mode=plan.baseline), index), digest) != digest:
+            found.append(OtherAnswer(turn.load.name, turn.mode.shown, turn.repetition, index))
     return found
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
+from forerun.bench.plan import rotated
 from forerun.config import AUTO, require_whole
 from forerun.errors import InvalidRequest
-from forerun.limits import shown
+from forerun.limits import real, shown
 
 OFF = "off"
 LoadKind = Literal["rate", "concurrency"]
@@ -56,8 +58,9 @@ class SpeculationMode:
     @property
     def field(self) -> dict[str, object]:
         """The part of a body that asks for it."""
-        wish: dict[str, object] = {AUTO: AUTO, OFF: False}
-        return {"speculation": wish.get(self.name) if self.name in wish else int(self.name)} if self.name else {}
+        if not self.name:
+            return {}
+        return {"speculation": int(self.name) if self.name.isdecimal() else {AUTO: AUTO, OFF: False}[self.name]}
 
     @property
     def shown(self) -> str:
@@ -96,8 +99,7 @@ class TrafficPlan:
     def __post_init__(self) -> None:
         for name, least in (("num_requests", 1), ("repeats", 1), ("max_tokens", 2), ("seed", 0)):
             require_whole(name, getattr(self, name), least)
-        if not 0 <= self.temperature < float("inf"):
-            raise InvalidRequest("temperature", f"{self.temperature} must be a number from 0 on.")
+        real("temperature", self.temperature, "use a number from 0 on", 0.0)
         if not self.loads or not self.modes:
             raise InvalidRequest("rate", "there is no load: name a --rate or a --concurrency.")
         for name, values in (("rate", self.loads), ("speculation", self.modes)):
@@ -111,11 +113,9 @@ class TrafficPlan:
 
     def turns(self) -> Iterator[TrafficTurn]:
         """All blocks in their order: every repetition begins with another mode, so that none is favoured by drift."""
-        for load in self.loads:
-            for repetition in range(self.repeats):
-                first = repetition % len(self.modes)
-                for mode in (*self.modes[first:], *self.modes[:first]):
-                    yield TrafficTurn(load, repetition, mode)
+        for load, repetition in product(self.loads, range(self.repeats)):
+            for mode in rotated(self.modes, repetition):
+                yield TrafficTurn(load, repetition, mode)
 
     def arrivals_s(self, load: ServerLoad, repetition: int) -> Sequence[float]:
         """When the requests of a block arrive, in seconds from its start; the same in every mode.

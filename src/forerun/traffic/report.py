@@ -11,9 +11,8 @@ from typing import Any
 
 from forerun.prove.proof import jsonable
 from forerun.traffic.client import ServedModel
-from forerun.traffic.figures import OtherAnswer, ServiceLevel, TrafficFigures, capacity
+from forerun.traffic.figures import OtherAnswer, ServiceLevel, TrafficBlock, TrafficFigures, capacity
 from forerun.traffic.plan import SpeculationMode, TrafficPlan
-from forerun.traffic.run import TrafficBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,8 @@ class TrafficReport:
     def capacity_object(self, mode: SpeculationMode) -> dict[str, Any]:
         """How heavy a load of this mode keeps the agreement."""
         best, broken = capacity(self.figures, mode)
-        load = None if best is None else {"kind": best.load.kind, "value": best.load.value}
-        served = None if best is None or best.requests_per_s is None else best.requests_per_s.median
+        served = best.requests_per_s.median if best and best.requests_per_s else None
+        load = best and asdict(best.load)
         return {"mode": mode.name, "load": load, "requests_per_s": served, "a_heavier_load_breaks_it": broken}
 
 
@@ -97,19 +96,10 @@ def percentiles_named(times: Mapping[str, Any]) -> dict[str, Any]:
 def requests_of_block(block: TrafficBlock) -> list[dict[str, Any]]:
     """Every request of a block; a failed one has its error in place of times."""
     turn = block.turn
-    own = {"load": {"kind": turn.load.kind, "value": turn.load.value}, "mode": turn.mode.name}
+    shared = {"load": asdict(turn.load), "mode": turn.mode.name, "repetition": turn.repetition}
+    times = ("first_token_s", "between_tokens_s", "longest_gap_s", "total_s")
     return [
-        {**own, "repetition": turn.repetition, "request": answer.index, "num_tokens": answer.num_tokens}
-        | {"error": answer.error or None}
-        | (
-            {}
-            if answer.error
-            else {
-                "first_token_s": answer.first_token_s,
-                "between_tokens_s": answer.between_tokens_s,
-                "longest_gap_s": answer.longest_gap_s,
-                "total_s": answer.total_s,
-            }
-        )
+        {**shared, "request": answer.index, "num_tokens": answer.num_tokens, "error": answer.error or None}
+        | {name: getattr(answer, name) for name in times if not answer.error}
         for answer in block.answers
     ]

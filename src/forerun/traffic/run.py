@@ -1,6 +1,6 @@
-"""Running a load test: blocks of requests, one load and mode at a time.
+"""A load test from start to end: which modes are run, blocks of requests of one load and mode at a time, the report.
 
-This file decides when requests are sent. In an open loop every request has its time, and what it takes is counted from
+This file decides what is sent and when. In an open loop every request has its time, and what it takes is counted from
 there: a server that falls behind, or a client that does, cannot make the load lighter or the times shorter.
 """
 
@@ -8,28 +8,90 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from forerun.annotations import ProgressCallback
-from forerun.traffic.client import ServedModel, TimedAnswer, TrafficClient
-from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
-from forerun.traffic.prompts import TrafficPrompt
+from forerun.bench.material import Passage, mixed_passages
+from forerun.config import AUTO
+from forerun.errors import InvalidRequest
+from forerun.limits import shown
+from forerun.traffic.client import ServedModel, ServerAddress, TimedAnswer, TrafficClient
+from forerun.traffic.figures import ServiceLevel, TrafficBlock, differences, traffic_figures
+from forerun.traffic.plan import OFF, ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
+from forerun.traffic.report import TrafficReport
 
 MOST_WARM_UP = 8  # requests of a mode before its first block
+OWN = ("model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation")
+DEFAULT_MODES = (OFF, AUTO)  # of a server of forerun
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficBlock:
-    """One block as it ran: its answers by number of the request, and its seconds until the last of them was over.
+class TrafficTask:
+    """What is sent: `modes` None lets the server decide; `extra` are further fields of every body."""
 
-    At a rate these are never less than the time within which its requests arrive.
+    loads: tuple[ServerLoad, ...]
+    modes: tuple[str, ...] | None
+    prompts: Path | None
+    requests: Mapping[str, Any]  # the other fields of the TrafficPlan
+    agreement: ServiceLevel
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.extra:
+            if name in OWN:
+                raise InvalidRequest("body", f"{shown(name)} is set by the load test itself: leave it out.")
+
+    def plan(self, model: ServedModel | None = None) -> TrafficPlan:
+        """The plan for this model. Raises InvalidRequest for modes of a server that has none."""
+        served = model is None or model.forerun
+        if self.modes and not served:
+            raise InvalidRequest("speculation", "this server is not forerun's: requests cannot change how it drafts.")
+        names = self.modes or (DEFAULT_MODES if served else ("",))
+        return TrafficPlan(self.loads, tuple(map(SpeculationMode, names)), **self.requests)
+
+
+async def measure_traffic(address: ServerAddress, task: TrafficTask, report: ProgressCallback) -> TrafficReport:
+    """Send what a task says, and report. Raises InvalidRequest where nothing can be sent, or nothing was answered."""
+    task.plan()  # mistakes are told before anything is asked
+    prompts = mixed_passages(task.prompts)
+    for prompt in prompts:
+        asked_of(prompt, address.chat)
+    async with TrafficClient(address) as client:
+        model = await client.served_model()
+        plan = task.plan(model)
+        sender = Sender(client, model, plan, prompts, task.extra)
+        for mode in plan.modes:
+            for answer in await sender.warm_up(ServerLoad("concurrency", 1.0), mode):
+                if answer.error:  # a server that refuses the first request of a mode would refuse them all
+                    raise InvalidRequest("url", f"the server does not answer a first request: {answer.error}.")
+        blocks = await sender.run(report)
+    return TrafficReport(
+        address.base,
+        model,
+        plan,
+        task.agreement,
+        min(len(prompts), plan.repeats * plan.num_requests),
+        traffic_figures(plan, blocks, task.agreement, lambda *request: sender.prompt(*request).category),
+        blocks,
+        differences(plan, blocks) if model.forerun else [],
+    )
+
+
+def asked_of(prompt: Passage, chat: bool) -> Mapping[str, Any]:
+    """A prompt as a part of a body; for a chat, one without messages is a message of the user.
+
+    Raises InvalidRequest for messages where no chat is asked for.
     """
-
-    turn: TrafficTurn
-    answers: tuple[TimedAnswer, ...]
-    seconds: float
+    talk = prompt.conversation
+    if chat:
+        return {"messages": talk or [{"role": "user", "content": prompt.prompt}]}
+    if talk is not None:
+        raise InvalidRequest("prompts", f"{prompt.place}: it holds messages: add --chat.")
+    return {"prompt": prompt.prompt}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +101,10 @@ class Sender:
     client: TrafficClient
     model: ServedModel
     plan: TrafficPlan
-    prompts: Sequence[TrafficPrompt]
-    extra: dict[str, Any]
+    prompts: Sequence[Passage]
+    extra: Mapping[str, Any]
 
-    def prompt(self, repetition: int, index: int) -> TrafficPrompt:
+    def prompt(self, repetition: int, index: int) -> Passage:
         """The prompt of a request: every repetition goes on in the list, every mode asks the same."""
         return self.prompts[(repetition * self.plan.num_requests + index) % len(self.prompts)]
 
@@ -51,7 +113,7 @@ class Sender:
         plan = self.plan
         own = {
             "model": self.model.name,
-            **self.prompt(turn.repetition, index).asked,
+            **asked_of(self.prompt(turn.repetition, index), self.client.address.chat),
             "max_tokens": plan.max_tokens,
             "temperature": plan.temperature,
             "seed": plan.seed + turn.repetition * plan.num_requests + index,
@@ -72,6 +134,18 @@ class Sender:
         turn = TrafficTurn(load, self.plan.repeats, mode)  # of prompts that no repetition begins with, if there are any
         now_s = time.perf_counter()
         return list(await asyncio.gather(*(self.ask(turn, index, now_s) for index in range(number))))
+
+    async def run(self, report: ProgressCallback) -> list[TrafficBlock]:
+        """Send everything that the plan asks for; the blocks in the order in which they ran."""
+        turns, warm = list(self.plan.turns()), set()
+        blocks: list[TrafficBlock] = []
+        for done, turn in enumerate(turns):
+            report(f"{turn.load.name}, {turn.mode.shown}", done / len(turns))
+            if (turn.load, turn.mode) not in warm:
+                warm.add((turn.load, turn.mode))
+                await self.warm_up(turn.load, turn.mode)
+            blocks.append(await self.block(turn))
+        return blocks
 
     async def block(self, turn: TrafficTurn) -> TrafficBlock:
         """Run one block to its end."""
@@ -98,19 +172,4 @@ class Sender:
         async def work() -> list[TimedAnswer]:
             return [await self.ask(turn, index, time.perf_counter()) for index in left]
 
-        return [
-            answer for own in await asyncio.gather(*(work() for _ in range(int(turn.load.value)))) for answer in own
-        ]
-
-
-async def run_traffic(sender: Sender, report: ProgressCallback) -> list[TrafficBlock]:
-    """Send everything that a plan asks for; the blocks in the order in which they ran."""
-    turns, warm = list(sender.plan.turns()), set()
-    blocks: list[TrafficBlock] = []
-    for done, turn in enumerate(turns):
-        report(f"{turn.load.name}, {turn.mode.shown}", done / len(turns))
-        if (turn.load, turn.mode) not in warm:
-            warm.add((turn.load, turn.mode))
-            await sender.warm_up(turn.load, turn.mode)
-        blocks.append(await sender.block(turn))
-    return blocks
+        return list(chain.from_iterable(await asyncio.gather(*(work() for _ in range(int(turn.load.value))))))

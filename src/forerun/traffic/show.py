@@ -1,18 +1,23 @@
-"""A load test for people to read: a table for each kind of load, what the agreement allows, and notes.
+"""A load test for people to read: a table for each kind of load, what the agreement allows, notes; and a picture.
 
 This file decides wording and layout. Every number comes from a TrafficReport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
+from forerun.bench.chart import COLOURS, LinePanel, Series, png
+from forerun.bench.show import number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable
 from forerun.traffic.figures import TrafficFigures, capacity
+from forerun.traffic.plan import LoadKind
 from forerun.traffic.report import TrafficReport
 
 HEADS = (
@@ -32,6 +37,7 @@ HEADS = (
 WITHIN = ("within\nlimits", "goodput\n/s")
 MOST_ERRORS = 5
 LATE_S = 0.01  # of the client, above which its own delay is told
+KINDS: dict[LoadKind, str] = {"rate": "requests that arrive a second", "concurrency": "requests at once"}
 
 
 def traffic_card(report: TrafficReport) -> RenderableType:
@@ -54,11 +60,9 @@ def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
     """The figures of a load in a mode."""
     yield each.load.name
     yield each.mode.shown
-    yield f"{each.requests_per_s.median:.2f}" if each.requests_per_s else "?"
-    yield f"{each.tokens_per_s.median:.1f}" if each.tokens_per_s else "?"
-    plain = each.mode == report.plan.baseline
-    ratio = each.speed_up.median if each.speed_up and not plain else None
-    yield "" if ratio is None else Text(f"×{ratio:.2f}", "green" if ratio > 1 else "yellow")
+    yield number(each.requests_per_s, ".2f")
+    yield number(each.tokens_per_s, ".1f")
+    yield speed_up_cells(each.speed_up)[0] if each.speed_up and each.mode != report.plan.baseline else ""
     yield from (ms(each.times.first_token_s, share) for share in (50, 95))
     yield from (ms(each.times.between_tokens_s, share) for share in (50, 95, 99))
     yield ms(each.times.longest_gap_s, 95)
@@ -67,9 +71,8 @@ def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
 
 def within(each: TrafficFigures) -> Iterator[Cell]:
     """How many requests were served within the agreement."""
-    kept = each.kept or 0.0
-    yield Text(f"{kept:.0%}", "green" if each.holds else "yellow")
-    yield f"{each.goodput_per_s.median:.2f}" if each.goodput_per_s else "?"
+    yield Text(f"{each.kept or 0.0:.0%}", "green" if each.holds else "yellow")
+    yield number(each.goodput_per_s, ".2f")
 
 
 def ms(values: Mapping[int, float] | None, share: int) -> str:
@@ -91,9 +94,9 @@ def category_table(report: TrafficReport) -> FigureTable:
     rows = []
     for kind in categories(report):
         times = [each.by_category.get(kind) for each in own]
-        number = next((each.num_answers for each in times if each is not None), 0)
+        num_answers = next((each.num_answers for each in times if each is not None), 0)
         cells = [ms(each.between_tokens_s if each else None, share) for each in times for share in (50, 95)]
-        rows.append([kind, str(number), *cells])
+        rows.append([kind, str(num_answers), *cells])
     return FigureTable(heads, rows, num_names=1)
 
 
@@ -111,12 +114,9 @@ def notes(report: TrafficReport) -> Iterator[Text]:
         yield Text(f"the load test itself sent a request {1000 * late_s:.0f} ms late at worst, which counts", "yellow")
     if not all(each.counted for each in report.figures):
         yield Text("the server tells no usage: tokens are the chunks of a stream that had text", "yellow")
-    errors: dict[str, int] = {}
-    for figures in report.figures:
-        for error, number in figures.errors.items():
-            errors[error] = errors.get(error, 0) + number
-    for error, number in list(errors.items())[:MOST_ERRORS]:
-        yield Text(f"{number} request{'s' * (number > 1)} failed: {error}", "red")
+    errors = sum((Counter(each.errors) for each in report.figures), Counter[str]())
+    for error, num_failed in list(errors.items())[:MOST_ERRORS]:
+        yield Text(f"{num_failed} request{'s' * (num_failed > 1)} failed: {error}", "red")
 
 
 def carried(best: TrafficFigures) -> str:
@@ -146,3 +146,46 @@ def verdict(report: TrafficReport) -> Iterator[Text]:
         for other in report.others[:MOST_ERRORS]:
             place = f"repetition {other.repetition + 1}, request {other.request + 1}"
             yield Text(f"  {other.mode}, {other.load}, {place}", "red")
+
+
+def picture(report: TrafficReport) -> bytes:
+    """Throughput and times by load, a line for each mode, as a PNG file: a row of panels for each kind of load."""
+
+    def tokens(each: TrafficFigures) -> float | None:
+        return each.tokens_per_s.median if each.tokens_per_s else None
+
+    def first_ms(each: TrafficFigures) -> float | None:
+        return 1000 * each.times.first_token_s[95] if each.times.first_token_s else None
+
+    def between_ms(each: TrafficFigures) -> float | None:
+        return 1000 * each.times.between_tokens_s[95] if each.times.between_tokens_s else None
+
+    agreement = report.agreement
+    rows = [
+        (
+            panel(report, kind, tokens, "tokens a second"),
+            panel(report, kind, first_ms, "ms to the first token, p95", agreement.first_s),
+            panel(report, kind, between_ms, "ms between tokens, p95", agreement.between_s),
+        )
+        for kind in dict.fromkeys(load.kind for load in report.plan.loads)
+    ]
+    return png(f"{report.model.name}, {report.plan.max_tokens} tokens a request", rows)
+
+
+def panel(
+    report: TrafficReport,
+    kind: LoadKind,
+    figure: Callable[[TrafficFigures], float | None],
+    title: str,
+    limit_s: float | None = None,
+) -> LinePanel:
+    """One figure by load, and the agreement's limit if it has one."""
+    series = []
+    for mode, colour in zip(report.plan.modes, cycle(COLOURS), strict=False):
+        points = [
+            (each.load.value, value)
+            for each in report.of(mode)
+            if each.load.kind == kind and (value := figure(each)) is not None
+        ]
+        series.append(Series(mode.shown, sorted(points), colour))
+    return LinePanel(series, KINDS[kind], title, level=None if limit_s is None else 1000 * limit_s)

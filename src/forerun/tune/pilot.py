@@ -9,98 +9,86 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from forerun.bench.lane import Timed
-from forerun.bench.run import Tape
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-from forerun.tune.predict import Guessed, TextRounds
+from forerun.tune.predict import Guessed
 
 GuessedTree = tuple[Sequence[int], Sequence[int]]  # of a draft: its tokens, root first, and their parents
 
 
 @dataclass(slots=True)
-class PilotDrafter:
-    """A drafter whose guesses are recorded instead of given away: every sequence gets its root alone.
+class MeasuredDrafter:
+    """A drafter that measurements stand in front of: it learns and forgets as it would without them.
 
-    `seen` holds its drafts by sequence and by the length of the text that ends with their root. Where the depth that is
-    asked for decides what is guessed first, there is one for each depth, from 1 on; else a single one.
+    `told` is what it said of itself before the round.
     """
 
     drafter: Drafter
-    seen: dict[int, dict[int, Sequence[GuessedTree]]] = field(default_factory=dict)
-    told: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]))  # by the drafter, before the round
+    told: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]), init=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The drafter's own."""
+        """The drafter's."""
         return self.drafter.taps
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The drafter's own."""
+        """The drafter's."""
         return self.drafter.names
 
     def observe(self, news: Committed) -> None:
         """What the drafter is told."""
         self.drafter.observe(news)
 
+    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
+        """The drafter's."""
+        self.told = self.drafter.outlook(seq_ids)
+        return self.told
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """The drafter forgets; what was measured stays."""
+        self.drafter.forget(seq_ids)
+
+
+@dataclass(slots=True)
+class PilotDrafter(MeasuredDrafter):
+    """A drafter whose guesses are recorded instead of given away: every sequence gets its root alone.
+
+    `seen` holds its drafts by sequence and by the length of the text that ends with their root. Where the depth that is
+    asked for decides what is guessed first, there is one for each depth, from 1 on; else a single one.
+    """
+
+    seen: dict[int, dict[int, Sequence[GuessedTree]]] = field(default_factory=dict)
+
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Record what the drafter guesses; roots alone."""
         deepest = max(budgets, key=lambda budget: budget.depth)
         members = list(self.told.drafters.values())[deepest.drafter :]  # none where all of them are merged
         each_depth = (members[0] if members else self.told).depth_matters
-        depths = range(1, 1 + deepest.depth) if each_depth else [None]
-        found = [
-            chains_of(self.drafter.propose(draws, [within(budget, depth) for budget in budgets], tail).tree)
-            for depth in depths
+        trees = [
+            self.drafter.propose(draws, [within(budget, depth) for budget in budgets], tail).tree
+            for depth in (range(1, 1 + deepest.depth) if each_depth else [deepest.depth])
         ]
+        found = [list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)) for tree in trees]
         for number, (row, budget) in enumerate(zip(draws.rows, budgets, strict=True)):
             drafts = [own[number] for own in found][: budget.depth if each_depth else 1]
             self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = drafts if budget.depth else []
         return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """The drafter's own."""
-        self.told = self.drafter.outlook(seq_ids)
-        return self.told
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """The drafter forgets; what was recorded stays."""
-        self.drafter.forget(seq_ids)
-
     def places(self, seq_id: int, prompt: int, answer: Sequence[int], deepest: int) -> list[list[Guessed]]:
         """How the drafts of a sequence did, by the number of tokens said before, as `TextRounds` has it."""
-        own = self.seen.get(seq_id, {})
-        return [did(own.get(prompt + said, ()), answer[said:], deepest) for said in range(len(answer))]
+        drafts = self.seen.get(seq_id, {})
+        return [judged_at_depths(drafts.get(prompt + i, ()), answer[i:], deepest) for i in range(len(answer))]
 
 
-@dataclass(slots=True)
-class PilotTape(Tape):
-    """Which sequences took part, in the order in which they were asked for."""
-
-    seq_ids: set[int] = field(default_factory=set)
-
-    def add(self, timed: Timed, clock_s: float) -> None:
-        """One more round."""
-        self.seq_ids.update(row.seq_id for row in timed.outcome.rows)
-
-
-def within(budget: Budget, depth: int | None) -> Budget:
+def within(budget: Budget, depth: int) -> Budget:
     """A budget of chains, cut to a depth."""
-    if depth is None or depth >= budget.depth:
-        return budget
-    return replace(budget, depth=depth, nodes=min(depth, budget.nodes))
+    return budget if depth >= budget.depth else replace(budget, depth=depth, nodes=min(depth, budget.nodes))
 
 
-def chains_of(tree: DraftTree) -> list[GuessedTree]:
-    """The trees of all rows, on the host."""
-    return list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
-
-
-def did(drafts: Sequence[GuessedTree], text: Sequence[int], deepest: int) -> list[Guessed]:
+def judged_at_depths(drafts: Sequence[GuessedTree], text: Sequence[int], deepest: int) -> list[Guessed]:
     """How drafts at one place did, at depth 1, 2, and so on, as long as that makes a difference.
 
     A single draft is cut to each depth; of several the n-th is that of depth n. `text` is what followed the root.
@@ -109,7 +97,7 @@ def did(drafts: Sequence[GuessedTree], text: Sequence[int], deepest: int) -> lis
     found = [judged(drafts[min(depth, len(drafts)) - 1], text, depth) for depth in depths]
     while len(found) > 1 and found[-1] == found[-2]:
         found.pop()
-    return [] if found and not any(own.drafted for own in found) else found
+    return found if any(guessed.drafted for guessed in found) else []
 
 
 def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
@@ -127,14 +115,3 @@ def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
     while accepted < len(text) and (node, text[accepted]) in below:
         node, accepted = below[node, text[accepted]], accepted + 1
     return Guessed(drafted, accepted)
-
-
-def as_numbers(text: TextRounds) -> list[Any]:
-    """For the notes."""
-    return [text.num_prompt, text.num_tokens, [[list(own) for own in place] for place in text.places]]
-
-
-def text_rounds(category: str, numbers: Sequence[Any]) -> TextRounds:
-    """From the notes."""
-    num_prompt, num_tokens, places = numbers
-    return TextRounds(category, num_prompt, num_tokens, [[Guessed(*own) for own in place] for place in places])

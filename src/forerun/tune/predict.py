@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 LEAST_SEEN = 5  # guesses, below which a share of them is not told
 RESAMPLES = 200
@@ -75,26 +75,15 @@ class RoundShape(NamedTuple):
     num_read: int = 0
 
 
+RoundCost = Callable[[str, RoundShape], float]  # seconds of a round of this shape, drafted by this arm
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """The rounds of a job that read no prompts, by shape, and the tokens that they give."""
 
     rounds: Mapping[RoundShape, int]
     num_decoded: int
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds in all."""
-        return sum(self.rounds.values())
-
-
-@runtime_checkable
-class RoundCosts(Protocol):
-    """What rounds take."""
-
-    def round_s(self, arm: str, shape: RoundShape) -> float:
-        """Seconds of a round of this shape, drafted by this arm."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,23 +131,25 @@ def played(job: DecodingJob, depth: int) -> Played:
     while waiting or running:
         while waiting and len(running) < job.batch:
             running.append(waiting.popleft())
-        unread = [row.unread for row in running]
-        chunks = chunks_of(unread, job.chunk_tokens, oldest_first)
-        oldest = next((i for i, num in enumerate(unread) if num), None)
-        oldest_first = oldest is not None and not chunks[oldest]
-        drawing = [i for i, num in enumerate(unread) if num == chunks[i]]
-        guessed = [Guessed() if chunks[i] else running[i].text.guessed(running[i].said, depth) for i in drawing]
-        new = [running[i] for i, own in zip(drawing, guessed, strict=True) if own.drafted]
-        num_read = sum(row.text.num_prompt for row in new if not row.drafted_before)
+        chunks = chunks_of([row.unread for row in running], job.chunk_tokens, oldest_first)
+        oldest_first = next((not chunk for row, chunk in zip(running, chunks, strict=True) if row.unread), False)
+        drawing = [
+            (row, Guessed() if chunk else row.text.guessed(row.said, depth))
+            for row, chunk in zip(running, chunks, strict=True)
+            if row.unread == chunk
+        ]
+        num_read = 0  # by drafters, of prompts
+        for row, guessed in drawing:
+            if guessed.drafted and not row.drafted_before:
+                row.drafted_before = True
+                num_read += row.text.num_prompt
         if not any(chunks):
-            rounds[shape_of(guessed, num_read)] += 1
-            num_decoded += sum(own.accepted + 1 for own in guessed)
-        for row in new:
-            row.drafted_before = True
-        for row, num in zip(running, chunks, strict=True):
-            row.unread -= num
-        for i, own in zip(drawing, guessed, strict=True):
-            running[i].said += own.accepted + 1
+            rounds[shape_of([guessed for _, guessed in drawing], num_read)] += 1
+            num_decoded += sum(guessed.accepted + 1 for _, guessed in drawing)
+        for row, chunk in zip(running, chunks, strict=True):
+            row.unread -= chunk
+        for row, guessed in drawing:
+            row.said += guessed.accepted + 1
         running = [row for row in running if row.said < row.text.num_tokens]
     return Played(rounds, num_decoded)
 
@@ -167,7 +158,7 @@ def chunks_of(unread: Sequence[int], most: int, oldest_first: bool) -> list[int]
     """How much of each prompt a pass reads: short ones first, as the scheduler of the engine has it."""
     found = [0] * len(unread)
     order = range(len(unread))
-    for row in order if oldest_first else sorted(order, key=lambda row: unread[row]):
+    for row in order if oldest_first else sorted(order, key=unread.__getitem__):
         found[row] = min(unread[row], most)
         most -= found[row]
     return found
@@ -175,35 +166,33 @@ def chunks_of(unread: Sequence[int], most: int, oldest_first: bool) -> list[int]
 
 def shape_of(guessed: Sequence[Guessed], num_read: int) -> RoundShape:
     """The shape of a round with these guesses."""
-    sizes = [own.drafted for own in guessed]
+    sizes = [each.drafted for each in guessed]
     num_drafted = sum(size > 0 for size in sizes)
     return RoundShape(len(sizes), len(sizes) + sum(sizes), max(sizes), num_drafted, num_read)
 
 
-def speed(job: DecodingJob, costs: RoundCosts, arm: str, depth: int) -> float:
-    """Tokens per second of a job, decoding alone; 0 where every round reads a prompt."""
-    found = played(job, depth)
-    taken_s = sum(times * costs.round_s(arm, shape) for shape, times in found.rounds.items())
-    return found.num_decoded / taken_s if taken_s else 0.0
-
-
-def speed_up(job: DecodingJob, costs: RoundCosts, arm: str, depth: int) -> float:
+def speed_up(job: DecodingJob, round_s: RoundCost, arm: str, depth: int) -> float:
     """How many times as fast a job is expected to be, drafted by this arm, this far; 1 where nothing is decoded."""
-    plain = speed(job, costs, arm, 0)
-    return speed(job, costs, arm, depth) / plain if plain else 1.0
+
+    def token_s(depth: int) -> float:
+        """Of decoding alone; 0 where every round reads a prompt."""
+        found = played(job, depth)
+        taken_s = sum(times * round_s(arm, shape) for shape, times in found.rounds.items())
+        return taken_s / found.num_decoded if found.num_decoded else 0.0
+
+    drafted_s = token_s(depth)
+    return token_s(0) / drafted_s if drafted_s else 1.0
 
 
-def expect(jobs: Mapping[str, DecodingJob], costs: RoundCosts, deepest: int) -> Expected:
+def expect(jobs: Mapping[str, DecodingJob], round_s: RoundCost, deepest: int) -> Expected:
     """The best depth, at most `deepest`, and arm for a job, which is given for each arm with its rounds."""
-    gains = {
-        (depth, arm): speed_up(job, costs, arm, depth) for depth in range(1, deepest + 1) for arm, job in jobs.items()
-    }
-    by_depth = [max(gains[depth, arm] for arm in jobs) for depth in range(1, deepest + 1)]
+    depths = range(1, deepest + 1)
+    gains = {(depth, arm): speed_up(job, round_s, arm, depth) for depth in depths for arm, job in jobs.items()}
     depth, arm = max(gains, key=gains.__getitem__)
-    return Expected(arm, depth, gains[depth, arm], tuple(by_depth))
+    return Expected(arm, depth, gains[depth, arm], tuple(max(gains[each, arm] for arm in jobs) for each in depths))
 
 
-def interval(job: DecodingJob, costs: RoundCosts, arm: str, depth: int, seed: int = 0) -> tuple[float, float] | None:
+def interval(job: DecodingJob, round_s: RoundCost, arm: str, depth: int, seed: int = 0) -> tuple[float, float] | None:
     """Between which speed-ups most other draws of as many prompts lie; None of a single text.
 
     Drawing these texts anew shows by how much such a draw differs from the whole it is drawn from. Two draws differ by
@@ -212,14 +201,11 @@ def interval(job: DecodingJob, costs: RoundCosts, arm: str, depth: int, seed: in
     if len(job.texts) < 2:
         return None
     rng = random.Random(seed)
-    num_tokens = sum(text.num_tokens for text in job.texts)
-    num_draws = max(20, min(RESAMPLES, MOST_PLAYED // num_tokens))
-    found = sorted(
-        speed_up(DecodingJob(rng.choices(job.texts, k=len(job.texts)), job.batch, job.chunk_tokens), costs, arm, depth)
-        for _ in range(num_draws)
-    )
+    num_draws = max(20, min(RESAMPLES, MOST_PLAYED // sum(text.num_tokens for text in job.texts)))
+    draws = (replace(job, texts=rng.choices(job.texts, k=len(job.texts))) for _ in range(num_draws))
+    found = sorted(speed_up(draw, round_s, arm, depth) for draw in draws)
     outside = round((1 - LIKELY) / 2 * (num_draws - 1))
-    usual = speed_up(job, costs, arm, depth)
+    usual = speed_up(job, round_s, arm, depth)
     low, high = (usual * (end / usual) ** math.sqrt(2) for end in (found[outside], found[-1 - outside]))
     return low, high
 
@@ -230,9 +216,7 @@ def acceptance_at_depth(texts: Iterable[TextRounds], deepest: int) -> tuple[floa
     It ends where fewer than LEAST_SEEN guesses were on offer, which would say little.
     """
     offered, accepted = Counter[int](), Counter[int]()
-    for text in texts:
-        for own in text.at_depth(deepest):
-            for depth in range(1, min(own.drafted, own.accepted + 1) + 1):
-                offered[depth] += 1
-                accepted[depth] += depth <= own.accepted
+    for guessed in (guessed for text in texts for guessed in text.at_depth(deepest)):
+        offered.update(range(1, min(guessed.drafted, guessed.accepted + 1) + 1))
+        accepted.update(range(1, guessed.accepted + 1))
     return tuple(accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth] >= LEAST_SEEN)

@@ -16,8 +16,6 @@ from forerun.tune.settings import TuneSettings
 from forerun.tune.study import Studied, TuneCell
 from forerun.tune.translate import Translation, translations
 
-PLAIN = "plain"
-
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
@@ -40,11 +38,6 @@ class TunedChoice:
         """The depth as a user gives it."""
         return AUTO if self.auto else self.depth
 
-    @property
-    def name(self) -> str:
-        """For a reader."""
-        return f"{self.draft}, depth {self.shown_depth}" if self.draft else PLAIN
-
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
@@ -66,10 +59,13 @@ class TuneReport:
                     speed_up = own.speed_up.median
                     named = each.candidate.draft, cell.prediction.depth, speed_up, cell.interval_around(speed_up)
                     found.append(TunedChoice(batch, temperature, *named, auto))
-        if not found:
-            return None
-        best = max(found, key=lambda choice: choice.speed_up)
-        return best if best.speed_up > 1 else TunedChoice(batch, temperature, None, 0, 1.0)
+        best = max(found, key=lambda choice: choice.speed_up, default=None)
+        return best if best is None or best.speed_up > 1 else TunedChoice(batch, temperature, None, 0, 1.0)
+
+    @property
+    def template(self) -> Any:
+        """The chat template's hash and what it was told, or None where prompts are plain text."""
+        return self.about["prompts"]["template"]
 
     @property
     def pick(self) -> TunedChoice | None:
@@ -113,14 +109,14 @@ class TuneReport:
 
     def as_object(self) -> dict[str, Any]:
         """For JSON: seconds, bytes, shares between 0 and 1, and null for what is not known."""
-        cells = [(t, b) for t in self.temperatures for b in self.settings.batches]
+        choices = [self.choice(b, t) for t in self.temperatures for b in self.settings.batches]
         found: dict[str, Any] = jsonable(
             {
                 **self.about,
                 "complete": self.complete,
                 "same_tokens": self.same_tokens,
                 "pick": self.pick and asdict(self.pick),
-                "choices": [asdict(choice) for t, b in cells if (choice := self.choice(b, t))],
+                "choices": [asdict(choice) for choice in choices if choice],
                 "plain_from_batch": [{"temperature": t, "batch": self.plain_from(t)} for t in self.temperatures],
                 "best_exits": self.best_exits(),
                 "candidates": [self.candidate_object(each) for each in self.studied],
@@ -138,7 +134,7 @@ class TuneReport:
             "memory": each.memory and asdict(each.memory),
             "costs": list(each.costs),
             "acceptance_at_depth": [
-                {"temperature": temperature, "category": kind or None, "rates": rates, **self.template}
+                {"temperature": temperature, "category": kind or None, "rates": rates, "template": self.template}
                 for temperature, kinds in each.acceptance.items()
                 for kind, rates in kinds.items()
             ],
@@ -150,22 +146,17 @@ class TuneReport:
         return {
             "batch": cell.group.batch,
             "temperature": cell.group.temperature,
-            **self.template,
+            "template": self.template,
             "arm": cell.prediction.arm,
             "depth": cell.prediction.depth,
             "predicted_speed_up": cell.prediction.speed_up,
             "predicted_speed_up_by_depth": cell.prediction.by_depth,
             "measured_speed_up": cell.drafted and cell.drafted.speed_up and asdict(cell.drafted.speed_up),
             "prediction_error": cell.error,
-            "likely_on_other_prompts": cell.interval,
+            "likely_on_other_prompts": cell.interval_around(cell.speed_up),
             "measured_speed_up_of_auto": cell.chosen and cell.chosen.speed_up and asdict(cell.chosen.speed_up),
             "plain": cell.plain and asdict(cell.plain),
             "drafted": cell.drafted and asdict(cell.drafted),
             "auto": cell.chosen and asdict(cell.chosen),
             "same_tokens": cell.figures and cell.figures.same_tokens,
         }
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """The chat template's hash and what it was told, or nothing where prompts are plain text."""
-        return {"template": self.about["prompts"]["template"]}

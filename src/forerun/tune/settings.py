@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.config import AUTO, AUTO_DEPTH, require_whole
+from forerun.bench.plan import Selection
+from forerun.config import AUTO, AUTO_DEPTH
 from forerun.draft.spec import DraftSpec, parse_spec
-from forerun.errors import InvalidRequest, UnknownDrafter
+from forerun.errors import UnknownDrafter
 from forerun.limits import real
 
 EXITS = (8, 4, 2)  # parts of the layers behind which `early-exit:auto` tries to exit
@@ -27,10 +28,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings:
-    """The cells, `batches` x `temperatures` for every candidate, and what each is measured on.
+    """The cells, `batches` x `temperatures` for every candidate, and what each is measured on, as of a Selection.
 
-    `num_tokens` are generated per prompt, unless answers are replayed, for at most `num_prompts` prompts, `repeats`
-    times. Behind `time_limit_s` seconds no measurement is begun. Raises InvalidRequest.
+    Behind `time_limit_s` seconds no measurement is begun. Raises InvalidRequest.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -42,17 +42,15 @@ class TuneSettings:
     time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        for batch in self.batches:
-            require_whole("batch", batch, 1)
-        for temperature in self.temperatures:
-            real("temperature", temperature, "use a number from 0 on", 0.0)
-        for name, least in (("num_tokens", 2), ("num_prompts", 1), ("repeats", 1), ("seed", 0)):
-            require_whole(name, getattr(self, name), least)
-        for name, given in (("batch", self.batches), ("temperature", self.temperatures)):
-            if not given or len(set(given)) < len(given):
-                raise InvalidRequest(name, f"{given!r} must be values that differ, at least one.")
+        self.selection(0)  # checks the values
         if self.time_limit_s is not None:
             real("time_limit", self.time_limit_s, "use a number of seconds above 0", 1e-3)
+
+    def selection(self, *depths: int) -> Selection:
+        """What is run to measure these depths."""
+        return Selection(
+            self.batches, depths, self.temperatures, self.num_tokens, self.num_prompts, self.repeats, self.seed
+        )
 
 
 def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
@@ -63,8 +61,8 @@ def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
     for text in drafts:
         spec = parse_spec(text)
         family = str(spec)
-        for own in exits_of(num_layers) if spec == DraftSpec("early-exit", AUTO) else (family,):
-            found.setdefault(own, Candidate(own, family))
+        for draft in exits_of(num_layers) if spec == DraftSpec("early-exit", AUTO) else (family,):
+            found.setdefault(draft, Candidate(draft, family))
     return list(found.values())
 
 

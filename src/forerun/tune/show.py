@@ -5,17 +5,18 @@ This file decides wording and layout, which also work without colours. Every num
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from forerun.bench.figures import CellFigures
+from forerun.bench.show import machine_line, medians, number, speed_up_cells
 from forerun.cache.plan import size
 from forerun.config import AUTO
-from forerun.figure_table import FigureTable
+from forerun.figure_table import Cell, FigureTable, fact_table
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
@@ -30,7 +31,7 @@ def tune_card(report: TuneReport) -> RenderableType:
     for temperature in report.temperatures:
         parts += [Text(title(report, temperature), "bold"), speeds(report, temperature), Text()]
     parts += [Text(WORTH, "bold"), drafters(report), Text(), memory_figures(report), Text()]
-    return Lines(*parts, facts(report), Text(), *verdict(report))
+    return Lines(*parts, fact_table(facts_of(report)), Text(), *verdict(report))
 
 
 def title(report: TuneReport, temperature: float) -> str:
@@ -41,7 +42,7 @@ def title(report: TuneReport, temperature: float) -> str:
 
 def speeds(report: TuneReport, temperature: float) -> FigureTable:
     """One line for plain decoding and one for each candidate, at each batch size."""
-    rows: list[list[str | Text]] = []
+    rows: list[list[Cell]] = []
     for batch in report.settings.batches:
         best = report.choice(batch, temperature)
         rows.append(plain_row(report, batch, temperature, best))
@@ -51,15 +52,15 @@ def speeds(report: TuneReport, temperature: float) -> FigureTable:
     return FigureTable(COLUMNS, rows, num_names=1)
 
 
-def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedChoice | None) -> list[str | Text]:
+def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedChoice | None) -> list[Cell]:
     """Plain decoding, at the median of what was measured beside each candidate."""
     cells = [cell for each in report.studied if (cell := each.cell(batch, temperature))]
-    found = sorted(cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s)
-    speed = f"{found[len(found) // 2]:.1f}" if found else "?"
+    found = [cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s]
+    speed = f"{statistics.median_high(found):.1f}" if found else "?"
     return [named("plain", best is not None and best.draft is None), str(batch), "0", speed, "×1.00", "", "", ""]
 
 
-def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[list[str | Text]]:
+def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[list[Cell]]:
     """A candidate at a batch size: at the depth that was predicted to be best, and at chosen depths."""
     draft, batch = each.candidate.draft, str(cell.group.batch)
     is_best = {auto: best is not None and (best.draft, best.auto) == (draft, auto) for auto in (False, True)}
@@ -71,14 +72,10 @@ def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[lis
     return rows
 
 
-def measured(figures: CellFigures | None) -> list[str | Text]:
+def measured(figures: CellFigures | None) -> list[Cell]:
     """Tokens per second, the speed-up and its quartiles."""
-    spread = figures.speed_up if figures else None
-    speed = f"{figures.tokens_per_s.median:.1f}" if figures and figures.tokens_per_s else "?"
-    if spread is None:
-        return [speed, Text("?"), ""]
-    colour = "green" if spread.median > 1 else "yellow"
-    return [speed, Text(f"×{spread.median:.2f}", colour), f"{spread.low:.2f}–{spread.high:.2f}"]
+    speed = number(figures.tokens_per_s, ".1f") if figures else "?"
+    return [speed, *speed_up_cells(figures.speed_up if figures else None)]
 
 
 def named(name: str, best: bool) -> Text:
@@ -88,7 +85,7 @@ def named(name: str, best: bool) -> Text:
 
 def drafters(report: TuneReport) -> FigureTable:
     """Acceptance by depth, of all prompts and of each category."""
-    rows, styles = list[list[str | Text]](), list[str]()
+    rows, styles = list[list[Cell]](), list[str]()
     for each in report.studied:
         for temperature, kinds in each.acceptance.items():
             for kind, rates in kinds.items():
@@ -103,7 +100,7 @@ def drafters(report: TuneReport) -> FigureTable:
 def memory_figures(report: TuneReport) -> FigureTable:
     """What each drafter takes beside the target, and what the target takes."""
     found = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
-    rows: list[list[str | Text]] = [
+    rows: list[list[Cell]] = [
         [Text(name), *map(size, (own.weights_bytes, own.cache_bytes, own.remembered_bytes))] for name, own in found
     ]
     if found:
@@ -114,48 +111,27 @@ def memory_figures(report: TuneReport) -> FigureTable:
 
 def cost_figures(report: TuneReport) -> FigureTable:
     """What rounds take, by batch and depth: the target's part, and each drafter's."""
-    rows: list[list[str | Text]] = [
+    rows: list[list[Cell]] = [
         [
             Text(name or each.candidate.draft),
             str(line["batch"]),
             str(line["depth"]),
-            *map(milliseconds, (line["pass_s"], own_s)),
+            *(f"{1000 * taken_s:.3g}" for taken_s in (line["pass_s"], draft_s)),
         ]
         for each in report.studied
         for line in each.costs
-        for name, own_s in line["draft_s"].items()
+        for name, draft_s in line["draft_s"].items()
     ]
     return FigureTable(("drafter", "batch", "depth", "target, ms", "drafting, ms"), rows, num_names=1)
 
 
-def milliseconds(taken_s: float) -> str:
-    """A time, three digits."""
-    return f"{1000 * taken_s:.3g}"
-
-
-def facts(report: TuneReport) -> Table:
-    """What lies behind the tables, as two columns."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in facts_of(report):
-        grid.add_row(Text(name), Text(value))  # brackets in them are no markup
-    return grid
-
-
 def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
-    """The same as pairs."""
+    """What lies behind the tables, by name."""
     model, machine, prompts = (report.about[name] for name in ("model", "machine", "prompts"))
     yield "target", f"{model['target']} ({model['format']})"
-    threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
-    yield "machine", f"{machine['processor']}, {threads}, {model['kernels']}"
-    num = prompts["num_prompts"]
-    yield "prompts", f"{num}, both to predict and to measure; {template_line(prompts)}"
-    repeats = report.settings.repeats
-    yield (
-        "runs",
-        f"medians of {repeats} repetition{'s' * (repeats > 1)}, plain and drafted by turns; reading is not timed",
-    )
+    yield "machine", machine_line(machine, model["kernels"])
+    yield "prompts", f"{prompts['num_prompts']}, both to predict and to measure; {template_line(prompts)}"
+    yield "runs", f"{medians(report.settings.repeats)}, plain and drafted by turns; reading is not timed"
     for each in report.studied:
         if each.problem:
             yield each.candidate.draft, each.problem

@@ -16,10 +16,9 @@ from typing import Any
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import CellFigures, GroupFigures, group_figures
-from forerun.bench.plan import CHOSEN, Group, Selection, Turn
-from forerun.bench.run import BenchRun, hash_of
+from forerun.bench.plan import CHOSEN, Group
+from forerun.bench.run import BenchRun
 from forerun.errors import DraftError, NotEnoughMemory
-from forerun.tune.costs import cost_table
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import (
     DecodingJob,
@@ -30,13 +29,14 @@ from forerun.tune.predict import (
     played,
     speed_up,
 )
-from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
+from forerun.tune.settings import PILOT_DEPTH, Candidate
 from forerun.tune.trial import DrafterMemory, OutOfTime, TimeLimit, Trial
 
 NOT_REACHED = "not reached within --time-limit"
 COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # of each size: of a few, of all that look good, of the chosen
 CLOSE = 0.92  # of the best prediction by a few sizes: of such depths all sizes are measured
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # of sizes that are measured: their number, and their rounds' share
+Jobs = Mapping[str, DecodingJob]  # what a run of a cell decodes, with the rounds of each arm
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class TuneCell:
     @property
     def plain(self) -> CellFigures | None:
         """Plain decoding of the same prompts, by turns."""
-        return self.figures.cells[0] if self.figures else None
+        return self.at(0)
 
     @property
     def drafted(self) -> CellFigures | None:
@@ -64,7 +64,7 @@ class TuneCell:
 
     def at(self, depth: int) -> CellFigures | None:
         """Decoding at a depth, if it was measured."""
-        return next((own for own in self.figures.cells if own.depth == depth), None) if self.figures else None
+        return next((cell for cell in self.figures.cells if cell.depth == depth), None) if self.figures else None
 
     @property
     def speed_up(self) -> float | None:
@@ -72,14 +72,10 @@ class TuneCell:
         drafted = self.drafted
         return drafted.speed_up.median if drafted and drafted.speed_up else None
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Where the speed-up on other prompts like these is expected, around what was measured on these."""
-        return self.interval_around(self.speed_up) if self.speed_up else None
-
-    def interval_around(self, speed_up: float) -> tuple[float, float] | None:
-        """As far from this speed-up as the prediction's interval is from the prediction."""
-        if self.prediction.interval is None:
+    def interval_around(self, speed_up: float | None) -> tuple[float, float] | None:
+        """Where a speed-up on other prompts like these is expected: as far from what was measured on these as the
+        prediction's interval is from the prediction."""
+        if self.prediction.interval is None or not speed_up:
             return None
         low, high = (end / self.prediction.speed_up * speed_up for end in self.prediction.interval)
         return low, high
@@ -109,93 +105,68 @@ class Studied:
         return next((c for c in self.cells if (c.group.batch, c.group.temperature) == (batch, temperature)), None)
 
 
-def study(trial: Trial, clock: TimeLimit) -> Studied:
+def study_all(trials: Sequence[Trial], clock: TimeLimit, report: ProgressCallback) -> list[Studied]:
+    """All candidates, in order."""
+    found = []
+    for number, trial in enumerate(trials):
+        report(f"tuning {trial.candidate.draft}", number / len(trials))
+        trial.clock = clock.share(len(trials) - number)
+        found.append(study(trial))
+    return found
+
+
+def study(trial: Trial) -> Studied:
     """Everything about one candidate that there is time for. Its models are freed afterwards."""
-    of, settings = trial.candidate, trial.settings
-    trial.clock = clock
+    workload = trial.workload
+    groups = trial.settings.selection(0).groups({workload.name: workload.replayed})
     try:
         memory = trial.memory()
-        jobs = jobs_of(trial)
-        tables = {group: table_of(trial, group, own) for group, own in jobs.items()}
-        first = {group.batch: table for group, table in reversed(tables.items())}
+        jobs = {
+            group: {arm: DecodingJob(trial.pilot(group, arm), group.batch) for arm in trial.arms()} for group in groups
+        }
+        tables = {group: table_of(trial, group, jobs[group]) for group in groups}
+        first = groups[0]
         return Studied(
-            candidate=of,
+            candidate=trial.candidate,
             memory=memory,
-            costs=cost_table({batch: first[batch] for batch in settings.batches}),
-            acceptance={
-                heat: acceptance_of(next(own for group, own in jobs.items() if group.temperature == heat))
-                for heat in temperatures(trial)
-            },
-            cells=tuple(measured(trial, jobs, tables, clock)),
+            costs=[line for group in groups if group.temperature == first.temperature for line in tables[group].lines(group.batch)],
+            acceptance={group.temperature: acceptance_of(jobs[group]) for group in groups if group.batch == first.batch},
+            cells=tuple(measured(trial, jobs, tables)),
         )
     except OutOfTime:
-        return Studied(of, problem=NOT_REACHED)
+        return Studied(trial.candidate, problem=NOT_REACHED)
     except (NotEnoughMemory, DraftError) as error:
-        return Studied(of, problem=str(error))
+        return Studied(trial.candidate, problem=str(error))
     finally:
         trial.close()
 
 
-def temperatures(trial: Trial) -> tuple[float, ...]:
-    """Those that are asked for; recorded answers are drawn at none."""
-    return (0.0,) if trial.texts.workload.replayed else trial.settings.temperatures
-
-
-def acceptance_of(jobs: Mapping[str, DecodingJob]) -> dict[str, tuple[float, ...]]:
+def acceptance_of(jobs: Jobs) -> dict[str, tuple[float, ...]]:
     """Acceptance by depth of all texts ("") and of each category, of the arm that needs the fewest rounds."""
     best = min(jobs.values(), key=lambda job: sum(len(text.at_depth(PILOT_DEPTH)) for text in job.texts))
-    kinds = {"": best.texts} | {
-        kind: [text for text in best.texts if text.category == kind] for kind in kinds_of(best.texts)
+    kinds = dict.fromkeys(("", *(text.category for text in best.texts)))
+    return {
+        kind: acceptance_at_depth((text for text in best.texts if kind in ("", text.category)), PILOT_DEPTH)
+        for kind in kinds
     }
-    return {kind: acceptance_at_depth(texts, PILOT_DEPTH) for kind, texts in kinds.items()}
 
 
-def kinds_of(texts: Sequence[Any]) -> list[str]:
-    """The categories of texts that have one."""
-    return list(dict.fromkeys(text.category for text in texts if text.category))
-
-
-def expectations(
-    trial: Trial, tables: Mapping[Group, PassTable], jobs: Mapping[Group, Mapping[str, DecodingJob]]
-) -> dict[Group, Expected]:
-    """What is expected of each cell."""
-    found = {}
-    for group, by_arm in jobs.items():
-        best = expect(by_arm, tables[group], PILOT_DEPTH)
-        found[group] = replace(best, interval=interval(by_arm[best.arm], tables[group], best.arm, best.depth))
-    return found
-
-
-def jobs_of(trial: Trial) -> dict[Group, dict[str, DecodingJob]]:
-    """What a run of each cell decodes, with the rounds of each arm."""
-    groups = [
-        Group(trial.texts.workload.name, batch, temperature)
-        for temperature in temperatures(trial)
-        for batch in trial.settings.batches
-    ]
-    return {group: {arm: DecodingJob(trial.pilot(group, arm), group.batch) for arm in trial.arms()} for group in groups}
-
-
-def table_of(trial: Trial, group: Group, jobs: Mapping[str, DecodingJob]) -> PassTable:
+def table_of(trial: Trial, group: Group, jobs: Jobs) -> PassTable:
     """What rounds of a cell take: first of a few sizes, then of those that the depths need which look best."""
     batch = group.batch
     sizes = {num_rows: sizes_at(num_rows, COARSE_DEPTHS) for num_rows in rows_of(batch)}
-    coarse = {arm: trial.passes(group, arm, "a few sizes", sizes, COARSE_REPEATS) for arm in jobs}
-    table = PassTable({arm: {rows: RowCosts.of([own]) for rows, own in found} for arm, found in coarse.items()})
-    gains = {
-        (arm, depth): speed_up(job, table, arm, depth)
-        for arm, job in jobs.items()
-        for depth in range(1, PILOT_DEPTH + 1)
-    }
+    coarse = {arm: dict(trial.passes(group, arm, "a few sizes", sizes, COARSE_REPEATS)) for arm in jobs}
+    table = PassTable(
+        {arm: {rows: RowCosts.from_json(costs) for rows, costs in found.items()} for arm, found in coarse.items()}
+    )
+    depths = range(1, PILOT_DEPTH + 1)
+    gains = {arm: {d: speed_up(job, table.round_s, arm, d) for d in depths} for arm, job in jobs.items()}
+    best = max(gain for by_depth in gains.values() for gain in by_depth.values())
     joined = {arm: dict(known) for arm, known in table.by_arm.items()}
     for arm, job in jobs.items():
-        depths = [depth for (own, depth), gain in gains.items() if own == arm and gain >= CLOSE * max(gains.values())]
-        needed = needed_sizes(job, depths)
-        if not needed:
-            continue
-        for rows, fine in trial.passes(group, arm, "all sizes", {batch: needed}, FINE_REPEATS):
-            first = next(own for num_rows, own in coarse[arm] if num_rows == rows)
-            joined[arm][rows] = RowCosts.of([first, fine])
+        if needed := needed_sizes(job, [depth for depth, gain in gains[arm].items() if gain >= CLOSE * best]):
+            for rows, fine in trial.passes(group, arm, "all sizes", {batch: needed}, FINE_REPEATS):
+                joined[arm][rows] = RowCosts.from_json(coarse[arm][rows], fine)
     return PassTable(joined)
 
 
@@ -210,58 +181,41 @@ def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
     return sorted(size for size, times in counts.most_common(MOST_SIZES) if times >= LEAST_SHARE * total)
 
 
-def measured(
-    trial: Trial, jobs: Mapping[Group, Mapping[str, DecodingJob]], tables: Mapping[Group, PassTable], clock: TimeLimit
-) -> list[TuneCell]:
+def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, PassTable]) -> list[TuneCell]:
     """All cells, with as many repetitions as there is time for."""
-    settings, runs = trial.settings, dict[Group, list[BenchRun]]()
-    expected, costs = expectations(trial, tables, jobs), dict[Group, list[RowCosts]]()
-    order = [(repetition, group) for repetition in range(settings.repeats) for group in expected]
+    repeats, runs, costs = trial.settings.repeats, dict[Group, list[BenchRun]](), dict[Group, list[RowCosts]]()
+    expected = {group: expect(own, tables[group].round_s, PILOT_DEPTH) for group, own in jobs.items()}
+    order = [(repetition, group) for repetition in range(repeats) for group in expected]
     for number, (repetition, group) in enumerate(order):
         best = expected[group]
-        turns = turns_of(settings, best.depth, repetition)
+        depths = (0, best.depth, CHOSEN)
+        turns = [turn for turn in trial.settings.selection(*depths).turns() if turn.repetition == repetition]
         if not all(trial.has_run(group, turn) for turn in turns):
-            if clock.over:
+            if trial.clock.over:
                 continue
             trial.report(f"measuring {group.name}", number / len(order))
             if repetition == 0 or group not in runs or trial.llm is None:
-                trial.warm_up(group, (0, best.depth, CHOSEN))
+                trial.running().warm_up(group, depths)
         if sizes := needed_sizes(jobs[group][best.arm], [best.depth]):
             beside = trial.passes(group, best.arm, f"repetition {repetition}", {group.batch: sizes}, BESIDE_REPEATS)
-            costs.setdefault(group, []).append(RowCosts.of([own for _, own in beside]))
+            costs.setdefault(group, []).extend(RowCosts.from_json(found) for _, found in beside)
         runs.setdefault(group, []).extend(trial.run(group, turn) for turn in turns)
-    answers = [hash_of(item.answer) for item in trial.texts.workload.items if item.answer is not None]
+    answers = trial.workload.recorded()
     return [
         TuneCell(
             group,
-            again(prediction, jobs[group][prediction.arm], tables[group], costs.get(group, ())),
+            settled(prediction, jobs[group][prediction.arm], tables[group], costs.get(group, ())),
             group_figures(group, runs[group], answers) if group in runs else None,
         )
         for group, prediction in expected.items()
     ]
 
 
-def again(prediction: Expected, job: DecodingJob, table: PassTable, beside: Sequence[RowCosts]) -> Expected:
-    """The prediction for the chosen depth and arm, by what was measured beside the runs."""
-    if not beside:
-        return prediction
-    arm, rows = prediction.arm, job.batch
-    newer = table.by_arm[arm][rows].newer(beside)
-    costs = PassTable({**table.by_arm, arm: {**table.by_arm[arm], rows: newer}})
-    found = speed_up(job, costs, arm, prediction.depth)
-    return replace(prediction, speed_up=found, interval=interval(job, costs, arm, prediction.depth))
-
-
-def turns_of(settings: TuneSettings, depth: int, repetition: int) -> list[Turn]:
-    """Plain decoding, this depth and chosen depths, in the order of this repetition."""
-    plan = Selection(depths=(0, depth, CHOSEN), repeats=settings.repeats, num_tokens=settings.num_tokens)
-    return [turn for turn in plan.turns() if turn.repetition == repetition]
-
-
-def study_all(trials: Sequence[Trial], clock: TimeLimit, report: ProgressCallback) -> list[Studied]:
-    """All candidates, in order."""
-    found = []
-    for number, trial in enumerate(trials):
-        report(f"tuning {trial.candidate.draft}", number / len(trials))
-        found.append(study(trial, clock.share(len(trials) - number)))
-    return found
+def settled(prediction: Expected, job: DecodingJob, table: PassTable, beside: Sequence[RowCosts]) -> Expected:
+    """The prediction for the chosen depth and arm, by what was measured beside the runs, with its interval."""
+    arm, depth, rows, gain = prediction.arm, prediction.depth, job.batch, prediction.speed_up
+    if beside:
+        newer = table.by_arm[arm][rows].newer(beside)
+        table = PassTable({**table.by_arm, arm: {**table.by_arm[arm], rows: newer}})
+        gain = speed_up(job, table.round_s, arm, depth)
+    return replace(prediction, speed_up=gain, interval=interval(job, table.round_s, arm, depth))

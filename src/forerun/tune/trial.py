@@ -1,41 +1,39 @@
 """A trial: one candidate and its target, and every measurement that is made of them.
 
-Each measurement is noted when it is finished, and read from the notes where it is there already; the models are loaded
-when the first one is missing. `study.py` decides which are made, and in which order.
+Each measurement is kept when it is finished, and not made again where it is there already; the models are loaded when
+the first one is missing. `study.py` decides which are made, and in which order.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.annotations import ProgressCallback
-from forerun.bench.plan import CHOSEN, Group, Turn, depth_name
-from forerun.bench.run import BenchRun, Stage, waves
-from forerun.bench.state import as_tuple
+from forerun.bench.kept import Measurements
+from forerun.bench.material import Workload
+from forerun.bench.measure import draft_fingerprint, load_for
+from forerun.bench.plan import CHOSEN, Group, Turn
+from forerun.bench.run import BenchRun, Stage, Tape, run_name, waves
 from forerun.config import Speculation
 from forerun.control.controller import Controller, FixedDepth
-from forerun.control.kept_costs import from_json
+from forerun.control.kept_costs import as_json, from_json
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Drafter
-from forerun.draft.plan import DraftContext
-from forerun.drafters import plan_drafter
-from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
-from forerun.errors import NotEnoughMemory
+from forerun.engine.calibration import BATCHES, PROMPT_TOKENS, TEXT_TOKENS, measure
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.tune.costs import measured_costs
-from forerun.tune.material import TuneTexts
-from forerun.tune.notes import Notes
 from forerun.tune.passes import PassMeter
-from forerun.tune.pilot import PilotDrafter, PilotTape, as_numbers, text_rounds
-from forerun.tune.predict import TextRounds
+from forerun.tune.pilot import PilotDrafter
+from forerun.tune.predict import Guessed, TextRounds
 from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
 
 MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends
+COST_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,6 @@ class DrafterMemory:
     remembered_bytes: int
     target_weights_bytes: int
     target_cache_bytes: int
-
-
-def wish_of(depth: int) -> Speculation:
-    """What a run at this depth asks for; CHOSEN leaves the depth to the controller."""
-    return Speculation() if depth == CHOSEN else Speculation(depth)
 
 
 @dataclass(slots=True)
@@ -83,8 +76,8 @@ class Trial:
     spec: ModelSpec
     candidate: Candidate
     settings: TuneSettings
-    texts: TuneTexts
-    notes: Notes
+    workload: Workload
+    kept: Measurements
     report: ProgressCallback
     name: str = ""
     llm: LLM | None = None
@@ -92,37 +85,32 @@ class Trial:
     clock: TimeLimit = field(default_factory=TimeLimit)
 
     def __post_init__(self) -> None:
-        plan = plan_drafter(self.candidate.draft, DraftContext(self.target, self.target.tokenizer(), self.report))
-        self.name = " ".join(filter(None, (self.candidate.draft, plan.fingerprint())))
+        fingerprint = draft_fingerprint(self.target, self.candidate.draft, self.report)
+        self.name = " ".join(filter(None, (self.candidate.draft, fingerprint)))
 
-    def noted(self, what: str, made: Callable[[], Any]) -> Any:
-        """A measurement: as it was noted, or made now and noted. Raises OutOfTime where it is too late for that."""
+    def known(self, what: str, made: Callable[[], Any]) -> Any:
+        """A measurement: as it is kept, or made now. Raises OutOfTime where it is too late for that."""
         of = f"{self.name} {what}"
-        if of in self.notes.values:
-            return self.notes.values[of]
+        if of in self.kept.values:
+            return self.kept.values[of]
         if self.clock.over:
             raise OutOfTime
-        return self.notes.add(of, made())
+        return self.kept.add(of, made())
 
     def loaded(self) -> LLM:
         """Both models, with room for every batch. Raises NotEnoughMemory where there is none."""
         if self.llm is None:
-            batch, longest = max(self.settings.batches), self.longest()
-            least = PROMPT_TOKENS + TEXT_TOKENS + MARGIN
-            llm = LLM(
+            longest = self.workload.longest(self.settings.num_tokens)
+            length = max(longest + MARGIN, PROMPT_TOKENS + TEXT_TOKENS + MARGIN)
+            self.llm = load_for(
+                max(self.settings.batches),
                 self.spec,
                 self.candidate.draft,
+                "--batch or --max-tokens",
                 speculation=Speculation(PILOT_DEPTH),
-                max_model_len=min(max(longest + MARGIN, least), self.target.config.max_positions),
-                max_num_seqs=batch,
-                prefix_cache=False,  # what a prompt takes to read is measured too
+                max_model_len=min(length, self.target.config.max_positions),
                 progress=self.report,
             )
-            if llm.plan.num_sequences_speculative < batch:
-                room = "; ".join(llm.plan.lines())
-                llm.close()
-                raise NotEnoughMemory(f"batch {batch} does not fit: lower --batch or --max-tokens ({room})")
-            self.llm = llm
         return self.llm
 
     def close(self) -> None:
@@ -131,33 +119,27 @@ class Trial:
             self.llm.close()
             self.llm, self.measuring = None, None
 
-    def longest(self) -> int:
-        """Tokens of the longest text, prompt and answer."""
-        return self.texts.workload.longest(self.settings.num_tokens)
-
-    def stage(
-        self,
-        wish: Callable[[int], Speculation] = wish_of,
-        drafter: Drafter | None = None,
-        controller: Controller | None = None,
-    ) -> Stage:
-        """Where runs are made: engines begin with the costs that were measured, unless there is another controller."""
-        texts = self.texts.workload
+    def stage(self, controller: Controller, drafter: Drafter | None = None, arm: str = "") -> Stage:
+        """Where measurements are made, by engines that begin with this controller."""
+        texts = self.workload
         return Stage(
             self.loaded(),
             {texts.name: texts},
             self.settings.num_tokens,
             self.settings.seed,
-            wish=wish,
+            wish=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth, drafter=arm or None),
             refills=True,
             drafter=drafter,
-            controller=controller or self.controller(),
+            controller=controller,
         )
 
     def running(self) -> Stage:
-        """The stage of all measured runs, whose controllers go on from run to run."""
+        """The stage of all measured runs, whose controllers begin with measured costs and go on from run to run."""
         if self.measuring is None:
-            self.measuring = self.stage()
+            costs, controller = self.costs(), MeasuredDepth()
+            if costs["passes"]:
+                controller = from_json(costs, costs["names"] if len(costs["names"]) > 1 else ())
+            self.measuring = self.stage(controller)
         return self.measuring
 
     def memory(self) -> DrafterMemory:
@@ -169,7 +151,7 @@ class Trial:
             caches, kept = sum(plan.drafter_cache_bytes.values()), sum(plan.remembered_bytes.values())
             return asdict(DrafterMemory(plan.weights_bytes - alone, caches, kept, alone, plan.cache_bytes))
 
-        return DrafterMemory(**self.noted("memory", planned))
+        return DrafterMemory(**self.known("memory", planned))
 
     def arms(self) -> Sequence[str]:
         """The names of what drafts: a single empty one unless it is a mix."""
@@ -181,80 +163,96 @@ class Trial:
 
     def costs(self) -> Any:
         """What rounds take, as `control/kept_costs.py` writes it."""
-        return self.noted("costs", lambda: measured_costs(self.loaded(), self.settings.batches, self.report))
-
-    def controller(self) -> MeasuredDepth:
-        """A controller that knows these costs, for one engine."""
-        costs = self.costs()
-        if not costs["passes"]:
-            return MeasuredDepth()
-        return from_json(costs, costs["names"] if len(costs["names"]) > 1 else ())
-
-    def remembers(self) -> bool:
-        """Whether what is drafted may depend on earlier answers, and so on the batch size."""
-        return self.memory().remembered_bytes > 0
+        return self.known("costs", lambda: measured_costs(self.loaded(), self.settings.batches, self.report))
 
     def num_texts(self, batch: int) -> int:
         """Texts of a run, whose last wave is as full as the others."""
-        return list(waves(len(self.texts.workload.items), batch))[-1].stop
+        return list(waves(len(self.workload.items), batch))[-1].stop
 
     def pilot(self, group: Group, arm: str) -> tuple[TextRounds, ...]:
         """What this arm guesses at every place of every text of a run, at the greatest depth of interest.
 
         One record serves all batch sizes where nothing is remembered: what is drafted then depends on the text alone.
         """
-        batches = self.settings.batches
-        batch = group.batch if self.remembers() else max(batches)
-        num_texts = self.num_texts(batch) if self.remembers() else max(map(self.num_texts, batches))
-        items = self.texts.workload.items
+        batches, items = self.settings.batches, self.workload.items
+        if self.memory().remembered_bytes:
+            batches = (group.batch,)
+        batch, num_texts = max(batches), max(map(self.num_texts, batches))
 
         def recorded() -> list[Any]:
             self.report(f"recording guesses, batch {batch}", 0.0)
-            llm = self.loaded()
-            assert llm.drafter is not None, "a candidate drafts"
-            pilot, tape = PilotDrafter(llm.drafter), PilotTape(batch, PILOT_DEPTH)
-            stage = self.stage(lambda depth: Speculation(depth, drafter=arm or None), pilot, FixedDepth())
-            own = replace(group, batch=batch)
-            answers = stage.wave(own, PILOT_DEPTH, range(num_texts), tape, tenant=f"pilot {own} {arm}")
+            drafter = self.loaded().drafter
+            assert drafter is not None, "a candidate drafts"
+            pilot, together = PilotDrafter(drafter), replace(group, batch=batch)
+            stage = self.stage(FixedDepth(), pilot, arm)
+            tape, tenant = Tape(batch, PILOT_DEPTH), f"pilot {together} {arm}"
             found = []
-            for number, (seq_id, answer) in enumerate(zip(sorted(tape.seq_ids), answers, strict=True)):
-                prompt = len(items[number % len(items)].prompt)
-                places = pilot.places(seq_id, prompt, answer, PILOT_DEPTH)
-                found.append(as_numbers(TextRounds("", prompt, len(answer), places)))
+            for sequence in stage.wave(together, PILOT_DEPTH, range(num_texts), tape, tenant=tenant):
+                prompt = sequence.num_prompt
+                answer = sequence.tokens[prompt:]
+                found.append([prompt, len(answer), pilot.places(sequence.id, prompt, answer, PILOT_DEPTH)])
             return found
 
-        found = self.noted(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {arm}", recorded)
-        kinds = self.texts.categories
-        texts = [text_rounds(kinds[number % len(kinds)], own) for number, own in enumerate(found)]
+        texts = []
+        for number, (num_prompt, num_tokens, places) in enumerate(
+            self.known(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {arm}", recorded)
+        ):
+            guessed = [[Guessed(*each) for each in place] for place in places]
+            texts.append(TextRounds(items[number % len(items)].category, num_prompt, num_tokens, guessed))
         return tuple(texts[: self.num_texts(group.batch)])
 
     def passes(self, group: Group, arm: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int) -> Any:
-        """What rounds of these sizes take, by the number of rows, as it was noted under the name of this `part`."""
+        """What rounds of these sizes take, by the number of rows, kept under the name of this `part`."""
 
         def timed() -> list[list[Any]]:
-            stage, deepest = self.stage(controller=FixedDepth()), PILOT_DEPTH
             found: list[list[Any]] = []
             for num_rows, own in sizes.items():
-                meter = PassMeter(stage, replace(group, batch=num_rows), arm or None, deepest, repeats)
-                found.append([num_rows, meter.measure(own, self.report).as_object()])
+                rows = replace(group, batch=num_rows)
+                meter = PassMeter(self.stage(FixedDepth()), rows, arm or None, PILOT_DEPTH, repeats)
+                found.append([num_rows, asdict(meter.measure(own, self.report))])
             return found
 
-        return self.noted(f"passes, {group.name}, arm {arm}, {part}", timed)
+        return self.known(f"passes, {group.name}, arm {arm}, {part}", timed)
 
     def has_run(self, group: Group, turn: Turn) -> bool:
-        """Whether this run is noted already."""
-        return f"{self.name} {run_name(group, turn)}" in self.notes.values
+        """Whether this run is kept already."""
+        return f"{self.name} {run_name(group, turn)}" in self.kept.values
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or of drafted decoding, of all prompts that are measured."""
-        found = self.noted(run_name(group, turn), lambda: asdict(self.running().run(group, turn)))
-        return BenchRun(**{name: as_tuple(value) for name, value in found.items()})
-
-    def warm_up(self, group: Group, depths: Sequence[int]) -> None:
-        """A few rounds at these depths, which are not counted."""
-        self.running().warm_up(group, depths)
+        return BenchRun.from_json(
+            self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn)))
+        )
 
 
-def run_name(group: Group, turn: Turn) -> str:
-    """What a run is called in the notes."""
-    return f"run, {group.name}, depth {depth_name(turn.depth)}, repetition {turn.repetition}"
+def measured_costs(llm: LLM, batches: Sequence[int], progress: ProgressCallback) -> dict[str, Any]:
+    """What rounds take at these batch sizes by the engine's own calibration, as `control/kept_costs.py` writes it.
+
+    The engine must be idle. All is measured twice, and the shorter time counts: neighbours on the same cores only make
+    times longer.
+    """
+    found = []
+    for turn in range(COST_TURNS):
+        controller = MeasuredDepth()
+        for number, batch in enumerate(sorted(batches)):
+            progress("measuring costs", (turn + number / len(batches)) / COST_TURNS)
+            like = max(known for known in BATCHES if known <= max(batch, min(BATCHES)))
+            measure(llm.engine, llm.requests, llm.generation_defaults.params(), controller, None, {batch: like})
+        controller.begin()
+        found.append(as_json(controller))
+    return functools.reduce(shorter, found)
+
+
+def shorter(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two measurements of the same, with the shorter time wherever both know one."""
+    kinds: dict[tuple[Any, ...], dict[str, float]] = {}
+    for entry in (*one["passes"], *other["passes"]):
+        sizes = kinds.setdefault(tuple(entry["kind"]), {})
+        for size, usual_s in entry["sizes"].items():
+            sizes[size] = min(usual_s, sizes.get(size, usual_s))
+    arms = []
+    for first, second in zip(one["arms"], other["arms"], strict=True):
+        lines = [*first["drafts"].items(), *second["drafts"].items()]
+        lines.sort(key=lambda line: -line[1]["seconds"] / max(1.0, line[1]["sizes"]))  # the last one of a size counts
+        arms.append({**first, "drafts": dict(lines), "reading_s": min(first["reading_s"], second["reading_s"])})
+    return {**one, "passes": [{"kind": list(kind), "sizes": sizes} for kind, sizes in kinds.items()], "arms": arms}

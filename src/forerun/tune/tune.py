@@ -10,22 +10,19 @@ from typing import Any
 
 import torch
 
-from forerun import __version__
-from forerun.bench.material import check_lengths
-from forerun.bench.measure import Bar
+from forerun.bench.kept import Measurements
+from forerun.bench.material import Passage, Template, Workload, check_lengths, workload_of
+from forerun.bench.measure import surroundings
 from forerun.control.forecast import without_advice
-from forerun.machine import Machine, sources_digest
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.streams import show_note
-from forerun.tune.material import Template, TunePrompt, TuneTexts, texts_of
-from forerun.tune.notes import Notes
+from forerun.progress import LoadingBar
 from forerun.tune.report import TuneReport
 from forerun.tune.settings import TuneSettings, candidates_of
-from forerun.tune.study import study_all, temperatures
+from forerun.tune.study import study_all
 from forerun.tune.trial import TimeLimit, Trial
 
-NOTES = "measurements.jsonl"
+FILE = "measurements.jsonl"
 FREE = ("time_limit_s", "repeats")  # settings that may change between a run and its continuation
 
 
@@ -40,44 +37,36 @@ class Subject:
 
 
 def tune(
-    subject: Subject, prompts: Sequence[TunePrompt], settings: TuneSettings, folder: Path, fresh: bool, bar: Bar
+    subject: Subject, prompts: Sequence[Passage], settings: TuneSettings, folder: Path, fresh: bool, bar: LoadingBar
 ) -> TuneReport:
-    """Measure what is not measured yet, and report. Measurements are noted in `folder`.
+    """Measure what is not measured yet, and report. Measurements are kept in `folder`.
 
-    Raises before any weights are loaded where a drafter is unknown, a prompt does not fit, or the notes are of another
-    tuning.
+    Raises before any weights are loaded where a drafter is unknown, a prompt does not fit, or what is kept is of
+    another tuning.
     """
     if subject.threads is not None:
         torch.set_num_threads(subject.threads)
     deadline_s = None if settings.time_limit_s is None else time.perf_counter() + settings.time_limit_s
     target = Blueprint.of(subject.spec, bar)
     candidates = candidates_of(subject.drafts, target.config.layers)
-    tokenizer = target.tokenizer()
-    texts = texts_of(prompts, settings.num_prompts, tokenizer, subject.template)
-    check_lengths(texts.workload, settings.num_tokens, target.config.max_positions)
-    about = about_of(subject, target, texts, settings)
-    notes = Notes.open(folder / NOTES, about, fresh)
-    if notes.values:
-        show_note(f"{len(notes.values)} measurements are there already ({notes.path}); --fresh makes them again.")
-    trials = [Trial(target, subject.spec, each, settings, texts, notes, bar) for each in candidates]
-    try:
-        with without_advice():
-            studied = study_all(trials, TimeLimit(deadline_s), bar)
-    except KeyboardInterrupt:
-        bar.stop()
-        show_note(f"Interrupted. The same command goes on behind {len(notes.values)} measurements ({notes.path}).")
-        raise
+    workload = workload_of("tune", prompts, settings.num_prompts, target.tokenizer(), subject.template)
+    check_lengths(workload, settings.num_tokens, target.config.max_positions)
+    about = about_of(subject, target, workload, settings)
+    kept = Measurements.open(folder / FILE, about, "tuning", "out", "folder", fresh)
+    trials = [Trial(target, subject.spec, each, settings, workload, kept, bar) for each in candidates]
+    with kept.continued(bar), without_advice():
+        studied = study_all(trials, TimeLimit(deadline_s), bar)
     about = {**about, "settings": asdict(settings)}
-    return TuneReport(about, model_options(subject), settings, temperatures(trials[0]), tuple(studied))
+    temperatures = (0.0,) if workload.replayed else settings.temperatures
+    return TuneReport(about, model_options(subject), settings, temperatures, tuple(studied))
 
 
-def about_of(subject: Subject, target: Blueprint, texts: TuneTexts, settings: TuneSettings) -> dict[str, Any]:
+def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: TuneSettings) -> dict[str, Any]:
     """Everything that decides a measurement, whichever the candidate."""
-    told = subject.template
-    chat = {"hash": texts.template, "options": dict(told.options), "thinking": told.thinking}
+    template = subject.template
+    chat = {"hash": workload.template, "options": dict(template.options), "thinking": template.thinking}
     return {
-        "forerun": __version__,
-        "sources": sources_digest(),
+        **surroundings(),
         "model": {
             "target": target.name,
             "given_as": subject.spec.model,
@@ -85,12 +74,11 @@ def about_of(subject: Subject, target: Blueprint, texts: TuneTexts, settings: Tu
             "kernels": target.computed_by,
             "fingerprint": target.fingerprint(),
         },
-        "machine": asdict(Machine.here()),
         "prompts": {
-            "num_prompts": len(texts.workload.items),
-            "digest": texts.workload.digest(),
-            "template": chat if texts.template else None,
-            "replayed": texts.workload.replayed,
+            "num_prompts": len(workload.items),
+            "digest": workload.digest(),
+            "template": chat if workload.template else None,
+            "replayed": workload.replayed,
         },
         "settings": {name: value for name, value in asdict(settings).items() if name not in FREE},
     }

@@ -1,0 +1,216 @@
+"""The page of a tuning: one file that opens without a network, in light and dark.
+
+This file decides what stands on it. Everything is inside the file, charts as SVG; nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+from rich.text import Text
+
+from forerun.bench.chart import COLOURS, INK, LinePanel, Series, can_draw, finish, svg
+from forerun.tune.report import TuneReport
+from forerun.tune.show import (
+    WORTH,
+    cost_figures,
+    drafters,
+    facts_of,
+    memory_figures,
+    speeds,
+    template_line,
+    title,
+    verdict,
+)
+from forerun.tune.study import Studied, TuneCell
+
+BAR = 0.8  # of the room of a batch size that its bars take
+NAME = 24  # characters of a drafter's name; of longer ones the end is shown
+FASTER = "times as fast as plain decoding"
+PAGE = """\
+{% macro table(figures) %}
+<div class="scroll"><table><thead><tr>
+{%- for head in figures.heads %}<th>{{ head.replace("-\\n", "").split("\\n") | join(br) }}</th>{% endfor -%}
+</tr></thead><tbody>
+{% for cells in figures.rows %}
+<tr{% if tone(cells[0]) == "good" %} class="best"{% elif figures.styles and figures.styles[loop.index0] %} class="part"
+{%- endif %}>
+{%- for cell in cells %}<td{% if tone(cell) %} class="{{ tone(cell) }}"{% endif %}>{{ (cell ~ "").strip() }}</td>
+{%- endfor %}</tr>
+{% endfor %}
+</tbody></table></div>
+{% endmacro %}
+{% macro figures(charts) %}
+{% for chart, caption in charts %}
+<figure>{{ chart }}<figcaption>{{ caption }}; {{ template }}.</figcaption></figure>
+{% endfor %}
+{% endmacro %}
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>forerun tune: {{ target }}</title>
+<style>
+:root { color-scheme: light dark; --page: #ffffff; --ink: #1c2126; --soft: #5c6670; --rule: #d5dae0; --box: #f4f6f8;
+  --good: #1d7a3e; --bad: #a65b00; }
+@media (prefers-color-scheme: dark) { :root { --page: #14181c; --ink: #e4e8ec; --soft: #9aa5b0; --rule: #3a424b;
+  --box: #1d2329; --good: #6fcf8f; --bad: #e8a64c; } }
+body { margin: 0 auto; max-width: 60rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
+p { margin: .4rem 0; }
+.soft, dt { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
+.verdict { background: var(--box); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; font-size: 1.1rem; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; max-width: 17rem; }
+h1, dd { overflow-wrap: anywhere; }
+tr.best td { font-weight: 600; background: var(--box); } tr.part td { color: var(--soft); }
+tr.part td:first-child { padding-left: 1.6rem; }
+svg { width: 100%; height: auto; display: block; } figure { margin: .5rem 0 0; }
+figcaption { color: var(--soft); font-size: .9rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .92rem; } dd { margin: 0; }
+summary { cursor: pointer; margin: .8rem 0 .3rem; }
+pre { background: var(--box); border-radius: .5rem; padding: .6rem .9rem; overflow-x: auto; font-size: .88rem;
+  margin: .3rem 0 .8rem; }
+</style></head><body>
+<h1>Does speculation help {{ target }}?</h1>
+<div class="verdict">
+{% for line in verdict(report) %}
+<p class="{{ tone(line) }}">{{ line.plain }}</p>
+{% endfor %}
+</div>
+{% if not can_draw() %}
+<p class="bad">Charts need matplotlib, which is not installed: pip install 'forerun[report]', and run the command
+again.</p>
+{% endif %}
+{% for temperature in report.temperatures %}
+<h2>{{ title(report, temperature) }}</h2>
+{{ figures(speed_charts(report, temperature)) }}{{ table(speeds(report, temperature)) }}
+{% endfor %}
+<h2>{{ worth }}</h2>
+{{ figures(acceptance_charts(report)) }}{{ table(drafters(report)) }}{{ table(memory_figures(report)) }}
+<details><summary>What rounds take, as measured at the start</summary>
+{{ table(cost_figures(report)) }}</details>
+{% if report.pick %}
+<h2>How to use it</h2><p>Every command reads the settings beside this page:</p>
+<pre>forerun generate --config forerun.toml &quot;…&quot;</pre>
+{% for each in report.translated() %}
+{% if loop.first %}
+<p>Translations for other engines, which were not run: what is fastest here need not be fastest there.</p>
+{% endif %}
+<p>{{ each.engine }}{% if each.note %} <span class="soft">({{ each.note }})</span>{% endif %}</p>
+{% if each.options %}
+<pre>{{ each.options }}</pre>
+{% endif %}
+{% endfor %}
+{% endif %}
+<h2>What was measured</h2><dl>
+{% for name, value in facts_of(report) %}
+<dt>{{ name }}</dt><dd>{{ value }}</dd>
+{% endfor %}
+</dl></body></html>
+"""
+
+
+def html_page(report: TuneReport) -> str:
+    """The whole page."""
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    parts = (tone, verdict, can_draw, title, speed_charts, speeds, acceptance_charts)
+    parts += (drafters, memory_figures, cost_figures, facts_of)
+    return environment.from_string(PAGE).render(
+        {part.__name__: part for part in parts},
+        report=report,
+        target=report.about["model"]["target"],
+        template=template_line(report.about["prompts"]),
+        worth=WORTH,
+        br=Markup("<br>"),
+    )
+
+
+def tone(value: str | Text) -> str:
+    """The class of a line or cell, by its colour on the terminal; empty where it has none."""
+    style = str(value.style) if isinstance(value, Text) else ""
+    return ("good" if "green" in style else "bad") if style else ""
+
+
+def speed_charts(report: TuneReport, temperature: float) -> Iterator[tuple[Markup, str]]:
+    """Charts of speed at a temperature, with their captions."""
+    first = report.settings.batches[0]
+    if can_draw() and any(each.cell(first, temperature) for each in report.studied):
+        yield chart(lambda axes: speed_bars(axes, report, temperature)), "Measured speed-up with quartiles"
+        yield chart(depth_panel(report, first, temperature)), f"Speed-up by depth, batch {first}"
+
+
+def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
+    """How often a guess is accepted where those before it were, by depth, with captions."""
+    for temperature in report.temperatures if can_draw() else ():
+        series = [
+            Series(shortened(each), list(enumerate(rates, start=1)), colour_of(report, each))
+            for each in report.studied
+            if (rates := each.acceptance.get(temperature, {}).get(""))
+        ]
+        if series:
+            panel = LinePanel(series, "place of the guess in its draft", y="accepted, where those before were")
+            yield chart(panel), f"Acceptance by depth, temperature {temperature:g}"
+
+
+def chart(panel: Any) -> Markup:
+    """A chart that the page takes as it is."""
+    return Markup(svg(panel))
+
+
+def colour_of(report: TuneReport, each: Studied) -> str:
+    """A candidate's colour in all charts."""
+    return COLOURS[report.studied.index(each) % len(COLOURS)]
+
+
+def shortened(each: Studied) -> str:
+    """A name for a legend, which would take the chart's room if it were the whole path of a model."""
+    name = each.candidate.draft
+    return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
+
+
+def speed_bars(axes: Any, report: TuneReport, temperature: float) -> None:
+    """Measured speed-up by batch size, a bar for each candidate, with quartiles and what was expected."""
+    batches = report.settings.batches
+    shown = [each for each in report.studied if any(c.group.temperature == temperature for c in each.cells)]
+    width = BAR / max(1, len(shown))
+    expected: list[tuple[float, float]] = []
+    for number, each in enumerate(shown):
+        for place, batch in enumerate(batches):
+            if cell := each.cell(batch, temperature):
+                x = place + (number + 0.5) * width - BAR / 2
+                bar(axes, x, width, cell, colour_of(report, each))
+                expected.append((x, cell.prediction.speed_up))
+        axes.bar([0], [0], color=colour_of(report, each), label=shortened(each))
+    axes.plot(*zip(*expected, strict=True), "D", color=INK, markersize=4, label="predicted", fillstyle="none")
+    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axes.tick_params(axis="x", length=0)
+    finish(axes, "", y=FASTER, level=1.0, name="plain decoding")
+
+
+def bar(axes: Any, x: float, width: float, cell: TuneCell, colour: str) -> None:
+    """One bar, from quartile to quartile where it was repeated."""
+    spread = cell.drafted.speed_up if cell.drafted else None
+    if spread is not None:
+        reach = [[spread.median - spread.low], [spread.high - spread.median]]
+        axes.bar([x], [spread.median], width * 0.9, color=colour, yerr=reach, ecolor=INK, error_kw={"linewidth": 1.0})
+        axes.text(x, 0.02, f"{spread.median:.2f}", ha="center", va="bottom", fontsize="small", color=INK)
+
+
+def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel:
+    """Expected speed-up by depth at a batch size, and what was measured at the best depth."""
+    series = []
+    for each in report.studied:
+        if cell := each.cell(batch, temperature):
+            colour, prediction = colour_of(report, each), cell.prediction
+            series.append(Series(shortened(each), list(enumerate(prediction.by_depth, start=1)), colour, "-"))
+            if cell.speed_up:
+                series.append(Series("", [(prediction.depth, cell.speed_up)], colour))
+    return LinePanel(series, "guesses per round (lines: predicted, dots: measured)", y=FASTER, level=1.0)
