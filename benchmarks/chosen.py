@@ -33,8 +33,8 @@ import torch
 from benchmarks.drafters import passages
 from safetensors.torch import load_file, save_file
 
-from forerun.bench.lane import Lane, Pace
-from forerun.bench.material import Item, workload_of
+from forerun.bench.lane import Pace
+from forerun.bench.material import Item, Workload, workload_of
 from forerun.bench.plan import CHOSEN, SHIPPED, Group, in_order, rotated
 from forerun.bench.run import Stage
 from forerun.config import Speculation
@@ -42,25 +42,23 @@ from forerun.demo.material import widened_pair
 from forerun.llm import LLM
 from forerun.models.bundled import BUNDLED, DRAFT, TARGET
 from forerun.models.loading import Blueprint
-from forerun.request import Request
-from forerun.sampling.recorded import Recording
 
 HALVES = ("choosing", "judging")
 
 
 @dataclass(slots=True)
 class Queue:
-    """A stage whose batch is kept full, and the texts of one workload in two halves."""
+    """A stage whose batch is kept full, with the texts of one workload in two halves."""
 
     stage: Stage
     name: str
     num_tokens: int  # of each row that count
-    halves: Mapping[str, Sequence[Item]]
 
     def speeds(self, group: Group, depths: Sequence[int], half: str, turn: int) -> Mapping[int, float]:
         """Tokens per second of full rounds, by depth: a round of each by turns."""
         print(f"{self.name}, batch {group.batch}: {half}, repetition {turn + 1}", file=sys.stderr, flush=True)
-        lanes = {depth: self.lane(group, depth, half, f"{group} {half} {turn} {depth}") for depth in depths}
+        texts, numbers = replace(group, workload=half), range(4 * group.batch)
+        lanes = {d: self.stage.lane(texts, d, numbers, tenant=f"{group} {half} {turn} {d}") for d in depths}
         paces = {depth: Pace() for depth in depths}
         try:
             while left := [d for d in rotated(depths, turn) if paces[d].num_decoded < group.batch * self.num_tokens]:
@@ -73,20 +71,6 @@ class Queue:
             for lane in lanes.values():
                 lane.clear()
         return {depth: pace.tokens_per_s for depth, pace in paces.items()}
-
-    def lane(self, group: Group, depth: int, half: str, tenant: str) -> Lane:
-        """An engine that drafts to this depth, with its queue."""
-        items, recording, sequences = self.halves[half], Recording(), []
-        for number in range(4 * group.batch):
-            item = items[number % len(items)]
-            params = self.stage.params(item, group, number, None)
-            (sequence,) = self.stage.llm.requests.sequences(
-                Request.of(item.prompt, params, self.stage.wish(depth), tenant)
-            )
-            if item.answer is not None:
-                recording.texts[sequence.id] = [*item.prompt, *item.answer]
-            sequences.append(sequence)
-        return Lane(self.stage.engine(group, depth, recording), sequences)
 
     def cell(self, group: Group, depths: Sequence[int], repeats: int) -> float:
         """All depths at one batch size; prints a line of the table, and says what its last column does."""
@@ -173,15 +157,15 @@ def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, pl
         max_model_len=workload.longest(options.answer_tokens) + 32,
         max_num_seqs=places,
     )
+    middle = len(workload.items) // 2
+    halves = zip(HALVES, (workload.items[:middle], workload.items[middle:]), strict=True)
     stage = Stage(
         llm,
-        {name: workload},
+        {half: Workload(half, items) for half, items in halves},
         options.answer_tokens,
         wish=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth),
     )
-    middle = len(workload.items) // 2
-    halves = dict(zip(HALVES, (workload.items[:middle], workload.items[middle:]), strict=True))
-    return Queue(stage, name, options.tokens, halves)
+    return Queue(stage, name, options.tokens)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from benchmarks.serving.race import Grid, ServingRace
 from benchmarks.serving.server import ServerProcess, free_port
 from benchmarks.serving.tables import different_answers, markdown, picture, rows, verdict
 
+from forerun.bench.material import Passage
 from forerun.demo.material import DRAFT, TARGET
 from forerun.traffic.client import TimedAnswer
-from forerun.traffic.prompts import TrafficPrompt
 
 pytest.importorskip("httpx")
 
@@ -46,7 +46,7 @@ asyncio.run(run())
 OURS = [Contender("forerun", "off"), Contender("forerun", "auto")]
 PEER = Contender("peer")
 LOAD = Load(prompt_tokens=4, answer_tokens=8, per_client=2)
-PROMPTS = [TrafficPrompt({"prompt": [i]}, "", f"{i}") for i in range(5)]
+PROMPTS = [Passage([i], f"{i}") for i in range(5)]
 
 
 def fake(tmp_path: Path, kind: str = "good") -> ServerProcess:

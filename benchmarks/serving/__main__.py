@@ -29,7 +29,7 @@ from benchmarks.serving.race import Grid, ServingRace
 from benchmarks.serving.server import ServerProcess, free_port
 from benchmarks.serving.tables import different_answers, markdown, picture, rows, verdict
 
-from forerun.bench.picture import check_picture
+from forerun.bench.chart import check_picture
 from forerun.machine import sources_digest
 from forerun.prove.proof import jsonable
 from forerun.traffic.client import require_client

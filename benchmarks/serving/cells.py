@@ -14,12 +14,12 @@ from typing import Any
 from benchmarks.peers.place import StepFailed
 
 from forerun.bench.figures import Spread
+from forerun.bench.material import Passage, mixed_passages
 from forerun.models.bundled import TARGET
 from forerun.models.loading import Blueprint
 from forerun.traffic.client import ServerAddress, TimedAnswer, TrafficClient
 from forerun.traffic.figures import percentile
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
-from forerun.traffic.prompts import TrafficPrompt, traffic_prompts
 from forerun.traffic.run import Sender
 
 STRIDE = 7  # tokens between the beginnings of two prompts of one text
@@ -82,17 +82,16 @@ class ServedCell:
         return percentile([answer.total_s for answer in self.answers if not answer.error], share)
 
 
-def cut_prompts(num_tokens: int) -> list[TrafficPrompt]:
+def cut_prompts(num_tokens: int) -> list[Passage]:
     """Prompts of that many tokens, cut out of the texts that ship; no two begin at the same place.
 
     Texts take turns, so that neighbours are different ones. A text that is not longer is one prompt as it is.
     """
     tokenizer = Blueprint.of(TARGET).tokenizer()
-    shipped = traffic_prompts(None, chat=False)
-    texts = [(each, tokenizer.encode(each.asked["prompt"], add_special_tokens=False)) for each in shipped]
+    texts = [(each, tokenizer.encode(str(each.prompt), add_special_tokens=False)) for each in mixed_passages()]
     longest = max(len(tokens) for _, tokens in texts)
     return [
-        TrafficPrompt({"prompt": tokens[start : start + num_tokens]}, text.category, f"{text.place}, token {start}")
+        Passage(tokens[start : start + num_tokens], f"{text.place}, token {start}", category=text.category)
         for start in range(0, longest, STRIDE)
         for text, tokens in texts
         if start == 0 or start + num_tokens <= len(tokens)
@@ -104,7 +103,7 @@ async def measure_cell(
     key: CellKey,
     mode: str,
     load: Load,
-    prompts: Sequence[TrafficPrompt],
+    prompts: Sequence[Passage],
     extra: Mapping[str, Any],
     warm: bool,
 ) -> ServedCell:
@@ -119,8 +118,8 @@ async def measure_cell(
         model = await client.served_model()
         if not warm:
             short = replace(plan, num_requests=key.concurrency, max_tokens=min(WARM_UP_TOKENS, plan.max_tokens))
-            await Sender(client, model, short, prompts, dict(extra)).block(turn)
-        block = await Sender(client, model, plan, prompts, dict(extra)).block(turn)
+            await Sender(client, model, short, prompts, extra).block(turn)
+        block = await Sender(client, model, plan, prompts, extra).block(turn)
     cell = ServedCell(key, block.seconds, block.answers)
     if cell.num_failed == len(cell.answers):
         raise StepFailed(f"no request was answered; the first: {cell.answers[0].error}")

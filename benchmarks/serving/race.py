@@ -18,8 +18,8 @@ from benchmarks.serving.cells import CellFile, CellKey, Load, ServedCell, measur
 from benchmarks.serving.contenders import Contender
 from benchmarks.serving.server import ServerProcess
 
+from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
-from forerun.traffic.prompts import TrafficPrompt
 
 Starter = Callable[[str], tuple[ServerProcess, Mapping[str, object]]]  # by server: the process, and more for bodies
 
@@ -47,7 +47,7 @@ class ServingRace:
     start: Starter
     file: CellFile
     load: Load
-    prompts: Sequence[TrafficPrompt]
+    prompts: Sequence[Passage]
     say: Callable[[str], None]
     failures: dict[str, str] = field(default_factory=dict)  # by server: why it is out
     servers: dict[str, tuple[ServerProcess, Mapping[str, object]]] = field(default_factory=dict)

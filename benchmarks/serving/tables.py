@@ -5,16 +5,16 @@ This file holds every formula. Times are medians over repetitions of each repeti
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from benchmarks.serving.cells import CellKey, ServedCell, spread
 
+from forerun.bench.chart import COLOURS, LinePanel, Series, png
 from forerun.bench.figures import Spread
-from forerun.bench.picture import COLOURS, DPI, HEIGHT, WIDTH
 
 AUTO, OFF = "forerun auto", "forerun off"
 FEW_CLIENTS = 4  # at which drafting has to shorten answers
@@ -127,31 +127,18 @@ def verdict(table: Sequence[ServedRow], num_different: int) -> Iterator[str]:
 
 def picture(table: Sequence[ServedRow], title: str) -> bytes:
     """Throughput, times to the first token and latency by load, one line for each contender, as a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figures: dict[str, Callable[[ServedRow], float]] = {
         "tokens a second": lambda row: row.tokens_per_s.median,
         "ms to the first token, p95": lambda row: 1000 * row.first_p95_s,
         "seconds to the last token, p50": lambda row: row.latency_p50_s,
     }
-    drawn = Figure(figsize=(WIDTH * 1.3, HEIGHT), layout="constrained")
-    FigureCanvasAgg(drawn)
     names = list(dict.fromkeys(row.contender for row in table))
     loads = sorted({row.concurrency for row in table})
-    for panel, (head, value) in zip(drawn.subplots(1, len(figures)), figures.items(), strict=True):
-        for number, name in enumerate(names):
-            points = [(row.concurrency, value(row)) for row in table if row.contender == name]
-            colour = COLOURS[number % len(COLOURS)]
-            panel.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, label=name)
-        panel.set_title(head, fontsize="medium")
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(loads, [str(load) for load in loads])
-        panel.set_xlabel("requests at once")
-        panel.set_ylim(bottom=0)
-        panel.spines[["top", "right"]].set_visible(False)
-    drawn.axes[0].legend(fontsize="small", frameon=False)
-    drawn.suptitle(title, fontsize="medium", wrap=True)
-    file = io.BytesIO()
-    drawn.savefig(file, format="png", dpi=DPI)
-    return file.getvalue()
+    panels = []
+    for head, value in figures.items():
+        series = [
+            Series(name, [(row.concurrency, value(row)) for row in table if row.contender == name], colour)
+            for name, colour in zip(names, cycle(COLOURS), strict=False)
+        ]
+        panels.append(LinePanel(series, "requests at once", head, ticks=loads))
+    return png(title, [panels])

@@ -14,11 +14,13 @@ Cell = str | Text
 GAP = 1  # columns of the terminal between two of the table
 
 
-def fact_table() -> Table:
-    """An empty table of two columns: what a fact is about, and the fact, folded where it is long."""
+def fact_table(facts: Iterable[tuple[str, Cell]] = ()) -> Table:
+    """A table of two columns: what a fact is about, and the fact, folded where it is long."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
+    for name, fact in facts:
+        table.add_row(Text(name), Text(fact) if isinstance(fact, str) else fact)  # brackets in it are no markup
     return table
 
 
@@ -81,13 +83,3 @@ class FigureTable:
         """Columns of the terminal that a column needs."""
         cells = [self.heads[column], *(row[column] for row in self.rows)]
         return max(cell_len(line) for cell in cells for line in (str(cell).splitlines() or [""]))
-
-
-def fact_table(facts: Iterable[tuple[str, Cell]]) -> Table:
-    """Facts as two columns, names and what they say. What belongs to the fact above it has an empty name."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, fact in facts:
-        grid.add_row(Text(name), Text(fact) if isinstance(fact, str) else fact)  # brackets in it are no markup
-    return grid

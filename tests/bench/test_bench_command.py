@@ -160,7 +160,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     assert stopped.exit_code == 130
     assert stopped.stdout == ""
     (state,) = (files / "cache/forerun/bench").iterdir()
-    assert "goes on behind 2 finished runs" in stopped.stderr
+    assert "goes on behind 2 measurements" in stopped.stderr
     assert str(state) in stopped.stderr
     made[:] = [None] * -4  # none so far, and never two
     monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
@@ -168,7 +168,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     assert ended.exit_code == 0, ended.output
     assert len(made) == 2 * 3 - 2
     again = run(*arguments)
-    assert "6 runs are finished already" in again.stderr
+    assert "6 measurements are there already" in again.stderr
     assert len(made) == 4
     assert json.loads(again.stdout)["cells"] == json.loads(ended.stdout)["cells"]
     assert run(*arguments, "--fresh").exit_code == 0

@@ -1,24 +1,50 @@
-"""The texts that ship are what they are said to be, and lines that cannot be run are refused by their place."""
+"""The texts that ship are what they are said to be; every form of a line is read, and mistakes are named by place."""
 
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from forerun.bench.material import Workload, check_lengths, prompt_file, replay_file, shipped, workload_of
+from forerun.bench.material import (
+    Passage,
+    Template,
+    check_lengths,
+    mixed_passages,
+    passages_of,
+    read_passages,
+    shipped,
+    workload_of,
+)
 from forerun.bench.plan import GENERATED, REPLAYED, SHIPPED, Selection
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, TokenizerError
 from forerun.models.bundled import BUNDLED
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET
 
 CONTEXT = 1024
+TALK = [{"role": "user", "content": "Tell a tale"}]
+GOOD = {"prompt": "a", "answer": "b"}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.load(BUNDLED["stdlib"])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """A file of these lines, objects as JSON."""
+
+    def write(*lines: object, name: str = "mine.jsonl") -> Path:
+        path = tmp_path / name
+        texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+        path.write_bytes("".join(f"{text}\n" for text in texts).encode("utf-8", "surrogateescape"))
+        return path
+
+    return write
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -47,10 +73,9 @@ def test_edits_fit_twice_over_are_small_and_large_and_change_something(name: str
     assert max(len(item.prompt) for item in workload.items) <= 460
     assert min(lengths) < 150
     assert 400 < max(lengths) <= 450
-    separator = "\n# The same lines after the change:"
     for passage in shipped(name):
         assert isinstance(passage.prompt, str)
-        old, _, rest = passage.prompt.partition(separator)
+        old, _, rest = passage.prompt.partition("\n# The same lines after the change:")
         assert rest == ""
         assert isinstance(passage.answer, str)
         assert passage.answer.strip() != old.strip()
@@ -65,55 +90,114 @@ def test_the_default_is_made_of_what_ships(tokenizer: Tokenizer) -> None:
         assert workload.digest() != workload_of(name, shipped(name)[1:], selection.num_prompts, tokenizer).digest()
     with pytest.raises(InvalidRequest, match=r"novels.*code, prose, edits"):
         shipped("novels")
+    assert list(passages_of(None, None, None)) == ["code", "edits"]
+    assert [p.category for p in mixed_passages()[:4]] == ["code", "prose", "code", "prose"]
 
 
-def test_an_answer_is_spelled_behind_its_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
-    lines = [{"prompt": "def f", "answer": "(x):"}, {"prompt": [0, 5, 6], "answer": [7, 8]}]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = workload_of("own", replay_file(file), 9, tokenizer).items
+def test_an_answer_is_encoded_behind_its_prompt(tokenizer: Tokenizer, written: Callable[..., Path]) -> None:
+    file = written({"prompt": "def f", "answer": "(x):"}, {"prompt": [0, 5, 6], "answer": [7, 8]}, "")
+    first, second = workload_of("own", read_passages(file, recorded=True), 9, tokenizer).items
     assert first.prompt == tuple(tokenizer.encode("def f"))
     assert tokenizer.decode([*first.prompt, *(first.answer or ())], skip_special_tokens=True) == "def f(x):"
     assert (second.prompt, second.answer, second.place) == ((0, 5, 6), (7, 8), f"{file}:2")
+
+
+def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callable[..., Path]) -> None:
+    lines = [{"prompt": "a", "category": "x"}, {"messages": TALK}, {"turns": ["b", "c"], "category": "y"}]
+    expected = [("a", "x"), (TALK, ""), ("b", "y")]
+    for recorded in (False, True):
+        more = {"answer": "z"} if recorded else {}
+        path = written(lines[0] | more, "", *(line | more for line in lines[1:]))
+        found = read_passages(path, recorded)
+        assert [(p.prompt, p.category) for p in found] == expected
+        assert [p.conversation for p in found] == [None, TALK, None]
+        assert {p.answer for p in found} == {more.get("answer")}
+        assert [p.place for p in found] == [f"{path}:{number}" for number in (1, 3, 4)]
+    assert [p.prompt for p in read_passages(written("one", "", "two", name="mine.txt"))] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("{", "not JSON"),
-        ("[1]", r"\[1\] is not an object"),
+        ("[1]", "[1] is not an object"),
         ("null", "null is not an object"),
-        ('{"prompt": "a"}', '"answer" is missing'),
-        ('{"prompt": "", "answer": "b"}', '"prompt" is ""'),
-        ('{"prompt": "a", "answer": []}', r'"answer" is \[\]'),
-        ('{"prompt": "a", "answer": [1, true]}', r'"answer" is \[1, true\]'),
-        ('{"prompt": 7, "answer": "b"}', '"prompt" is 7'),
-        ('{"prompt": "\udcff", "answer": "b"}', "not JSON in UTF-8"),
-        ('{"prompt": "a", "answer": [999999]}', "999999 is not a token id"),
-        ('{"prompt": [-1], "answer": "b"}', "-1 is not a token id"),
+        ({"question": "x"}, "no field prompt, text, turns (it has question)"),
+        ({"prompt": ""}, '"prompt" is ""'),
+        ({"messages": []}, "messages: [] is no conversation"),
+        ({"messages": [{"content": "x"}]}, "is not a message"),
+        ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "the last message is the model's own"),
+        ({"prompt": "x", "category": 3}, '"category" is 3'),
+        ({"prompt": "a", "answer": None}, '"answer" is null'),
+        ({"prompt": "a", "answer": []}, '"answer" is []'),
+        ({"prompt": "a", "answer": [1, True]}, '"answer" is [1, true]'),
+        ({"prompt": 7, "answer": "b"}, '"prompt" is 7'),
+        ('{"prompt": "\udcff", "answer": "b"}', "not UTF-8"),
+        ({"prompt": "a", "answer": [999999]}, "999999 is not a token id"),
+        ({"prompt": [-1], "answer": "b"}, "-1 is not a token id"),
     ],
 )
-def test_a_line_that_cannot_be_replayed_is_named(line: str, said: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    file = tmp_path / "own.jsonl"
-    file.write_bytes(b'{"prompt": "a", "answer": "b"}\n\n' + line.encode("utf-8", "surrogateescape") + b"\n")
-    with pytest.raises(InvalidRequest, match=said) as caught:
-        workload_of("own", replay_file(file), 9, tokenizer)
+def test_a_line_that_cannot_be_used_is_named(
+    line: object, said: str, written: Callable[..., Path], tokenizer: Tokenizer
+) -> None:
+    recorded = "answer" in line
+    file = written(GOOD, "", line)
+    with pytest.raises(InvalidRequest) as caught:
+        workload_of("own", read_passages(file, recorded), 9, tokenizer)
+    assert said in str(caught.value)
     assert f"{file}:3" in str(caught.value)
-    assert caught.value.field == "replay"
+    assert caught.value.field == ("replay" if recorded else "prompts")
 
 
-def test_files_without_a_line_are_named(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
-    for path in (tmp_path / "none.jsonl", tmp_path / "empty.jsonl"):
-        with pytest.raises(InvalidRequest, match=str(path)):
-            replay_file(path)
+def test_files_that_cannot_be_used_are_refused(written: Callable[..., Path], tmp_path: Path) -> None:
+    for prompts, replay, said in (
+        (written("", name="empty.txt"), None, "there is no prompt in it"),
+        (tmp_path / "none.jsonl", None, "prompts: .*cannot be read"),
+        (tmp_path / "prompts.csv", None, "'.csv': give a .jsonl or a .txt"),
+        (None, tmp_path / "none.jsonl", "replay: .*cannot be read"),
+        (None, tmp_path / "a.txt", "give a .jsonl"),
+        (None, written({"prompt": "x"}), '"answer" is missing'),
+        (written(GOOD, name="a.jsonl"), written(GOOD, name="a.jsonl"), "give one of them"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            mixed_passages(prompts, replay)
 
 
-def test_a_text_beyond_the_context_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    file = tmp_path / "own.txt"
-    file.write_text("def f\ndef f(a, b, c):\n")
-    workload: Workload = workload_of("own", prompt_file(file), 9, tokenizer)
+def test_a_text_beyond_the_context_is_named(tokenizer: Tokenizer, written: Callable[..., Path]) -> None:
+    file = written("def f", "def f(a, b, c):", name="own.txt")
+    workload = workload_of("own", read_passages(file), 9, tokenizer)
     longest = workload.longest(10)
     check_lengths(workload, 10, longest)
     with pytest.raises(InvalidRequest, match=f"{file}:2: it needs {longest} tokens of a context of {longest - 1}"):
         check_lengths(workload, 10, longest - 1)
+
+
+def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(written: Callable[..., Path]) -> None:
+    lines = [{"prompt": f"{kind} {i}", "category": kind} for kind, times in (("a", 6), ("b", 2)) for i in range(times)]
+    passages = mixed_passages(written(*lines))
+    assert [p.prompt for p in passages] == ["a 0", "b 0", "a 1", "b 1", "a 2", "a 3", "a 4", "a 5"]
+    workload = workload_of("own", passages, 3, Tokenizer.load(TARGET))
+    assert [item.category for item in workload.items] == ["a", "b", "a"]
+    assert workload.template is None
+
+
+def test_messages_go_through_the_template_which_is_told_by_its_hash(tmp_path: Path) -> None:
+    passages = [Passage(TALK, "mine.jsonl:1"), Passage("Hi", "mine.jsonl:2")]
+    with pytest.raises(TokenizerError, match=r"mine\.jsonl:1 holds messages, and no chat template"):
+        workload_of("own", passages, 2, Tokenizer.load(TARGET))
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        if (TARGET / name).exists():
+            (tmp_path / name).write_bytes((TARGET / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if enable_thinking %} think{% endif %}"
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    said = {}
+    for thinking in (None, True, False):
+        template = Template({} if thinking is None else {"enable_thinking": thinking}, always=thinking is True)
+        assert template.thinking is thinking
+        workload = workload_of("own", passages, 2, tokenizer, template)
+        assert workload.template == tokenizer.template_digest()
+        said[thinking] = [tokenizer.decode(list(item.prompt)).strip() for item in workload.items]
+    assert said[True] == ["<user>Tell a tale think", "<user>Hi think"]
+    assert said[False] == said[None] == ["<user>Tell a tale", "Hi"]

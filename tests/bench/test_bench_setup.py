@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from forerun.bench.material import Passage
+from forerun.bench.measure import Models, about, draft_fingerprint, set_up
 from forerun.bench.plan import Group, Selection, Turn
-from forerun.bench.setup import Models, about, set_up
 from forerun.demo import material
 from forerun.device import Placement
 from forerun.draft.model.model import ModelDrafter
@@ -27,7 +27,7 @@ from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
 
 SELECTION = Selection(batches=(3,), depths=(2,), num_tokens=20)
-PASSAGES = {"own": [Passage("Once upon a time", None, "a:1"), Passage([1, 5, 6], [7, 8, 9], "b:1")][:1]}
+PASSAGES = {"own": [Passage("Once upon a time", "a:1")]}
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) 
     stage = set_up(models, PASSAGES, SELECTION)
     first = about(models, stage, SELECTION)
     assert json.loads(json.dumps(first)) == json.loads(json.dumps(about(models, stage, SELECTION)))
-    other = set_up(models, {"own": [Passage("Once upon a day", None, "a:1")]}, SELECTION)
+    other = set_up(models, {"own": [Passage("Once upon a day", "a:1")]}, SELECTION)
     assert about(models, other, SELECTION)["workloads"] != first["workloads"]
     (weights,) = (tmp_path / "draft").glob("*.safetensors")
     with safe_open(weights, "pt") as file:
@@ -52,7 +52,7 @@ def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) 
     changed = about(models, stage, SELECTION)["models"]
     assert changed["draft_fingerprint"] != first["models"]["draft_fingerprint"]
     assert changed["fingerprint"] == first["models"]["fingerprint"]
-    assert Models(models.target, "ngram").draft_fingerprint() == ""
+    assert draft_fingerprint(Blueprint.of(models.target), "ngram") == ""
 
 
 def test_models_are_loaded_where_they_are_asked_for(models: Models) -> None:

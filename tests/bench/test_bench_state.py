@@ -1,21 +1,19 @@
 """Finished runs survive: cut the file anywhere, and the benchmark goes on to the same end."""
 
 import json
-import random
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from bench.synthetic import GROUP, random_rounds, taped
-from forerun.bench import state as module
-from forerun.bench.bench import bench
+from forerun.bench import measure
+from forerun.bench.kept import Measurements
 from forerun.bench.material import Item, Workload
+from forerun.bench.measure import bench, default_path
 from forerun.bench.plan import Group, Selection, Turn
 from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import BenchRun, Stage
-from forerun.bench.state import State, default_path, key_of
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from kit.checkpoints import SMALL, TARGET
@@ -26,86 +24,47 @@ SELECTION = Selection(batches=(2,), depths=(0, 2), temperatures=(0.0, 0.8), num_
 PROMPTS = {"tales": "Once upon a time", "dogs": "Tom and his dog"}
 
 
-def some_runs() -> list[BenchRun]:
-    rng = random.Random(4)
-    turns = [Turn(r, depth) for r in range(3) for depth in (0, 3)]
-    return [taped(random_rounds(rng, 1, turn.depth), GROUP, turn, [[1, 2, 3]]) for turn in turns]
+def opened(path: Path, fresh: bool = False) -> Measurements:
+    return Measurements.open(path, ABOUT, "benchmark", "state", "file", fresh)
 
 
-def test_what_is_added_is_there_again_wherever_the_file_was_cut(tmp_path: Path) -> None:
-    path, runs = tmp_path / "state.jsonl", some_runs()
-    state = State.open(path, ABOUT)
-    for run in runs:
-        state.add(run)
-    whole = path.read_bytes()
-    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    for cut in [0, 1, *(end + shift for end in ends for shift in (-20, -1, 0, 15)), len(whole)]:
-        path.write_bytes(whole[: max(0, cut)])
-        again = State.open(path, ABOUT)
-        num_whole = sum(end <= cut for end in ends)
-        assert list(again.runs.values()) == runs[: max(0, num_whole - 1)]
-        for run in runs[max(0, num_whole - 1) :]:
-            again.add(run)
-        assert path.read_bytes() == whole
-
-
-def test_a_torn_last_line_with_its_end_is_dropped_too(tmp_path: Path) -> None:
-    path, runs = tmp_path / "state.jsonl", some_runs()
-    state = State.open(path, ABOUT)
-    for run in runs[:2]:
-        state.add(run)
-    good = path.read_bytes()
-    path.write_bytes(good + b'{"workload": "co\x00\xff\n')
-    assert list(State.open(path, ABOUT).runs.values()) == runs[:2]
-    assert path.read_bytes() == good
-
-
-def test_files_of_something_else_are_refused_by_what_differs(tmp_path: Path) -> None:
+def test_a_damaged_measurement_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
-    State.open(path, ABOUT).add(some_runs()[0])
-    before = path.read_bytes()
-    with pytest.raises(InvalidRequest, match=r"other settings \(machine\)") as caught:
-        State.open(path, ABOUT | {"machine": "another"})
-    assert str(path) in str(caught.value)
-    assert caught.value.field == "state"
-    with pytest.raises(InvalidRequest, match=r"other settings \(settings.depths\)"):
-        State.open(path, ABOUT | {"settings": {"depths": (0, 4)}})
-    assert path.read_bytes() == before
-    for fresh in (False, True):
-        for own in ('{"some": "thing"}\n', "notes of mine", "notes\nof mine", "[1]\n"):
-            path.write_text(own)
-            with pytest.raises(InvalidRequest, match="no state of a benchmark"):
-                State.open(path, ABOUT, fresh)
-            assert path.read_text() == own
-    path.write_bytes(before.replace(b'"depth": 0', b'"depht": 0') + before.splitlines(keepends=True)[1])
-    with pytest.raises(InvalidRequest, match=rf"{path}:2 is damaged"):
-        State.open(path, ABOUT)
-    assert State.open(path, ABOUT, fresh=True).runs == {}
-    assert State.open(path, ABOUT).runs == {}
+    kept = opened(path)
+    assert kept.add("a", {"counts": (1, 2)}) == {"counts": [1, 2]}
+    kept.add("b", 2)
+    assert opened(path).values == kept.values == {"a": {"counts": [1, 2]}, "b": 2}
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b'"of"', b'"off"', 1), whole.replace(b'{"of": "a"', b'{"of": "a', 1)):
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidRequest, match=f"state: {path}:2 is damaged: start over with --fresh"):
+            opened(path)
+        assert path.read_bytes() == damaged
+    assert opened(path, fresh=True).values == opened(path).values == {}
 
 
 def test_the_default_place_differs_with_all_that_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     others = [ABOUT | {name: "else"} for name in ABOUT]
-    places = {default_path(key_of(about)) for about in (ABOUT, *others)}
+    places = {default_path(about) for about in (ABOUT, *others)}
     assert len(places) == 1 + len(others)
     assert all(place.is_relative_to(tmp_path) for place in places)
-    assert key_of(ABOUT) == key_of(json.loads(json.dumps(ABOUT)))
+    assert default_path(ABOUT) == default_path(json.loads(json.dumps(ABOUT)))
 
 
 def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "below", tmp_path):
         with pytest.raises(InvalidRequest, match=f"state: {path} cannot be used .*: name another file with --state"):
-            State.open(path, ABOUT)
-    state = State.open(tmp_path / "state", ABOUT)
+            opened(path)
+    kept = opened(tmp_path / "state")
     (tmp_path / "state").unlink()
     (tmp_path / "state").mkdir()
     with pytest.raises(InvalidRequest, match=f"state: {tmp_path}/state cannot be used"):
-        state.add(some_runs()[0])
-    monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
+        kept.add("a", 1)
+    monkeypatch.setattr(measure, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
     with pytest.raises(InvalidRequest, match="state: no home: set HOME, or name a file with --state"):
-        default_path("key")
+        default_path(ABOUT)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +88,7 @@ def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stage:
 def told(stage: Stage, path: Path) -> str:
     """The final JSON."""
     with unchecked():
-        groups = bench(stage, SELECTION, State.open(path, ABOUT), lambda _what, _done: None)
+        groups = bench(stage, SELECTION, opened(path), lambda _what, _done: None)
     places = {name: list(PROMPTS) for name in stage.workloads}
     return json.dumps(BenchReport(ABOUT, Bandwidth(1e9, 2e9), 100, places, tuple(groups)).as_object())
 
@@ -165,6 +124,6 @@ def test_nothing_is_run_twice_and_what_is_left_is_told(
     monkeypatch.setattr(Stage, "run", noted)
     shares: list[float] = []
     with unchecked():
-        bench(stage, SELECTION, State.open(path, ABOUT), lambda _what, done: shares.append(done))
+        bench(stage, SELECTION, opened(path), lambda _what, done: shares.append(done))
     assert ran == [(Group("own", 2, 0.0), Turn(1, 2)), (Group("own", 2, 0.0), Turn(1, 0))]
     assert shares == [0.0, 0.0, 0.5]

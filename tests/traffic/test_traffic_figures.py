@@ -12,14 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forerun.bench.picture import check_picture
+from forerun.bench.chart import check_picture
 from forerun.errors import InvalidRequest
 from forerun.traffic.client import ServedModel, TimedAnswer
-from forerun.traffic.figures import ServiceLevel, TimeFigures, capacity, differences, percentile, traffic_figures
-from forerun.traffic.picture import draw_traffic
+from forerun.traffic.figures import (
+    ServiceLevel,
+    TimeFigures,
+    TrafficBlock,
+    capacity,
+    differences,
+    percentile,
+    traffic_figures,
+)
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 from forerun.traffic.report import TrafficReport
-from forerun.traffic.run import TrafficBlock
+from forerun.traffic.show import picture as draw_traffic
 from forerun.traffic.show import traffic_card
 
 OFF, AUTO = SpeculationMode("off"), SpeculationMode("auto")

@@ -10,11 +10,10 @@ import pytest
 from forerun.errors import InvalidRequest
 from forerun.traffic import client, run
 from forerun.traffic.client import ChunkTimes, ServerAddress
-from forerun.traffic.figures import ServiceLevel
-from forerun.traffic.measure import TrafficTask, measure_traffic
+from forerun.traffic.figures import ServiceLevel, TrafficBlock
 from forerun.traffic.plan import ServerLoad
 from forerun.traffic.report import TrafficReport
-from forerun.traffic.run import TrafficBlock
+from forerun.traffic.run import TrafficTask, measure_traffic
 from traffic.fake import WORDS, FakeServer
 
 pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +14,15 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.bench.figures import Spread
+from forerun.bench.lane import Lane
 from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import Stage
 from forerun.control.measured import MeasuredDepth
 from forerun.engine import calibration
-from forerun.engine.engine import Engine
-from forerun.sampling.recorded import Recording
 from forerun.settings_file import read_settings
-from forerun.tune import costs as tune_costs
 from forerun.tune import settings as tune_settings
-from forerun.tune.html import html_page
+from forerun.tune import trial as tune_trial
+from forerun.tune.page import html_page
 from forerun.tune.report import TuneReport
 from forerun.tune.settings import Candidate, TuneSettings, candidates_of
 from forerun.tune.show import tune_card
@@ -55,7 +55,7 @@ def invoke(arguments: list[str]) -> Result:
 def quick_costs() -> object:
     """Each cost is measured once, however long it takes: these tests are not about time."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(tune_costs, "TURNS", 1)
+    patch.setattr(tune_trial, "COST_TURNS", 1)
     patch.setattr(calibration, "LIMIT_S", 1e6)
     yield
     patch.undo()
@@ -215,7 +215,7 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
 def test_mistakes_are_one_line_and_status_2_and_load_nothing(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.tune.trial.LLM", None)
+    monkeypatch.setattr("forerun.bench.measure.LLM", None)
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
     with unchecked():
         result = CliRunner().invoke(cli.app, ["tune", "--model", "stdlib", *arguments, *out])
@@ -256,10 +256,7 @@ def test_the_pick_has_the_highest_measured_speed(
     tuned: tuple[Path, Result, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[TuneReport] = []
-    monkeypatch.setattr("forerun.tune.html.html_page", html_page)
-    monkeypatch.setattr(
-        "forerun.commands.tuned_files.html_page", lambda report: seen.append(report) or html_page(report)
-    )
+    monkeypatch.setattr("forerun.tune.page.html_page", lambda report: seen.append(report) or html_page(report))
     invoke(tuned[2])
     (report,) = seen
     (bracketed,) = (replace(each, candidate=Candidate("mix[a,b]", "mix[a,b]")) for each in report.studied[:1])
@@ -293,15 +290,15 @@ def test_chosen_depths_are_chosen_by_what_was_measured_at_every_batch_size(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes are measured between runs, at fixed depths: engines that begin behind that are not to take those over."""
-    made, making = set[tuple[int, bool]](), Stage.engine
+    made, making = set[tuple[int, bool]](), Stage.lane
 
-    def engine(stage: Stage, group: Group, depth: int, recording: Recording) -> Engine:
-        found = making(stage, group, depth, recording)
+    def lane(stage: Stage, group: Group, depth: int, *more: Any) -> Lane:
+        found = making(stage, group, depth, *more)
         if depth == CHOSEN:
-            made.add((group.batch, isinstance(found.controller, MeasuredDepth)))
+            made.add((group.batch, isinstance(found.engine.controller, MeasuredDepth)))
         return found
 
-    monkeypatch.setattr(Stage, "engine", engine)
+    monkeypatch.setattr(Stage, "lane", lane)
     prompts = tmp_path / "tales.txt"
     prompts.write_text("\n".join(STORIES[:3]))
     result = invoke([*pair[:4], "--prompts", str(prompts), "--batch", "1,2,3", "--out", str(tmp_path / "out")])

@@ -11,7 +11,7 @@ from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
 from forerun.bench.run import Stage, Tape
 from forerun.control.controller import FixedDepth
-from forerun.tune.pilot import PilotDrafter, PilotTape, as_numbers, judged, text_rounds
+from forerun.tune.pilot import PilotDrafter, judged
 from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked
@@ -63,16 +63,17 @@ def stage_of(llm: LLM, drafter: PilotDrafter | None = None) -> Stage:
 
 def piloted(llm: LLM, batch: int, temperature: float) -> list[TextRounds]:
     """A pilot of all stories."""
-    pilot, tape = PilotDrafter(llm.drafter), PilotTape(batch, DEEPEST)
+    assert llm.drafter is not None
+    pilot, tape = PilotDrafter(llm.drafter), Tape(batch, DEEPEST)
     stage = stage_of(llm, pilot)
-    answers = stage.wave(
+    sequences = stage.wave(
         Group("tales", batch, temperature), DEEPEST, range(len(STORIES)), tape, tenant=f"pilot {batch} {temperature}"
     )
-    prompts = [len(item.prompt) for item in stage.workloads["tales"].items]
-    return [
-        TextRounds("", prompt, len(answer), pilot.places(seq_id, prompt, answer, DEEPEST))
-        for seq_id, prompt, answer in zip(sorted(tape.seq_ids), prompts, answers, strict=True)
-    ]
+    found = []
+    for sequence in sequences:
+        prompt, answer = sequence.num_prompt, sequence.tokens[sequence.num_prompt :]
+        found.append(TextRounds("", prompt, len(answer), pilot.places(sequence.id, prompt, answer, DEEPEST)))
+    return found
 
 
 def ran(llm: LLM, batch: int, temperature: float, depth: int) -> RowsTape:
@@ -138,8 +139,3 @@ def test_a_tree_is_judged_along_the_path_that_the_text_takes() -> None:
     assert judged(tree, [2, 3, 4], 1) == Guessed(2, 1)
     assert judged(tree, [9], 3) == Guessed(4, 0)
     assert judged(([7], [-1]), [9], 3) == Guessed(0, 0)
-
-
-def test_the_notes_hold_all_of_it() -> None:
-    text = TextRounds("a", 3, 5, [[], [Guessed(1, 1), Guessed(2, 1)], [], [Guessed(4, 0)], []])
-    assert text_rounds("a", as_numbers(text)) == text

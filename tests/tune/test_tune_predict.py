@@ -1,7 +1,6 @@
 """The prediction: a round of a job is charged what its shape takes; the best depth is found by trying all of them."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
@@ -18,15 +17,9 @@ from forerun.tune.predict import (
 )
 
 
-@dataclass(frozen=True)
-class MadeCosts:
+def round_s(arm: str, shape: RoundShape) -> float:
     """A pass costs 1 and a little for each token; a draft, its depth; and 0.01 each token that a drafter reads."""
-
-    token_s: float = 0.02
-    draft_s: float = 0.1
-
-    def round_s(self, arm: str, shape: RoundShape) -> float:
-        return 1 + self.token_s * shape.num_tokens + self.draft_s * shape.depth + 0.01 * shape.num_read
+    return 1 + 0.02 * shape.num_tokens + 0.1 * shape.depth + 0.01 * shape.num_read
 
 
 def text(num_right: int, depth: int = 8, num_tokens: int = 41, num_prompt: int = 5, category: str = "") -> TextRounds:
@@ -63,10 +56,9 @@ def test_a_job_costs_what_its_rounds_cost(batch: int) -> None:
     first = RoundShape(batch, 5 * batch, 4, batch, 5 * batch)
     assert found.rounds == {first: num_waves, RoundShape(batch, 5 * batch, 4, batch): 9 * num_waves}
     assert found.num_decoded == 4 * 40
-    costs = MadeCosts()
     drafted_s = num_waves * (10 * (1 + 0.02 * 5 * batch + 0.4) + 0.05 * batch)
     plain_s = num_waves * 40 * (1 + 0.02 * batch)
-    assert speed_up(job, costs, "", 4) == pytest.approx(plain_s / drafted_s)
+    assert speed_up(job, round_s, "", 4) == pytest.approx(plain_s / drafted_s)
 
 
 def test_places_are_filled_as_soon_as_they_are_free_and_rounds_that_read_do_not_count() -> None:
@@ -88,9 +80,8 @@ def test_the_best_depth_and_arm_are_found_by_trying_all() -> None:
     jobs = {
         arm: DecodingJob([noisy(rate, seed) for seed in range(4)], 2) for arm, rate in (("bad", 0.3), ("good", 0.8))
     }
-    costs = MadeCosts()
-    found = expect(jobs, costs, 8)
-    gains = {(arm, depth): speed_up(jobs[arm], costs, arm, depth) for arm in jobs for depth in range(1, 9)}
+    found = expect(jobs, round_s, 8)
+    gains = {(arm, depth): speed_up(jobs[arm], round_s, arm, depth) for arm in jobs for depth in range(1, 9)}
     assert (found.arm, found.depth) == max(gains, key=gains.__getitem__)
     assert found.speed_up == max(gains.values()) == max(found.by_depth)
     assert found.arm == "good"
@@ -100,20 +91,20 @@ def test_the_best_depth_and_arm_are_found_by_trying_all() -> None:
 def test_the_interval_covers_what_other_draws_of_prompts_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of jobs with other texts of the kind nine in ten lie within it; a wrong one, of half the width, has fewer."""
     monkeypatch.setattr("forerun.tune.predict.RESAMPLES", 40)
-    costs, covered, narrow = MadeCosts(), 0, 0
+    covered, narrow = 0, 0
     rng = random.Random(3)
     many = [noisy(rng.uniform(0.2, 0.9), rng.randrange(10**6), num_tokens=20) for _ in range(100)]
     for _ in range(20):
-        found = interval(DecodingJob(rng.sample(many, 12), 1), costs, "", 4)
+        found = interval(DecodingJob(rng.sample(many, 12), 1), round_s, "", 4)
         assert found is not None
         low, high = found
         middle, half = (low + high) / 2, (high - low) / 4
-        others = [speed_up(DecodingJob(rng.sample(many, 12), 1), costs, "", 4) for _ in range(5)]
+        others = [speed_up(DecodingJob(rng.sample(many, 12), 1), round_s, "", 4) for _ in range(5)]
         covered += sum(low <= other <= high for other in others)
         narrow += sum(middle - half <= other <= middle + half for other in others)
     assert covered >= 80
     assert narrow < 75
-    assert interval(DecodingJob([text(1)], 1), costs, "", 4) is None
+    assert interval(DecodingJob([text(1)], 1), round_s, "", 4) is None
 
 
 def test_acceptance_is_counted_over_the_rounds_of_the_greatest_depth() -> None:

@@ -5,11 +5,11 @@ This file decides colours and layout, and is the only one of all measurements th
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ Panel = Callable[[Any], None]  # draws into matplotlib's axes
 
 def can_draw() -> bool:
     """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def require_charts(option: str, extra: str) -> None:

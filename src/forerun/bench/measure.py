@@ -74,9 +74,7 @@ def set_up(
     """The texts as tokens, checked, and the models loaded for them."""
     target = Blueprint.of(models.target, progress)
     tokenizer = target.tokenizer()
-    workloads = {
-        name: workload_of(name, texts, selection.num_prompts, tokenizer) for name, texts in passages.items()
-    }
+    workloads = {name: workload_of(name, texts, selection.num_prompts, tokenizer) for name, texts in passages.items()}
     for workload in workloads.values():
         check_lengths(workload, selection.num_tokens, target.config.max_positions)
     deepest = CHOSEN if CHOSEN in selection.depths else max(selection.depths)

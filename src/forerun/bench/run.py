@@ -207,9 +207,7 @@ class Stage:
             lane.clear()
         return lane.sequences
 
-    def lane(
-        self, group: Group, depth: int, numbers: Sequence[int], most: int | None = None, tenant: str = ""
-    ) -> Lane:
+    def lane(self, group: Group, depth: int, numbers: Sequence[int], most: int | None = None, tenant: str = "") -> Lane:
         """Requests of these numbers in an engine over the LLM's weights and cache.
 
         Plain decoding has no drafter that could cost anything. Each repetition is a `tenant` of its own: no drafter

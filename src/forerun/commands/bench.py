@@ -6,10 +6,11 @@ what is run and how figures are formed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 
@@ -110,11 +111,11 @@ def bench(
     with importing():
         from rich.console import Console
 
+        from forerun.bench.chart import check_picture
         from forerun.bench.material import passages_of
-        from forerun.bench.measure import measure
-        from forerun.bench.picture import check_picture, draw
-        from forerun.bench.setup import Models
+        from forerun.bench.measure import Models, measure
         from forerun.bench.show import bench_card
+        from forerun.bench.show import picture as drawn
         from forerun.demo.material import widened_pair
         from forerun.progress import LoadingBar
     if picture is not None:
@@ -129,7 +130,7 @@ def bench(
     if not result.as_json:
         Console(highlight=False).print(bench_card(report))
     if picture_file is not None:
-        picture_file.write(draw(report))
+        picture_file.write(drawn(report))
     result.tell(report.as_object())
     if not report.same_tokens:
         raise typer.Exit(1)
@@ -149,3 +150,14 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise InvalidRequest(name, f"{text!r} must be numbers with commas between them, such as 0,1.") from None
+
+
+def json_object(name: str, text: str, example: str) -> dict[str, Any]:
+    """The JSON object that an option holds."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(name, f"{text!r} is not JSON ({error}).") from error
+    if not isinstance(found, dict):
+        raise InvalidRequest(name, f"{text!r} is no object, such as {example}.")
+    return found

@@ -7,17 +7,15 @@ This file decides the options and the exit status: 0, or 1 where a mode of specu
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 
-from forerun.commands.bench import numbers
+from forerun.commands.bench import json_object, numbers
 from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
-from forerun.errors import InvalidRequest
 from forerun.options import OUTPUT, OutputOptions, with_options
 
 EXAMPLES = """
@@ -107,31 +105,31 @@ def bench_serve(
     with importing():
         from rich.console import Console
 
-        from forerun.bench.picture import check_picture
+        from forerun.bench.chart import check_picture
         from forerun.progress import LoadingBar
         from forerun.traffic.client import ServerAddress, require_client
         from forerun.traffic.figures import ServiceLevel
-        from forerun.traffic.measure import TrafficTask, measure_traffic
-        from forerun.traffic.picture import draw_traffic
-        from forerun.traffic.plan import ServerLoad
+        from forerun.traffic.plan import LoadKind, ServerLoad
+        from forerun.traffic.run import TrafficTask, measure_traffic
+        from forerun.traffic.show import picture as drawn
         from forerun.traffic.show import traffic_card
     require_client()
     if picture is not None:
         check_picture(picture)
-    at_once = load.concurrency or (None if load.rate else DEFAULT_CONCURRENCY)
-    loads = [ServerLoad("rate", value) for value in numbers("rate", load.rate, float)] if load.rate else []
-    if at_once:
-        loads += [ServerLoad("concurrency", value) for value in numbers("concurrency", at_once, float)]
+    asked: dict[LoadKind, str | None] = {
+        "rate": load.rate,
+        "concurrency": load.concurrency or (None if load.rate else DEFAULT_CONCURRENCY),
+    }
     between_s, first_s = (
         None if ms is None else ms / 1000 for ms in (agreement.sla_between_ms, agreement.sla_first_ms)
     )
     task = TrafficTask(
-        tuple(loads),
+        tuple(ServerLoad(kind, value) for kind, text in asked.items() if text for value in numbers(kind, text, float)),
         None if load.speculation is None else tuple(name.strip() for name in load.speculation.split(",")),
         load.prompts,
         load.plan(),
         ServiceLevel(between_s, first_s, agreement.sla_percentile),
-        object_of(load.body),
+        json_object("body", load.body, '{"top_p": 0.9}'),
     )
     address = ServerAddress(server.url, server.api_key, server.served_model_name, server.chat, server.timeout_s)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
@@ -139,18 +137,7 @@ def bench_serve(
     if not result.as_json:
         Console(highlight=False).print(traffic_card(report))
     if picture_file is not None:
-        picture_file.write(draw_traffic(report))
+        picture_file.write(drawn(report))
     result.tell(report.as_object())
     if report.same_answers is False:
         raise typer.Exit(1)
-
-
-def object_of(text: str) -> dict[str, Any]:
-    """The JSON object of --body."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest("body", f"{text!r} is not JSON ({error}).") from error
-    if not isinstance(found, dict):
-        raise InvalidRequest("body", f'{text!r} is no object, such as {{"top_p": 0.9}}.')
-    return found

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from forerun.commands.bench import numbers
-from forerun.commands.destination import Result
+from forerun.commands.bench import json_object, numbers
+from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
-from forerun.errors import InvalidRequest
 from forerun.models.bundled import TARGET
 from forerun.options import (
     DRAFTERS,
@@ -26,7 +25,14 @@ from forerun.options import (
     OutputOptions,
     with_options,
 )
+from forerun.settings_file import written_settings
+from forerun.store import writable
 from forerun.tune.settings import TuneSettings
+
+if TYPE_CHECKING:
+    from forerun.tune.report import TunedChoice, TuneReport
+
+JSON, SETTINGS, PAGE = "tune.json", "forerun.toml", "tune.html"
 
 EXAMPLES = """
 forerun tune --model stdlib --drafts model:stdlib-draft ngram suffix
@@ -78,16 +84,6 @@ class TuneOptions:
             time_limit_s=self.time_limit,
         )
 
-    def template_values(self) -> dict[str, Any]:
-        """The options of the chat template."""
-        try:
-            values = json.loads(self.template_options)
-        except ValueError as error:
-            raise InvalidRequest("template_options", f"{self.template_options!r} is not JSON ({error}).") from error
-        if not isinstance(values, dict):
-            raise InvalidRequest("template_options", f'{self.template_options!r} must be like {{"name": value}}.')
-        return values
-
 
 @with_options(EXAMPLES)
 def tune(
@@ -109,34 +105,50 @@ def tune(
     the tokens.
     """
     result, settings = Result.of(output), options.settings()
-    template_values = options.template_values()
+    template_values = json_object("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
         from rich.console import Console
 
-        from forerun.commands.tuned_files import write_files
+        from forerun.bench.chart import require_charts
+        from forerun.bench.material import Template, mixed_passages
         from forerun.progress import LoadingBar
-        from forerun.tune.charts import require_charts
-        from forerun.tune.material import Template, read_tune_prompts
-        from forerun.tune.notes import require_folder
+        from forerun.tune.page import html_page
         from forerun.tune.settings import candidates_of
         from forerun.tune.show import tune_card
         from forerun.tune.tune import Subject
         from forerun.tune.tune import tune as run
     if options.html:
-        require_charts()
+        require_charts("--html", "report")
     names = [*(drafts or ()), *(more or ())]
     candidates_of(names, 2)  # refused before anything is read
-    prompts = read_tune_prompts(options.prompts, options.replay)
-    require_folder(options.out)
+    prompts = mixed_passages(options.prompts, options.replay)
+    with writable(options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
+    Destination("out", options.out / JSON)
     loading, template = options.loading, Template(template_values, options.chat)
     subject = Subject(loading.spec(options.model), names, template, loading.threads)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
         report = run(subject, prompts, settings, options.out, options.fresh, bar)
-    written = write_files(report, options.out)
+    written = {JSON: json.dumps(report.as_object(), indent=1) + "\n", PAGE: html_page(report)}
+    if report.pick is not None:
+        written[SETTINGS] = settings_of(report, report.pick)
+    for name, content in written.items():
+        Destination("out", options.out / name).write(content)
     if not result.as_json:
         console = Console(highlight=False)
         console.print(tune_card(report))
-        console.print(f"Written: {', '.join(map(str, written))}", style="dim", soft_wrap=True)
+        console.print(f"Written: {', '.join(str(options.out / name) for name in written)}", style="dim", soft_wrap=True)
     result.tell(report.as_object())
     if not report.same_tokens:
         raise typer.Exit(1)
+
+
+def settings_of(report: TuneReport, pick: TunedChoice) -> str:
+    """The settings file: the model as it was given, and what was fastest at the first batch size and temperature."""
+    values = {"model": report.about["model"]["given_as"], **report.model_options}
+    found = "plain decoding was fastest"
+    if pick.draft is not None:
+        values |= {"draft": pick.draft, "depth": pick.shown_depth, "verification": "coupled"}
+        found = f"{pick.speed_up:.2f} times as fast as plain decoding"
+    at = f"at batch {pick.batch}, temperature {pick.temperature:g}"
+    return written_settings(values, f"Written by forerun tune: {found} {at}.\n--config FILE reads it.")

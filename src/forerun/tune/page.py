@@ -81,22 +81,20 @@ pre { background: var(--box); border-radius: .5rem; padding: .6rem .9rem; overfl
 </style></head><body>
 <h1>Does speculation help {{ target }}?</h1>
 <div class="verdict">
-{% for line in verdict(report) %}
+{% for line in verdict %}
 <p class="{{ tone(line) }}">{{ line.plain }}</p>
 {% endfor %}
 </div>
-{% if not can_draw() %}
+{% if not can_draw %}
 <p class="bad">Charts need matplotlib, which is not installed: pip install 'forerun[report]', and run the command
 again.</p>
 {% endif %}
-{% for temperature in report.temperatures %}
-<h2>{{ title(report, temperature) }}</h2>
-{{ figures(speed_charts(report, temperature)) }}{{ table(speeds(report, temperature)) }}
+{% for title, charts, tables in sections %}
+<h2>{{ title }}</h2>
+{{ figures(charts) }}{% for each in tables %}{{ table(each) }}{% endfor %}
 {% endfor %}
-<h2>{{ worth }}</h2>
-{{ figures(acceptance_charts(report)) }}{{ table(drafters(report)) }}{{ table(memory_figures(report)) }}
 <details><summary>What rounds take, as measured at the start</summary>
-{{ table(cost_figures(report)) }}</details>
+{{ table(costs) }}</details>
 {% if report.pick %}
 <h2>How to use it</h2><p>Every command reads the settings beside this page:</p>
 <pre>forerun generate --config forerun.toml &quot;…&quot;</pre>
@@ -111,7 +109,7 @@ again.</p>
 {% endfor %}
 {% endif %}
 <h2>What was measured</h2><dl>
-{% for name, value in facts_of(report) %}
+{% for name, value in facts %}
 <dt>{{ name }}</dt><dd>{{ value }}</dd>
 {% endfor %}
 </dl></body></html>
@@ -120,15 +118,19 @@ again.</p>
 
 def html_page(report: TuneReport) -> str:
     """The whole page."""
+    sections = [(title(report, t), list(speed_charts(report, t)), [speeds(report, t)]) for t in report.temperatures]
+    sections.append((WORTH, list(acceptance_charts(report)), [drafters(report), memory_figures(report)]))
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    parts = (tone, verdict, can_draw, title, speed_charts, speeds, acceptance_charts)
-    parts += (drafters, memory_figures, cost_figures, facts_of)
     return environment.from_string(PAGE).render(
-        {part.__name__: part for part in parts},
         report=report,
         target=report.about["model"]["target"],
+        verdict=list(verdict(report)),
+        sections=sections,
+        costs=cost_figures(report),
+        facts=list(facts_of(report)),
         template=template_line(report.about["prompts"]),
-        worth=WORTH,
+        can_draw=can_draw(),
+        tone=tone,
         br=Markup("<br>"),
     )
 

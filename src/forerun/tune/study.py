@@ -126,11 +126,14 @@ def study(trial: Trial) -> Studied:
         }
         tables = {group: table_of(trial, group, jobs[group]) for group in groups}
         first = groups[0]
+        at_first = [group for group in groups if group.temperature == first.temperature]
+        lines = [line for group in at_first for line in tables[group].lines(group.batch)]
+        by_temperature = {group.temperature: jobs[group] for group in groups if group.batch == first.batch}
         return Studied(
             candidate=trial.candidate,
             memory=memory,
-            costs=[line for group in groups if group.temperature == first.temperature for line in tables[group].lines(group.batch)],
-            acceptance={group.temperature: acceptance_of(jobs[group]) for group in groups if group.batch == first.batch},
+            costs=lines,
+            acceptance={temperature: acceptance_of(own) for temperature, own in by_temperature.items()},
             cells=tuple(measured(trial, jobs, tables)),
         )
     except OutOfTime:

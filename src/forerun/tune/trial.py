@@ -220,9 +220,7 @@ class Trial:
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or of drafted decoding, of all prompts that are measured."""
-        return BenchRun.from_json(
-            self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn)))
-        )
+        return BenchRun.from_json(self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))
 
 
 def measured_costs(llm: LLM, batches: Sequence[int], progress: ProgressCallback) -> dict[str, Any]:
