@@ -210,10 +210,10 @@ def test_only_cells_of_the_same_run_are_found_again(tmp_path: Path) -> None:
 
 def test_no_two_prompts_begin_at_the_same_place_and_neighbours_are_of_different_texts() -> None:
     found = cut_prompts(96)
-    assert len({tuple(prompt.asked["prompt"]) for prompt in found}) == len(found) >= 64
-    assert {len(prompt.asked["prompt"]) for prompt in found} == {96}
+    assert len({tuple(prompt.prompt) for prompt in found}) == len(found) >= 64
+    assert {len(prompt.prompt) for prompt in found} == {96}
     assert found[0].place != found[1].place
-    assert max(len(prompt.asked["prompt"]) for prompt in cut_prompts(10_000)) < 10_000
+    assert max(len(prompt.prompt) for prompt in cut_prompts(10_000)) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class Series:
     """Points of one name, from left to right, with bars from quartile to quartile where `spreads` are known."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[int | float, int | float]]
     colour: str
     form: str = "o-"
     spreads: Sequence[Spread] = ()
@@ -80,7 +80,7 @@ class LinePanel:
     title: str = ""
     y: str = ""
     level: float | None = None
-    ticks: Sequence[float] = ()
+    ticks: Sequence[int | float] = ()
 
     def __call__(self, axes: Any) -> None:
         for each in self.series:
