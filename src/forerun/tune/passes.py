@@ -26,7 +26,7 @@ from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.errors import DraftError
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-from forerun.tune.pilot import MeasuredDrafter, within
+from forerun.tune.pilot import ForwardingDrafter, within
 from forerun.tune.predict import RoundShape
 
 WARM = 2  # rounds of a wave that do not count, behind those that read prompts
@@ -36,7 +36,7 @@ TABLE_DEPTHS = (0, *COARSE_DEPTHS)
 
 
 @dataclass(slots=True)
-class FullChains(MeasuredDrafter):
+class FullChains(ForwardingDrafter):
     """A drafter whose chains always have so many guesses: those of the drafter behind it, filled up with any token.
 
     `sizes` are the guesses of each row; None leaves the drafts as they are. Merged trees are never changed.

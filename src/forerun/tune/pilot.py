@@ -19,8 +19,8 @@ GuessedTree = tuple[Sequence[int], Sequence[int]]  # of a draft: its tokens, roo
 
 
 @dataclass(slots=True)
-class MeasuredDrafter:
-    """A drafter that measurements stand in front of: it learns and forgets as it would without them.
+class ForwardingDrafter:
+    """A drafter in front of the one that is measured, which learns and forgets as it would alone.
 
     `told` is what it said of itself before the round.
     """
@@ -53,7 +53,7 @@ class MeasuredDrafter:
 
 
 @dataclass(slots=True)
-class PilotDrafter(MeasuredDrafter):
+class PilotDrafter(ForwardingDrafter):
     """A drafter whose guesses are recorded instead of given away: every sequence gets its root alone.
 
     `seen` holds its drafts by sequence and by the length of the text that ends with their root. Where the depth that is
