@@ -5,8 +5,8 @@ Must not import forerun: the import hook below has to come first. FORERUN_TYPECH
 
 import gc
 import os
+import re
 import sys
-import zlib
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import shape_checks
 from kit.checkpoints import ROOT, SMALL, SRC, TARGET
 
-GOLDEN = 0.6180339887498949
-
 sys.path.insert(0, str(ROOT))  # for recipes: only `python -m pytest` puts the working directory there
 if find_spec("forerun") is None:
     sys.path.insert(0, str(SRC))
@@ -34,20 +32,24 @@ if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
-    """Mark `full` what is left out of the cases of a test that is marked `sampled(every)`: all but one in so many.
+    """Mark `full` those cases of a test that its marker `short` does not name.
 
-    Which ones depends on the test alone. Multiples of the golden ratio take cases evenly, in no step with parameters.
+    A name is the id of a case, or of several with * for any text. A name that no case has is an error.
     """
     found = yield
     tests = [each for each in found if isinstance(each, pytest.Function)] if isinstance(found, list) else []
-    cases = [test for test in tests if test.get_closest_marker("sampled") and not test.get_closest_marker("full")]
-    if cases:
-        start = zlib.crc32(cases[0].originalname.encode()) / 2**32
-        share = 1 / cases[0].get_closest_marker("sampled").args[0]  # type: ignore[union-attr]
-        turns = [(start + number * GOLDEN) % 1 for number in range(len(cases))]
-        for turn, case in zip(turns, cases, strict=True):
-            if turn > max(share, min(turns)):
-                case.add_marker("full")
+    marker = tests[0].get_closest_marker("short") if tests else None
+    if marker is not None:
+        names = {name: re.compile(re.escape(name).replace(r"\*", ".*"), re.DOTALL) for name in marker.args}
+        ids = {test: test.callspec.id for test in tests}
+        for name, pattern in names.items():
+            if not any(map(pattern.fullmatch, ids.values())):
+                raise pytest.Collector.CollectError(
+                    f"{tests[0].originalname} has no case {name!r}: {list(ids.values())}"
+                )
+        for test, case in ids.items():
+            if not any(pattern.fullmatch(case) for pattern in names.values()):
+                test.add_marker("full")
     return found
 
 

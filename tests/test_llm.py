@@ -265,7 +265,7 @@ def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
         assert_empty(make())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("12-plain", "20-with_ngrams", "20-with_model")
 @pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
 @pytest.mark.parametrize("length", [12, 20])
 def test_a_failing_processor_ends_its_requests_and_no_others(make: Callable[[], LLM], length: int) -> None:
@@ -338,7 +338,7 @@ def scored_alone() -> list[dict[str, object]]:
 CHUNKED = ((None, 7), ("ngram", 1), ("ngram", 64), (f"model:{SMALL}", 7), ("oracle", 5))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("None-7", "stories280k-7")
 @pytest.mark.parametrize(("draft", "chunk_tokens"), CHUNKED, ids=lambda value: str(value)[-11:])
 def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None, chunk_tokens: int) -> None:
     """To the bit, with memory for hardly more than the longest sequence, and rows sent back at random besides."""

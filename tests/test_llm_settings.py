@@ -107,7 +107,7 @@ def test_what_was_started_is_in_the_log_and_silent_unless_asked_for(
     assert not logging.getLogger("forerun").handlers  # Python shows warnings where a program sets up nothing
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("model:*")
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}", "suffix"])
 def test_closing_frees_models_and_caches(draft: str | None) -> None:
     llm = LLM(str(TARGET), draft, dtype="float32")

@@ -32,7 +32,7 @@ def invoke(*arguments: str, columns: int = 80) -> Result:
     return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": None})
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("-*", "generate-*", "train-40", "train-100")
 @pytest.mark.parametrize("columns", [1, 40, 60, 80, 100, 300])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_a_page_has_every_option_whole_and_fits(name: str, columns: int) -> None:
@@ -73,7 +73,11 @@ def test_examples_parse(name: str, line: str) -> None:
             pass
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short(
+    "forerun generate --model stdlib --draft ngram --json*",
+    "forerun trace *--svg*",
+    "forerun widen --model stdlib --experts*",
+)
 @pytest.mark.parametrize("line", [line for name, line in EXAMPLES if name in ("generate", "trace", "prove", "widen")])
 def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stories pair in place of what they name, and less of everything."""

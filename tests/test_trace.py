@@ -68,7 +68,7 @@ def accepted_path(round_: TracedRound) -> list[int]:
     return [0, *(guess.node for guess in round_.guesses if guess.verdict == "accepted")]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("model-coupled-3x2-0.8", "ngram-token-4x1-0.4")
 @cases
 def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
     temperature, judged = case[3], 0
@@ -88,7 +88,7 @@ def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
     assert (judged > 0) == (case[0] is not None)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("model-coupled-4x1-1.0", "model-token-3x2-1.0", "model-block-7x1-0.8")
 @cases
 def test_verdicts_follow_from_the_numbers_by_their_rule(case: Case) -> None:
     rules = {"token": by_coin, "block": by_block, "follow": by_match}
@@ -184,7 +184,7 @@ def check_fates(round_: TracedRound) -> None:
             assert ("the target drew" if decided is None else f"coin {decided:.3f}") in guess.reason
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("model-coupled-4x1-1.0", "model-token-4x1-0.0")
 @cases
 def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: Case) -> None:
     draft, verification, wish, temperature = case

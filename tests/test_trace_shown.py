@@ -33,7 +33,7 @@ def row_of(guess: Guess) -> str:
     return f"{quote(guess.text)} {q} {guess.p:.3f}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("model-coupled-4x1-0.0", "ngram-coupled-4x1-0.4", "model-token-3x2-1.0", "model-block-7x1-0.8")
 @cases
 def test_on_80_columns_every_guess_and_token_has_one_whole_line(case: Case) -> None:
     for told in traces(case):

@@ -93,7 +93,7 @@ def told(stage: Stage, path: Path) -> str:
     return json.dumps(BenchReport(ABOUT, Bandwidth(1e9, 2e9), 100, places, tuple(groups)).as_object())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("1")
 @pytest.mark.parametrize("first", range(4))
 def test_a_benchmark_cut_off_at_any_line_ends_in_the_same_json(stage: Stage, first: int, tmp_path: Path) -> None:
     """Here at every fourth one."""

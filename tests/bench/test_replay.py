@@ -67,7 +67,7 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
     return engine, sequences
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.short("0.0-1-model-*depth=8*", "0.9-3-oracle-*width=2*")
 @pytest.mark.parametrize(
     ("name", "wish"),
     [("none", Speculation(3))]
@@ -86,7 +86,7 @@ def test_what_is_said_is_what_was_recorded(name: str, wish: Speculation, tempera
     assert (engine.stats.num_drafted > 0) == (name != "none" and wish.depth > 0)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("*width=1*-model", "*width=2*-ngram")
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("wish", [Speculation(4), Speculation(3, 2)], ids=str)
 def test_caches_hold_what_reading_the_text_leaves(name: str, wish: Speculation) -> None:

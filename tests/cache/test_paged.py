@@ -220,7 +220,7 @@ def test_calls_inside_and_outside_of_inference_mode_mix():
     cache.check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_that_is_planned_and_not_used_is_not_taken(dtype: torch.dtype) -> None:
     """A gigabyte of cache costs next to nothing until it is written, and is zero all the same."""

@@ -118,7 +118,7 @@ def lines(tmp_path: Path) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("generate", "bench")
 @pytest.mark.parametrize("name", ["generate", "trace", "prove", "bench", "widen"])
 def test_json_is_one_line_instead_and_output_a_file_beside(
     name: str, lines: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

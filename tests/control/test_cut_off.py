@@ -93,7 +93,7 @@ def test_chains_that_end_before_unlikely_guesses_are_better_than_any_fixed_depth
     assert SURE.played(MeasuredDepth(), 4000) > 0.95 * best
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("told1-0.97")
 @pytest.mark.parametrize(
     ("told", "least"), [((0.6, 0.02), 1.05), ((0.5, 0.5), 0.97), ((0.3, 0.3), 0.96), ((0.05, 0.9), 0.93)]
 )

@@ -23,7 +23,6 @@ WORLDS = {
 
 
 @pytest.mark.full
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_what_is_forecast_comes_true(name: str, batch: int) -> None:

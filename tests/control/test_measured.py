@@ -66,7 +66,7 @@ def budgets(controller: MeasuredDepth, wishes: Sequence[Speculation], outlook: O
     return controller.budgets(Load(batch, wishes, [AMPLE] * len(wishes), 0), outlook, spare)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("1*", "2*", "5", "7", "9")
 @pytest.mark.parametrize("seed", range(60))
 def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     """By brute force over all drafters and depths of every row, drafting nothing included; chances differ by row."""
@@ -327,7 +327,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.short("useless and dear-8")
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("name", WORLDS)
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:

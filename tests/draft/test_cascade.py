@@ -88,7 +88,7 @@ class Wild(Silent):
         return Draft(DraftTree(torch.cat([draws.roots_tokens[:, None], tokens[:, 1:]], dim=1), parents, 9, 3))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("0-0.0", "3-1.0", "5-1.0", "7-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_it_drafts_what_its_judge_would_alone(small: Runner, large: Runner, temperature: float, length: int) -> None:
@@ -302,7 +302,7 @@ def test_without_a_judge_it_drafts_what_the_lower_member_would_alone(small: Runn
             assert guesses(drafter.propose(late, [Budget(3)], tail)) == guesses(alone.propose(late, [Budget(3)], tail))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("0-coupled", "64-token", "256-block")
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 @pytest.mark.parametrize("num_tokens", [0, 64, 256])
 def test_an_engine_short_of_memory_says_the_same(

@@ -52,7 +52,7 @@ def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Dra
     return [drafter.propose(draws, [Budget(depth) for depth in depths]) for drafter in (made, stepped)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("1-300", "5-512")
 @pytest.mark.parametrize("num_ids", [VOCAB, 300])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_graph_draws_what_the_steps_draw(

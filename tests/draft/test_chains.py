@@ -98,7 +98,7 @@ def rounds(
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.short("bfloat16-None-576")
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 64])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 def test_they_are_the_same_and_leave_the_same(dtype: str, quantize: Quantization | None, vocab: int) -> None:
@@ -115,7 +115,7 @@ def test_they_are_the_same_and_leave_the_same(dtype: str, quantize: Quantization
     assert max(draft.tree.tokens.shape[1] for draft, _, _ in once) > 5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("bfloat16-int8")
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS[1:4:2])
 def test_a_price_ends_them_at_the_same_guess(dtype: str, quantize: Quantization | None) -> None:
     """In every way, and the survival that is told is the same; a guess at a lower price is never left out."""

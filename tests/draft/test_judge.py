@@ -44,7 +44,7 @@ def check(loaded: Runner, texts: dict[int, list[int]], questions: Sequence[Quest
     assert torch.equal(judged.logits, torch.cat([*expected, torch.empty(0, VOCAB)]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("0", "1", "2")
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_are_those_of_reading_all_anew(loaded: Runner, seed: int) -> None:
     """Questions that go on from others, drafts between them, and text that becomes final as asked or otherwise."""

@@ -33,7 +33,7 @@ def simulated(
     return [*found, lengths.best(range(batch), [MOST] * batch)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("prices0-0.3-1", "prices0-0.9-4", "prices1-0.6-4", "prices2-0.8-1", "prices3-0.9-1")
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.9])
 @pytest.mark.parametrize("prices", [(0.01, 0.1, 0.0), (0.03, 0.1, 0.002), (0.001, 0.1, 0.02), (0.2, 0.1, 0.0)])

@@ -151,7 +151,7 @@ CODE = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("0.8")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_on_real_text_it_accepts_no_less_than_any_member_alone(temperature: float) -> None:
     """From the same roots, all along what the target says; guesses counted as its verdict would."""

@@ -84,7 +84,7 @@ def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) ->
     return tree
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("3-True")
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_row_of_one_arm_is_what_its_member_guesses_alone(width: int, rejection: bool) -> None:
@@ -268,7 +268,6 @@ EXITS = ("ngram", "early-exit:1", "early-exit:3")
 
 
 @pytest.mark.full
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("verification", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("token", 0.0), ("block", 0.0)]
 )
@@ -306,7 +305,7 @@ def bench() -> Bench:
     return Bench.of()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("320")
 @pytest.mark.parametrize("num_tokens", [2048, 320])
 def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, num_tokens: int) -> None:
     """Early exit leaves keys and values in the target's cache, for rows that are its own to go on from; of merged

@@ -67,7 +67,7 @@ def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **option
     return llm, found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short("eagle-3-1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("form", FORMS)
 def test_chains_drawn_at_once_are_those_drawn_step_by_step(

@@ -68,7 +68,9 @@ def spelled(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
     return vocabulary.spell(tokens).removeprefix(b" " * vocabulary.lead)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short(
+    "bytes-pieces", "pieces-more bytes", "stories-bytes", "ab-stories", "pieces by metaspace-bytes behind a blank"
+)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @given(data=st.data(), seed=st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)
@@ -86,7 +88,15 @@ def test_any_tokens_in_any_steps_keep_their_bytes(pair: tuple[str, str], data: s
         assert spelled(way.own, own) == spelled(way.target, tokens)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short(
+    "bytes-pieces",
+    "bytes behind a blank-bytes",
+    "pieces-more bytes",
+    "pieces by metaspace-bytes",
+    "stories-pieces by metaspace",
+    "ab-stories",
+    "more bytes-ab",
+)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @given(text=TEXTS)
 @settings(max_examples=40, deadline=None)
@@ -176,7 +186,7 @@ def test_a_front_is_put_there_once() -> None:
         assert told(way, [tokens])[1] == own.encode("Once")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("bytes-*", "pieces by metaspace-bytes", "stories-bytes", "stories-pieces", "more bytes-stories")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "ab" not in pair], ids="-".join)
 @given(text=TEXTS, more=TEXTS, seed=st.integers(0, 2**32))
 @settings(max_examples=25, deadline=None)

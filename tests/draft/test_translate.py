@@ -262,7 +262,7 @@ def generated(llm: LLM, **changes: object) -> list[tuple[int, ...]]:
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("0.8-True")
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_on_fixed_passes_it_guesses_as_on_cpus(
@@ -293,7 +293,7 @@ def test_guesses_that_come_true_stay_read(
     drafter.model.runner.cache.check()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("True-token")
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_under_rejection_rules_it_is_deterministic_and_accepted(

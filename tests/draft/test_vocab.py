@@ -27,7 +27,7 @@ VOCABULARIES = {name: Vocabulary(t, t.num_ids, [t.eos_token_id or 0]) for name, 
 PAIRS = [(one, other) for one in VOCABULARIES for other in VOCABULARIES]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("more bytes")
 @pytest.mark.parametrize("name", VOCABULARIES)
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
@@ -42,7 +42,7 @@ def test_bytes_are_those_that_decoding_joins(name: str, data: st.DataObject) -> 
     assert text == vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("stories")
 @pytest.mark.parametrize("name", VOCABULARIES)
 @given(texts=st.lists(st.text("ab cé👩\n</s>", max_size=8), min_size=2, max_size=2))
 @settings(max_examples=100, deadline=None)

@@ -33,7 +33,9 @@ def asked(**changes: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 20, "seed": 4, "ignore_eos": True} | changes)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short(
+    "None-coupled-greedy-NaN", "model-coupled-top_p-nothing", "model-token-plain-NaN", "model-block-greedy-nothing"
+)
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("params", [asked(), asked(temperature=0), asked(top_p=0.9)], ids=["plain", "greedy", "top_p"])
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def controller_of(llm: LLM) -> MeasuredDepth:
     return llm.engine.controller
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("model:*")
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list[int]) -> None:
     """Every drafter at batch 1 and at the largest; nothing of it is left in the engine."""
@@ -106,7 +106,7 @@ def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list
     assert again.forecasts == first.forecasts
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("options1", "options3")
 @pytest.mark.parametrize(
     "options", [{"threads": 1}, {"max_num_seqs": 2}, {"verification": "token"}, {"quantize": "int8"}]
 )
@@ -140,7 +140,7 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
     assert [each.request_id for each in expected] == [each.request_id for each in measured]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("model:*")
 @pytest.mark.parametrize(("draft", "readers"), [(f"model:{SMALL}", 1), (f"mix[ngram,model:{SMALL}]", 1), ("ngram", 0)])
 @pytest.mark.usefixtures("made_clock")
 def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
@@ -166,7 +166,7 @@ def test_samples_are_not_remembered(tmp_path: Path) -> None:
 DAMAGE = ["", "{", "[]", "null", '{"version": 0}', '{"version": 1, "names": [""], "passes": [], "arms": []}']
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("{", '{"version": 0}')
 @pytest.mark.parametrize("text", DAMAGE)
 def test_a_damaged_file_is_measured_anew(text: str, folder: Path, steps: list[int]) -> None:
     started("ngram")

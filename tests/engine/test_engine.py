@@ -69,7 +69,7 @@ def taught(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[l
 WISHES = (Speculation(4), Speculation(3, 3, 8), Speculation(7), Speculation(0), Speculation(5, 2, 9))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("2")
 @pytest.mark.parametrize("seed", range(4))
 def test_guesses_take_what_is_left_over(seed: int) -> None:
     """In caches from hardly enough to ample: never out of blocks, and the same answers."""
@@ -87,7 +87,7 @@ def test_guesses_take_what_is_left_over(seed: int) -> None:
     assert num_drafted[-1] > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("3-8", "52-64")
 @pytest.mark.parametrize("block_size", [8, 64])
 @pytest.mark.parametrize("num_prompt", [3, 52])
 def test_a_cache_planned_for_a_full_batch_drafts_in_a_full_batch(block_size: int, num_prompt: int) -> None:

@@ -144,7 +144,7 @@ def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
         assert seen(answer) == expected
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("propose-once", "forget-always")
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("where", ["propose", "observe", "forget", "outlook"])
 def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,14 +172,14 @@ def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(caplog: pytest.L
     assert record.levelname == "WARNING"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("propose-error2", "observe-error3")
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
 @pytest.mark.parametrize("where", ["propose", "observe", "forget"])
 def test_a_drafter_cannot_end_the_engines_thread(where: str, error: BaseException) -> None:
     assert_plain(answers(sabotaged(where, Fault(NOW_AND_THEN, error))))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("budgets-always", "admit-once", "record-now and then")
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("where", ["budgets", "admit", "record"])
 def test_a_controller_that_fails_costs_nobody_a_token(where: str, when: str) -> None:
@@ -206,7 +206,12 @@ def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short(
+    "plain-runner.read-after it",
+    "plain-accept-before its work",
+    "drafted-draft-after it",
+    "drafted-verify-before its work",
+)
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
 @pytest.mark.parametrize("where", WORK)
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
@@ -441,7 +446,7 @@ def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tenso
     return processor
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("KeyboardInterrupt-9", "CancelledError-0")
 @pytest.mark.parametrize("length", [0, 9])
 @pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
 def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseException, length: int) -> None:
@@ -460,7 +465,7 @@ def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseExce
     assert_empty(llm)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("StopIteration", "SystemExit")
 @pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
 def test_the_same_without_an_event_loop(error: BaseException) -> None:
     """A KeyboardInterrupt gets through: nobody can tell it from Ctrl-C. The stream beside it goes on unharmed."""

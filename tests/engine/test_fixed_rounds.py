@@ -40,7 +40,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.short("None-1", "model-shape2")
 @pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 def test_the_same_tokens_as_on_the_cpu(shape: int | Speculation, drafter: str | None) -> None:
@@ -56,7 +56,6 @@ def test_the_same_tokens_as_on_the_cpu(shape: int | Speculation, drafter: str | 
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rejection_modes_draw_from_declared_laws(rule: str) -> None:
     """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
@@ -129,7 +128,7 @@ def counted() -> Iterator[list[str]]:
     found += reads.found + waits.found
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.short("coupled-sampled-model")
 @pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
 @pytest.mark.parametrize("params", PARAMS[:3], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("rule", ["coupled", "token"])

@@ -136,7 +136,7 @@ def test_an_interrupt_where_a_sequence_leaves_leaves_nothing_that_nobody_finds(a
     assert not roster.samples
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("None", "early-exit:2")
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(draft: str | None) -> None:
     interrupted(draft, seed=0, num_trials=7)

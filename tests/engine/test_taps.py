@@ -68,7 +68,7 @@ class Listener:
         self.drafter.forget(seq_ids)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("bfloat16")
 @pytest.mark.parametrize("name", FORMATS)
 def test_features_are_those_of_a_text_read_at_once(bench_of: Callable[[str], Bench], name: str) -> None:
     """To the bit: prompts in chunks, chains and trees of which any path was accepted, rows sent back and read anew."""

@@ -73,7 +73,7 @@ def adapter_rows(drafter: Beside | EarlyExitDrafter, seq_id: int) -> tuple[torch
     return rows_of(own.adapter, seq_id)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("float32-next two layers", "bfloat16-next layer")
 @pytest.mark.parametrize("kind", ["silent", "next layer", "next two layers"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
@@ -91,7 +91,7 @@ def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
     assert assert_same_guesses(ours, theirs, rng, 8) > 20
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("float32")
 @pytest.mark.parametrize("name", FORMATS)
 def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, name: str, tmp_path: Path) -> None:
     """Chains and trees of which any path came true, drafts that were made twice, sequences that left and came back."""
@@ -187,7 +187,7 @@ def plain(bench: Bench, count: int, shapes: tuple[Speculation, ...]) -> list[lis
     return run(engine, some_texts(bench, engine, count, shapes))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("float32-mixed", "int4-chains")
 @pytest.mark.parametrize(("batch", "shapes"), [(1, MIXED), (5, MIXED), (5, CHAINS)], ids=["alone", "mixed", "chains"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_plain_decoding(
@@ -207,7 +207,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert drafter.adapter.cache.num_rows == 0
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("False-float32")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("norm", [False, True])
 def test_all_that_is_left_of_the_target_is_always_right(

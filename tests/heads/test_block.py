@@ -114,7 +114,6 @@ def reference_guesses(
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, made: Callable[[str], Path]) -> None:
     folder, depth = made(kind), 4
@@ -129,7 +128,6 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(kind: str, 
 
 
 @pytest.mark.full
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(
@@ -177,7 +175,7 @@ def test_the_other_children_share_what_the_first_leaves() -> None:
     assert with_first([1.0, 0.0], 0.9) == [0.9, 0.0]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short("dspark-options0", "selector-options0")
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}, {"quantize": "int8"}, {"dtype": "bfloat16"}])
 @pytest.mark.parametrize("kind", ["dspark", "causal", "selector"])
 def test_a_row_does_not_depend_on_the_others_nor_on_chunks(

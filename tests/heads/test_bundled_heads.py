@@ -39,7 +39,7 @@ def prompts() -> list[str]:
     return [text for text in texts if len(text) > 250][:8]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("stdlib-eagle")
 @pytest.mark.parametrize("name", BUNDLED_HEADS)
 def test_a_head_drafts_as_its_record_says_and_changes_no_token(name: str) -> None:
     record, texts = record_of(name), prompts()

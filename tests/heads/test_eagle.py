@@ -101,7 +101,6 @@ FORMS: dict[str, tuple[Callable[[Path], Path], type[Reference], int]] = {  # and
 
 
 @pytest.mark.full
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("form", "chunk_tokens"), [(form, 64) for form in FORMS] + [("eagle-3", 3), ("eagle-1", 3)])
 def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(
     form: str, chunk_tokens: int, tmp_path: Path

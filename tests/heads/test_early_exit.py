@@ -76,7 +76,7 @@ def bench_of(target: Path) -> Callable[[str], Bench]:
     return cache(lambda name: Bench.of(target, target, name))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short("float32-1")
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
@@ -103,7 +103,7 @@ def plain(bench: Bench, count: int, shapes: str) -> list[list[int]]:
     return run(engine, some_texts(bench, engine, count, SHAPES[shapes]))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short("bfloat16-5-2")
 @pytest.mark.parametrize(("batch", "layer"), [(1, 4), (5, 2)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_keys_and_values_are_those_of_plain_decoding(
@@ -181,7 +181,7 @@ def recorded(engine: Engine) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.short("bfloat16-mixed")
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(

@@ -81,7 +81,7 @@ def test_an_engines_acceptance_is_that_of_the_heads_at_its_roots(folder: Path) -
     assert assert_acceptance(TARGET, llm, NUM_HEADS, GREEDY, guesses) > 20
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("medusa-coupled")
 @pytest.mark.parametrize(
     "verification", ["coupled", *(pytest.param(rule, marks=pytest.mark.full) for rule in VERIFICATIONS[1:])]
 )

@@ -87,7 +87,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("deepseek-3-True-auto")
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("naming", "count", "own"), CASES)
 def test_every_guess_is_that_of_the_reference(

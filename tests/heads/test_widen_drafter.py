@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short("eagle-by no power of 4")
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_guesses_are_those_of_the_source(
     kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path
@@ -91,7 +91,6 @@ def test_the_guesses_are_those_of_the_source(
 
 
 @pytest.mark.full
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "block", "mtp"])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ def p_values(text: Tensor) -> list[float]:
     return [chi_square(seen, seen.sum(1, keepdim=True) * p) for seen in counts]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short("opposite-coupled", "sure of an illegal token-token", "another context-block")
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_law_stands_and_acceptance_is_the_overlap(drafter: str, rule: Verification) -> None:

@@ -40,7 +40,7 @@ def answers(llm: LLM, asked: list[Request]) -> list[tuple[int, ...]]:
     return [tuple(sequence.tokens) for sequence in sequences]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("coupled")
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_batch_mates_change_no_token(verification: str) -> None:
     llm, rng, asked = loaded(verification), random.Random(5), requests(3)

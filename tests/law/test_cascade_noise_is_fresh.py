@@ -75,7 +75,7 @@ def bias(drafter: CascadeDrafter, rule: Verification) -> float:
     return first_pairs(P, rule, lambda draws, _: drafter.propose(draws, [Budget(2)] * len(draws.rows)).tree)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("drawn-block", "three-block")
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
 def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Verification) -> None:
     assert bias(CASCADES[kind](), rule) > 1e-4
@@ -103,7 +103,7 @@ def choices_by_position(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Draws, "_row_key", shared)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("choices_by_position")
 @pytest.mark.parametrize("mutant", [rounds_by_their_own_root, choices_by_position])
 def test_block_with_noise_that_was_looked_at_is_biased(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

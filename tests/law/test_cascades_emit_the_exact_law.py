@@ -184,7 +184,7 @@ def check_chains(drafts: Sequence[Draft], model: Model, depth: int) -> None:
         assert draft.weight == pytest.approx(chance, abs=TOLERANCE)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("3-2")
 @pytest.mark.parametrize(("depth", "length"), [(1, 0), (1, 3), (2, 0), (2, 1), (3, 1), (3, 2)])
 def test_a_cascade_of_two(depth: int, length: int) -> None:
     for family in FAMILIES:
@@ -303,7 +303,7 @@ class AcceptedAlone(CascadeDrafter):
             chain.left = 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("token-AcceptedAlone")
 @pytest.mark.parametrize("kind", [LowerLaw, Choosy, AcceptedAlone])
 @pytest.mark.parametrize("rule", RULES)
 def test_mutants_are_noticed(kind: type[CascadeDrafter], rule: str) -> None:

@@ -111,7 +111,19 @@ def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -
         assert ((draft.survival >= 0) & (draft.survival <= above))[tree.valid].all()
 
 
-@pytest.mark.sampled(36)
+@pytest.mark.short(
+    "ngram-float32-1-(0.0, 1, False)",
+    "suffix-float32-5-(1.0, 3, True)",
+    "model:stories280k-bfloat16-1-(1.0, 3, False)",
+    "early-exit:1-float32-5-(1.0, 3, True)",
+    "medusa-float32-5-(1.0, 3, True)",
+    "eagle-bfloat16-1-(1.0, 3, False)",
+    "block-bfloat16-5-(1.0, 1, True)",
+    "mtp-float32-1-(0.0, 1, False)",
+    "cascade-of-2-float32-5-(1.0, 1, True)",
+    "mix-of-2-bfloat16-1-(1.0, 3, True)",
+    "documented-float32-1-(0.0, 1, True)",
+)
 @pytest.mark.parametrize(("dtype", "batch", "mode"), HISTORIES)
 def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
     make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]
@@ -137,7 +149,18 @@ def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
         tell(drafter, news)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.short(
+    "ngram-float32-1",
+    "suffix-float32-0",
+    "model:stories280k-bfloat16-1",
+    "early-exit:1-bfloat16-0",
+    "medusa-float32-1",
+    "eagle-bfloat16-0",
+    "block-float32-0",
+    "mtp-of-3-float32-1",
+    "cascade-of-2-float32-1",
+    "mix-of-2-bfloat16-0",
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
     rows = [Row(s, story(20 + 9 * s, s)) for s in range(3)]
@@ -148,7 +171,17 @@ def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
     assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short(
+    "ngram-float32",
+    "suffix-bfloat16",
+    "model:stories280k-float32",
+    "early-exit:4-bfloat16",
+    "eagle-float32",
+    "block-bfloat16",
+    "mtp-float32",
+    "cascade-of-2-float32",
+    "mix-of-3-bfloat16",
+)
 def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
     rows, others = [Row(s, story(70, s)) for s in range(3)], [Row(s, story(50, 9 + s)) for s in range(3)]
     drafter, budgets = make(), [Budget(4, 2, 8)] * 3
@@ -163,7 +196,22 @@ def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
     assert_same(asked(drafter, others, budgets), asked(told_at_once(make, others), others, budgets))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short(
+    "ngram-float32",
+    "suffix-float32",
+    "model:stories280k-bfloat16",
+    "model:experts-float32",
+    "early-exit:1-bfloat16",
+    "early-exit:adapted-float32",
+    "medusa-float32",
+    "hydra-bfloat16",
+    "eagle-float32",
+    "block-bfloat16",
+    "mtp-of-3-float32",
+    "cascade-of-3-bfloat16",
+    "mix-of-3-bfloat16",
+    "documented:taps-float32",
+)
 def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Drafter]) -> None:
     rows = [Row(s, story(30, s)) for s in range(2)]
     longer = [rows[0], Row(1, rows[1].text + story(30, 7)[20:])]
@@ -180,7 +228,15 @@ def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Dra
     assert_same(asked(drafter, now, budgets), asked(told_at_once(make, now), now, budgets))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short(
+    "suffix-bfloat16",
+    "model:stories280k-float32",
+    "early-exit:4-float32",
+    "eagle-bfloat16",
+    "block:heads-float32",
+    "cascade-of-2-bfloat16",
+    "mix-of-2-float32",
+)
 def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Drafter]) -> None:
     drafter, rows = make(), [Row(s, story(length, s)) for s, length in enumerate((5, 250, 300, 505, 512, 600))]
     told = rows[1:]

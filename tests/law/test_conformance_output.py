@@ -85,7 +85,7 @@ def full_texts(temperatures: Sequence[float], dtype: str) -> list[list[int]]:
     return [prompt + list(answer) for prompt, answer in zip(prompts, plain(temperatures, dtype), strict=False)]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.short("model:stories280k-float32", "eagle-bfloat16")
 @above_all_float32
 @every_drafter
 def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
@@ -116,7 +116,7 @@ def plain_crowd(dtype: str) -> list[Answer]:
     return decode_plain(bench_of(dtype), CROWD)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.short("suffix-bfloat16", "hydra-bfloat16", "mix-of-3-float32")
 @above_all_bfloat16
 @every_drafter
 def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
@@ -133,7 +133,7 @@ def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
         assert got.stats.num_drafted > 0
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.short("ngram-block-float32", "hydra-token-float32", "cascade-of-heads-block-float32")
 @above_all_float32
 @pytest.mark.parametrize("verification", ["token", "block"])
 @every_drafter
@@ -146,7 +146,14 @@ def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: s
     assert llm.stats.num_drafted > 0
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.short(
+    "oracle-bfloat16",
+    "always_wrong-float32",
+    "ids_out_of_range-float32",
+    "wrong_roots-float32",
+    "nan_confidence-float32",
+    "law_of_-1.0-bfloat16",
+)
 @every_dtype
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
@@ -157,7 +164,16 @@ def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
     assert drafter.num_proposed > 2
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short(
+    "oracle-block",
+    "half_right-token",
+    "twins-token",
+    "holes-block",
+    "unequal_shapes-token",
+    "nan_logits-token",
+    "law_of_inf-token",
+    "law_of_0.0-block",
+)
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: str) -> None:

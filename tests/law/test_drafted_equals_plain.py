@@ -68,7 +68,7 @@ def plain(bench: Bench, texts: list[list[int]]) -> list[Answer]:
     return decode_plain(bench, asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED]))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short("float32-tree")
 @pytest.mark.parametrize("wish", [WISHES[0], WISHES[4], WISHES[8]], ids=["chain 1", "chain 5", "tree"])
 def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wish: Speculation) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
@@ -77,7 +77,7 @@ def test_a_sample(bench: Bench, texts: list[list[int]], plain: list[Answer], wis
     assert got.stats.num_accepted > 100
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("bfloat16")
 def test_under_preemption(bench: Bench, texts: list[list[int]], plain: list[Answer]) -> None:
     chosen = asked(prompts(texts, NUM_PROMPTS)[:NUM_SAMPLED])
     got = decode(bench, chosen, WISHES[2], NgramDrafter(), num_tokens=700, chunk_tokens=400)
@@ -133,7 +133,7 @@ def random_pair(numbers: str) -> Bench:
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("bfloat16-512")
 @pytest.mark.parametrize("edge", [pytest.param(512), pytest.param(1024, marks=pytest.mark.full)])
 @pytest.mark.parametrize("numbers", SAMPLED)
 def test_across_key_blocks(numbers: str, edge: int) -> None:
@@ -156,7 +156,7 @@ SPARSE = [  # torch's operators take a minute for quantised experts
 ]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.short("qwen3_moe int8")
 @pytest.mark.parametrize(("family", "numbers"), SPARSE)
 def test_with_experts(family: str, numbers: str, tmp_path: Path) -> None:
     """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""

@@ -90,7 +90,7 @@ def drafted(dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decod
         return decode(bench_of(dtype), part_of(part), wish, drafter, **limits)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "wish"),
     [

@@ -229,7 +229,7 @@ def long_text() -> list[int]:
     return (story * 4)[:CONTEXT]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("0.0-oracle", "1.0-ngram")
 @pytest.mark.parametrize("draft", ["oracle", "ngram", f"model:{SMALL}", f"model:{TARGET}"], ids=lambda d: d[-11:])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_context_limit(draft: str, temperature: float) -> None:
@@ -289,7 +289,7 @@ def past_ends(params: SamplingParams) -> SamplingParams:
     return params if params.min_tokens else endless(params)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_any_ends_together(seed: int) -> None:
     check_random_ends(seed)
@@ -372,7 +372,7 @@ def test_padding_is_likeliest_and_never_said(wide: Path, wide_small: Path) -> No
     assert narrow_drafted.stats.num_accepted > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("block")
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_padding_is_never_said_by_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
     for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):

@@ -254,7 +254,6 @@ DRAFTS = ("ngram", "model:stories280k", "oracle")
 
 
 @pytest.mark.full
-@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.full) for d in DTYPES])
 @pytest.mark.parametrize("draft", DRAFTERS)
 def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:
@@ -268,7 +267,7 @@ def test_every_drafter_under_every_transform_alone(draft: str, dtype: str) -> No
     check_drafted(draft, *plain_alone(dtype), dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("ngram", "oracle")
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_every_transform_alone(draft: str) -> None:
     check_drafted(draft, *plain_alone())
@@ -290,7 +289,7 @@ def test_many_random_combinations(seed: int) -> None:
         check_drafted(draft, params, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("token")
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_greedy_transforms_under_rejection_rules(verification: Verification) -> None:
     """A point mass is accepted or rejected without chance: the same tokens under every rule."""

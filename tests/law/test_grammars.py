@@ -102,7 +102,7 @@ def test_whole_answers_match_their_grammar() -> None:
     assert whole >= 12
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.short("suffix", "model:stories280k")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     """Log-probabilities too, which are those of the allowed tokens."""
@@ -115,7 +115,7 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("name", ["ngram", "model:stories280k", "medusa", "cascade-of-2"])
-@pytest.mark.sampled(4)
+@pytest.mark.short("ngram-token", "model:stories280k-block")
 def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: Verification) -> None:
     llm = LLM(str(TARGET), as_draft(name), dtype="float32", verification=verification)
     params = [SamplingParams(temperature=0, max_tokens=LENGTH, grammar=grammar) for grammar in GRAMMARS]
@@ -125,7 +125,7 @@ def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: V
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in expected]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short("oracle", "always_wrong", "twins", "ids_out_of_range", "law_of_inf")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_drafter_changes_the_output(name: str) -> None:
     texts = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in plain()]
@@ -141,7 +141,6 @@ CROWD = [
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["suffix", "model:stories280k"])
 def test_chunks_and_preemption_change_nothing(name: str) -> None:
     bench = Bench.of()
@@ -267,7 +266,7 @@ class Table(Constraint):
         return self.places[behind[-1]]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("2-token")
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int) -> None:
@@ -293,7 +292,7 @@ def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int)
     assert (before - wrong[ROOT] * COUNT).abs().max() > 10 * COUNT**0.5, "the mask matters here"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("block")
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_guesses_that_no_text_gets_to_do_not_change_the_law_of_those_before(rule: Verification) -> None:
     """Behind a token that completes the text nothing may follow. Whether a row has such guesses hangs on what was

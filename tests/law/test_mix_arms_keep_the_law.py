@@ -62,7 +62,7 @@ def bias(mix: MixDrafter, rule: Verification, arms: Sequence[int]) -> float:
 MEMBERS = [Table(LOW), Table(HIGH)], ["low", "high"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("token-(2,)")
 @pytest.mark.parametrize("arms", [(0, 1), (MERGED,), (0, 1, MERGED)], ids=str)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 def test_arms_that_follow_from_the_past(rule: Verification, arms: tuple[int, ...]) -> None:

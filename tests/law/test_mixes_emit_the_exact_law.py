@@ -100,7 +100,7 @@ def mix_of(family: Family, kind: type[MixDrafter] = MixDrafter, drawn: bool = Tr
     return kind([Member(family.q, sparse=sparse), Member(family.mid, drawn)], ["low", "middle"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("False")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
     """Side by side in one draft, of different lengths; laws over the whole vocabulary and over named tokens."""
@@ -115,7 +115,7 @@ def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
                     assert draft.q[i] == pytest.approx([float(x) for x in model(draft.tokens[:i])], abs=TOLERANCE)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("2-True")
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -> None:

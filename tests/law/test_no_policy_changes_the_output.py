@@ -97,7 +97,7 @@ def texts(
     return run(engine, [requests.sequences(Request.of(ROOT_TEXT, p, wish))[0] for p in params])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("Whimsical")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_coupled_tokens_are_those_of_plain_decoding(bench: Bench, policy: type[Controller]) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
@@ -141,7 +141,7 @@ def misfit(
     return chi_square(torch.tensor([counts]), torch.tensor([expected], dtype=torch.float64))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("Cherrypicking-token")
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
@@ -186,7 +186,6 @@ LONG = [(n, r, w) for n in NAMES for r in ("token", "block") for w in (CHAIN, TR
 
 
 @pytest.mark.full
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "rule", "wish"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]
 )

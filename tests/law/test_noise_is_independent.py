@@ -39,7 +39,7 @@ def test_every_byte_of_the_hash_is_uniform(shift: int, along: str) -> None:
 WORDS = ["seed", "sample", "purpose", "root", "position"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("position")
 @pytest.mark.parametrize("word", range(len(WORDS)), ids=WORDS)
 def test_neighbouring_keys_are_uncorrelated(word: int) -> None:
     """Keys that differ in one word by one: correlation of the uniforms, and of all pairs of their bits."""

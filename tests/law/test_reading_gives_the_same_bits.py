@@ -93,7 +93,7 @@ def state(r: Runner, seq_id: int) -> tuple[Tensor, Tensor]:
     return r.cache.keys[:, :, run], r.cache.values[:, :, run]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("fp32-100-chunks0")
 @pytest.mark.parametrize(
     ("length", "chunks"),
     [
@@ -112,7 +112,7 @@ def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int, chunks:
             assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("bf16-(201, 1100)")
 @pytest.mark.parametrize("chunks", [(201, 1100), pytest.param((33, 400), marks=pytest.mark.full)], ids=str)
 def test_threads_give_the_same_bits(decoders: list[Decoder], chunks: tuple[int, ...]) -> None:
     """Wide prompts are where torch splits work over threads."""
@@ -145,7 +145,7 @@ def random_tree(rng: random.Random, nodes: int, shape: str) -> list[int]:
 SHAPES = ["chain", "star", "bush"]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("bf16-bush")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], drafting: list[Decoder], shape: str) -> None:
     """And the kept path leaves the same bits in the cache as plain reading."""
@@ -208,7 +208,6 @@ def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Dec
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
     """Small blocks and a nearly full cache: rows grow into each other and move."""
     rng = random.Random(4)

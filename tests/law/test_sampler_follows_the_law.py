@@ -49,7 +49,7 @@ def rounds(rule: Verification, width: int = 1) -> tuple[Tensor, Tensor]:
     return emitted(tree, verdict), verdict.length
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("coupled")
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 def test_each_position_given_that_the_round_reached_it(rule: Verification) -> None:
     """The emission lemma itself: among rounds long enough, the next token follows the target's law."""
@@ -106,7 +106,6 @@ def worst_position(text: Tensor) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("budget", GROWN)
 @pytest.mark.parametrize("rule", ["coupled", "token"])
 def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str) -> None:
@@ -114,7 +113,6 @@ def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str)
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutant", ["the likeliest of what was drawn", "a law where something is missing"])
 def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So there is a reason for what rejection rules are given."""
@@ -194,7 +192,7 @@ def two_rounds(kind: type[Draws], rule: Verification) -> Tensor:
     return torch.bincount(pair, minlength=9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("block")
 @pytest.mark.parametrize("rule", RULES)
 def test_noise_of_a_position_that_is_drafted_again_is_fresh(rule: Verification) -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

@@ -131,7 +131,7 @@ class Crowd:
             assert sample.prompt_logprobs == anew.prompt_logprobs
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.short("suffix-roomy", "model:stories280k-short of memory")
 @pytest.mark.parametrize("num_tokens", [672, 4096], ids=["short of memory", "roomy"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench], name: str, num_tokens: int) -> None:
@@ -144,7 +144,6 @@ def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench],
 
 
 @pytest.mark.full
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("format_", FORMATS)
 def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:
     bench = bench_of(format_)

@@ -71,7 +71,7 @@ def test_plain_decoding_is_the_same(dtype: str, request: pytest.FixtureRequest) 
     assert answers(LLM(str(TARGET), dtype=dtype), False) == expected
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.short("model:stories280k-float32", "block:heads-float32")
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.full) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafted_decoding_is_the_same(name: str, dtype: str, request: pytest.FixtureRequest) -> None:

@@ -98,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
     return copied(TARGET, tmp_path / "model")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("plain", "yarn")
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_no_value_in_config_json_raises_raw(folder: Path, scaling: str) -> None:
     path = folder / "config.json"

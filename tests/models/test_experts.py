@@ -93,7 +93,7 @@ COMPANY = [
 ]
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.short("qwen3_moe-native-float32-None", "gpt_oss-torch-bfloat16-None")
 @pytest.mark.parametrize(("family", "choice", "dtype", "quantize"), COMPANY)
 def test_a_row_has_bits_of_its_own(
     folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
@@ -101,7 +101,7 @@ def test_a_row_has_bits_of_its_own(
     assert check_rows(load(folders[family], choice, dtype, quantize)).std() > 1.5
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.short("qwen3_moe-*'int8'*")
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_are_near_torchs_operators(
@@ -118,7 +118,7 @@ def test_kernels_are_near_torchs_operators(
     assert error.quantile(0.1) < 0.1
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.short("mixtral-*'int8'*-avx2", "qwen3_moe-*'int4'*-avx512-bf16")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -137,7 +137,7 @@ def test_also_by_kernels_for_lesser_processors(
         assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_that_grow_by_a_token_find_room(folders: dict[str, Path], family: str) -> None:
     """Scratch memory is made for more tokens than the pass at hand has, and for as many pairs as these could have."""
@@ -166,7 +166,7 @@ def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
     return stored
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("qwen3_moe")
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_experts_in_one_tensor_are_the_same_experts(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
     folder = write_sparse(tmp_path / family, family)
@@ -254,7 +254,6 @@ def distinct(runner: Runner, num_tokens: int, seed: int) -> int:
 
 
 @pytest.mark.full
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("choice", ["native", "torch"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16])
 def test_experts_that_are_read_are_counted(folders: dict[str, Path], choice: KernelChoice, num_tokens: int) -> None:
@@ -276,7 +275,7 @@ def test_dense_layers_read_no_experts(folders: dict[str, Path]) -> None:
     assert distinct(mixed, 1, 0) == 3 * 3  # three of four layers, three experts each
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("mixtral", "gpt_oss")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None:
     """Any value under a key that says something of experts: it loads, or an error names the file."""
@@ -294,7 +293,7 @@ def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None
     assert all("config.json" in message and len(message) < 1500 for message in messages)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("qwen2_moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_its_own_layers_do_not_change_an_answer(folders: dict[str, Path], family: str) -> None:
     prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0.7, seed=3, max_tokens=24)

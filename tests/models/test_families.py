@@ -204,7 +204,14 @@ def configs(folder: Path) -> tuple[ModelConfig, ModelConfig]:
     return new, read_config(folder)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short(
+    "llama: tied, grouped-native",
+    "llama: llama3-torch",
+    "qwen2: yarn, tied-native",
+    "qwen3: head norms-torch",
+    "mixtral: window, one of four experts-native",
+    "gpt_oss: sinks-native",
+)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:
@@ -229,7 +236,17 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
     assert new == old == blueprint.config
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short(
+    "llama: untied, one key head-native",
+    "llama: theta-native",
+    "llama: llama3-torch",
+    "llama: yarn, mscale-native",
+    "mistral: no window, wide heads-native",
+    "qwen3: head norms-torch",
+    "qwen2_moe: upper windows-native",
+    "qwen3_moe: head norms-native",
+    "gpt_oss: yarn of its own, no biases-torch",
+)
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: KernelChoice, tmp_path: Path) -> None:

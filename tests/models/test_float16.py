@@ -132,7 +132,7 @@ def test_a_checkpoint_is_held_in_it(folder: Path) -> None:
     assert len({*formats}) == 3
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("model-None")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("drafter", ["ngram", "model", "early-exit:2"])
 def test_drafted_answers_are_plain_ones(folder: Path, drafter: str, quantize: str | None) -> None:

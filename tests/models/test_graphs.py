@@ -48,7 +48,7 @@ def random_read(dice: random.Random, seq_id: int, kind: str) -> tuple[Read, list
     return Read(seq_id, tokens, parents, range(count), scratch=max(depths) + 1), path[::-1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("0")
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_are_runners_for_any_reads_side_by_side(pair: tuple[Runner, GraphRunner], seed: int) -> None:
     dice, (plain, fixed) = random.Random(seed), fresh(pair)

@@ -67,7 +67,9 @@ def test_products_are_right(kernels: NativeBackend, shape: tuple[int, int], numb
         assert ((layer(x).double() - exact).abs() / scale).max() < 1e-5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short(
+    "*-shape0-float32", "*-shape1-bfloat16", "*-shape2-*", "*-shape3-int4", "*-shape1-int8", "*-shape3-float16"
+)
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES[1:])
 def test_a_row_has_bits_of_its_own(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
@@ -103,7 +105,7 @@ def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("int4")
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_a_text_in_any_pieces_by_any_threads(numbers: str) -> None:
     """The decoder's logits, too, are a token's own, and near those of torch's operators."""

@@ -39,7 +39,7 @@ def awkward(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("shape4-*", "shape12-*")
 @pytest.mark.parametrize(("shape", "dtype", "biased"), list(product(SHAPES, DTYPES, [True, False])))
 def test_the_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.dtype, biased: bool) -> None:
     """Whole numbers in Python's own arithmetic, in any company, with oneDNN, compiled kernels or neither."""
@@ -124,7 +124,7 @@ def test_perplexity_rises_by_less_than_a_hundredth_and_in_4_bits_by_less_than_a_
     assert eighth < perplexity(Blueprint.of(name, quantize="int4"), windows) < 1.05 * half
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("int8-0.75")
 @pytest.mark.parametrize(("quantize", "share"), [("int8", 0.75), ("int4", 0.6)])
 def test_a_quantized_model_is_a_target_of_its_own(quantize: Quantization, share: float) -> None:
     """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""

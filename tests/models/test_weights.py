@@ -125,7 +125,6 @@ print(status("VmHWM") - before, sum(w.nbytes for w in weights), checkpoint.num_b
 
 
 @pytest.mark.full
-@pytest.mark.sampled(4)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory counter")
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
 def test_loading_holds_the_weights_and_never_a_second_copy(tmp_path: Path, stored: torch.dtype) -> None:

@@ -85,20 +85,20 @@ def source_of(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> P
     return folder
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.short("llama: all biases-hidden, by no power of 4", "qwen3: listed windows, biases-all")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", [TIED, BIASED, UPPER, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
 def test_every_way_of_growing_keeps_the_function(case: Case, way: str, tmp_path: Path) -> None:
     keeps_the_function(case, WAYS[way], tmp_path)
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.short("llama: theta", "gpt_oss: yarn of its own, no biases")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
 def test_every_family_keeps_its_function(case: Case, tmp_path: Path) -> None:
     keeps_the_function(case, WAYS["all"], tmp_path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("llama: all biases-all", "qwen3: listed windows, biases-all, oddly")
 @pytest.mark.parametrize("way", ["all", "all, oddly"])
 @pytest.mark.parametrize("case", [BIASED, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
 def test_an_eps_that_counts_keeps_its_weight(
@@ -130,7 +130,7 @@ def keeps_the_function(case: Case, grow: Grow, tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(found, TOKENS.tolist(), chunks), expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short("torch.float16-llama: all biases-all")
 @pytest.mark.parametrize("way", ["all", "all, oddly"])
 @pytest.mark.parametrize("case", [TIED, BIASED, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -183,7 +183,7 @@ def test_dead_weights_are_random_of_the_size_of_living_ones(tmp_path: Path) -> N
 GIVEN = [TIED, BY_NAME["mistral: window"], BY_NAME["qwen3: head norms"]]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("qwen3: head norms")
 @pytest.mark.parametrize("case", GIVEN, ids=lambda case: f"{case.family}: {case.name}")
 def test_a_dense_source_that_is_given_experts_keeps_its_function(case: Case, tmp_path: Path) -> None:
     """Whichever experts a token takes; and they differ."""
@@ -291,7 +291,7 @@ MUTANTS: dict[str, tuple[str, object]] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.short("torch.float32-random columns of heads", "torch.float32-final norm forgotten")
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_a_wrong_recipe_is_caught_and_leaves_nothing(
@@ -412,7 +412,6 @@ widen.widen(sys.argv[1], Path(sys.argv[2]), Wider(128, 6))
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["write_config", "agreement"])
 def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, moment: str) -> None:
     command = [sys.executable, "-c", KILLED, str(SMALL), str(tmp_path / "wide"), moment]

@@ -51,7 +51,12 @@ def rejections(name: str, seeds: range) -> int:
     return sum(p < LEVEL / NUM_TESTS for p in found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short(
+    "first failure stops block",
+    "coins reuse the draft's noise",
+    "unlikely guesses dropped, token",
+    "q mis-declared, block",
+)
 @pytest.mark.parametrize("name", LAW_MUTANTS)
 def test_a_wrong_law_is_rejected(name: str) -> None:
     assert rejections(name, range(1, 2)) == 1
@@ -98,7 +103,7 @@ def wrong_runs(llm: LLM, name: str, seeds: range) -> int:
         return sum(not equality(llm, seed).same_tokens for seed in seeds)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("a wrong token", "a skipped verify row", "a stale cache row")
 @pytest.mark.parametrize("name", TOKEN_MUTANTS)
 def test_wrong_tokens_are_found(llm: LLM, name: str) -> None:
     assert wrong_runs(llm, name, range(1, 2)) == 1
@@ -125,7 +130,7 @@ def test_right_tokens_are_never_accused_in_100_runs(llm: LLM) -> None:
 STRONG = ["first failure stops block", "coins reuse the draft's noise"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("first failure stops block")
 @pytest.mark.parametrize("name", [None, *STRONG])
 def test_through_the_engine(llm: LLM, name: str | None) -> None:
     """The same faults, found in what the engine says."""

@@ -69,7 +69,7 @@ def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_withou
         made.sequences(Request.of("Once", SamplingParams(bad_words=["\ud800"])))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("coupled")
 @pytest.mark.parametrize("verification", ["coupled", "token"])
 def test_no_bad_word_is_said_drafted_or_not(verification: str) -> None:
     draft = f"model:{SMALL}"

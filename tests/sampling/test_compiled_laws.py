@@ -119,7 +119,7 @@ def states(draws: Draws, rows: Sequence[int], paths: Sequence[Sequence[int]]) ->
     return PathState(row, drawn, draws.root_positions[row] + 1 + (drawn >= 0).sum(1))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("*-True")
 @pytest.mark.parametrize("sure", [True, False])
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 16, 17, 50, 1024, 4096, 17_001]), st.integers(0, 2**40))
@@ -149,7 +149,7 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("*-False")
 @pytest.mark.parametrize("sure", [True, False])
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 2**40))
@@ -162,7 +162,7 @@ def test_verdicts_are_those_of_torch(kernels: SamplingKernels, sure: bool, tree:
     assert torch.equal(*found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("*-False-6", "*-True-17000")
 @pytest.mark.parametrize("vocab", [6, 40, 17_000])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, quantised: bool) -> None:
@@ -201,7 +201,7 @@ def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, q
     assert wrong > 0 or vocab > 6  # the margin for sums of many terms is not the slack's
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.short("*-steep-2", "*-tied-3", "*-filtered-1")
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", ["steep", "flat", "bfloat16", "tied", "filtered"])
 def test_threads_share_rows_and_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:
@@ -237,7 +237,7 @@ ORDINARY: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("*-params1-4099", "*-params3-4099")
 @pytest.mark.parametrize("vocab", [4099, pytest.param(151_936, marks=pytest.mark.full)])
 @pytest.mark.parametrize("params", ORDINARY)
 def test_they_nearly_always_decide(kernels: SamplingKernels, params: dict[str, Any], vocab: int) -> None:

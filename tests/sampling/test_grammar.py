@@ -52,7 +52,7 @@ def text_of(path: tuple[int, ...]) -> bytes:
     return b"".join(SPELLED[token] or b"" for token in path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("choice")
 @pytest.mark.parametrize("grammar", [Grammar.choice(TEXTS), Grammar.regex("|".join(TEXTS))], ids=["choice", "regex"])
 def test_allowed_is_what_goes_on_in_the_language_and_the_end_where_a_text_is_whole(grammar: Grammar) -> None:
     """Everywhere that a random walk gets; and every text can be said as the tokenizer spells it."""

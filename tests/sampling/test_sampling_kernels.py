@@ -132,7 +132,7 @@ def test_children_too_close_to_call_are_left_to_torch(
     assert [list(tokens) for tokens in found.tokens] == expected.tokens.tolist()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("*-0.7", "*-0.0")
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_offers_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     draws, undecided = Draws(rows_of([temperature], 11), 4099, kernels=kernels), 0
@@ -164,7 +164,6 @@ def test_offers_beyond_plain_coupled_draws_are_torchs(kernels: SamplingKernels) 
 
 
 @pytest.mark.full
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_they_are_nearly_always_certain(kernels: SamplingKernels, temperature: float) -> None:
     """Else nothing would be won, and no test of theirs would see them: of 4,000 draws from a language model's law."""
@@ -201,7 +200,7 @@ def test_scores_too_close_to_call_are_left_to_torch(
     assert list(draws.guess(logits, [0], paths)) == expected == draws.draw(logits, places(draws, [0], [9])).tolist()
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.short("*-steep-2", "*-tied-3", "*-NaN-64", "*-nothing-1")
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_share_the_ids_of_a_large_vocabulary(kernels: SamplingKernels, shape: str, threads: int) -> None:

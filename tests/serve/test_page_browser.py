@@ -216,7 +216,7 @@ def test_text_is_never_markup(page: Any) -> None:
     assert page.title() == "forerun"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("f-depth-*")
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
@@ -235,7 +235,6 @@ def test_a_mistake_is_told_where_it_was_made(page: Any, field: str, value: str, 
 
 
 @pytest.mark.full
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_narrow_screens_and_both_themes(browser: Any, server: Running, scheme: str) -> None:
     options = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "reduced_motion": "reduce"}

@@ -84,7 +84,7 @@ def collected(stream: Any, num_choices: int) -> tuple[list[dict[str, Any]], Any]
     return found, usage
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("0", "1", "2", "3", "4")
 @pytest.mark.parametrize("number", range(len(BODIES)))
 def test_whole_streamed_and_by_the_library_an_answer_is_the_same(server: Running, number: int) -> None:
     expected, client = alone(number), server.client()

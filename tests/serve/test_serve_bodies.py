@@ -45,7 +45,16 @@ def fields(kind: str) -> list[Any]:
     return [(name, field) for name in BODIES for field, own in KNOWN[name].items() if own.kind == kind]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short(
+    "completions-user",
+    "completions-request_id",
+    "chat-metadata",
+    "chat-store",
+    "chat-service_tier",
+    "responses-safety_identifier",
+    "responses-prompt_cache_key",
+    "responses-max_tool_calls",
+)
 @pytest.mark.parametrize(("endpoint", "name"), fields("idle"))
 def test_what_cannot_change_the_text_has_no_effect(server: Running, endpoint: Endpoint, name: str) -> None:
     path, body = BODIES[endpoint]
@@ -60,7 +69,7 @@ def said(answer: dict[str, Any]) -> Any:
     return answer.get("choices") or answer.get("content") or texts
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("completions-*", "responses-previous_response_id", "responses-background")
 @pytest.mark.parametrize(("endpoint", "name"), fields("unserved"))
 def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, endpoint: Endpoint, name: str) -> None:
     (path, body), field = BODIES[endpoint], KNOWN[endpoint][name]

@@ -203,7 +203,7 @@ def test_keys_are_wanted_where_there_are_some(tmp_path: Path) -> None:
             assert good.json()["choices"][0]["text"] == expected()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("one of many samples")
 @pytest.mark.parametrize("together", [False, True], ids=["many requests", "one of many samples"])
 def test_a_tenants_first_request_does_not_wait_behind_all_of_anothers(
     paced: Paced, together: bool, tmp_path: Path

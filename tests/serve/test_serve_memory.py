@@ -55,7 +55,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], wan
     monkeypatch.setattr(Runner, "read", read)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("gpu")
 @pytest.mark.parametrize("error", ERRORS, ids=["python", "gpu", "cpu", "blocks"])
 def test_the_request_that_needs_too_much_is_told_so_alone(
     error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch

@@ -159,7 +159,7 @@ def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
         logger.level, logger.propagate, logger.disabled = level, propagate, disabled
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("json")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: LogFormat) -> None:
     log_to_stderr(form, access=True)

@@ -28,7 +28,7 @@ def told(item: dict[str, Any]) -> Any:
     return item["type"], item["status"], own
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("*'required'*", "*'max_output_tokens'*")
 @pytest.mark.parametrize(("body", "kinds"), BODIES, ids=lambda value: str(value)[:40])
 def test_the_calls_of_a_response_are_those_of_a_chat_and_valid(
     server: Running, body: dict[str, Any], kinds: list[str]

@@ -131,7 +131,7 @@ def check(name: str, arguments: str) -> None:
         assert (name, json.loads(arguments)) == ('say "hi"', {})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("hermes")
 @pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
 def test_an_answer_that_must_call_a_tool_does(server: Running, template: str) -> None:
     client = server.client()

@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return copied(TARGET, tmp_path / "model")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("2")
 @pytest.mark.parametrize("depth", [2, 4])
 def test_no_value_in_tokenizer_json_raises_raw(folder: Path, depth: int) -> None:
     path = folder / "tokenizer.json"
@@ -69,7 +69,7 @@ def test_no_value_in_tokenizer_json_raises_raw(folder: Path, depth: int) -> None
     assert num_loaded > 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("special_tokens_map.json")
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_no_value_beside_it_raises_raw(folder: Path, name: str) -> None:
     named = {key: value for key, value in CONFIG.items() if key != "added_tokens_decoder"}

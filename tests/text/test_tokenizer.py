@@ -76,7 +76,7 @@ def joined(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
     return "".join(decoder.push(token) for token in ids) + decoder.finish()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("stories", "gemma_like")
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data(), skip=st.booleans())
 @settings(max_examples=150, deadline=None)
@@ -108,7 +108,7 @@ def test_special_tokens_that_are_shown_are_pieces_that_say_so(name: str, data: s
     assert all(piece.text.endswith(tokenizer.surface(ids[piece.ordinal]) or "") for piece in marked)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("stories", "byte_level")
 @pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like", "unknown"])
 @given(text=st.text(st.characters(codec="utf-8") | st.sampled_from("👩‍👧e\u0301你é\n  ab"), max_size=25))
 @settings(max_examples=150, deadline=None)

@@ -80,7 +80,15 @@ def same_ids(folder: Path, theirs: Any, about: object) -> None:
         assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short(
+    "LlamaTokenizer-*",
+    "Qwen2Tokenizer-as it is",
+    "GemmaTokenizer-with BOS",
+    "GPT2Tokenizer-with both",
+    "TokenizersBackend-with both",
+    "T5Tokenizer-as it is",
+    "CohereTokenizer-with BOS",
+)
 @pytest.mark.parametrize("saved", ["as it is", "with BOS", "with both"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_ids_are_those_of_transformers_whatever_is_said_of_bos_and_eos(name: str, saved: str, tmp_path: Path) -> None:
@@ -97,7 +105,7 @@ def test_ids_are_those_of_transformers_whatever_is_said_of_bos_and_eos(name: str
         same_ids(tmp_path, reader.from_pretrained(tmp_path), flags)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.short("LlamaTokenizer", "Qwen2Tokenizer", "GemmaTokenizer")
 @pytest.mark.parametrize("name", CLASSES)
 def test_blanks_are_put_in_front_as_tokenizer_json_says(name: str, tmp_path: Path) -> None:
     """As transformers does where it takes the file as it is; some of its classes build the steps anew by these keys."""

@@ -221,7 +221,7 @@ def test_a_draft_model_reads_in_training_what_it_reads_when_serving(
     llm.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("True")
 @pytest.mark.parametrize("hydra", [False, True])
 def test_medusa_reads_in_training_what_it_reads_when_serving(
     source: AnswerSource, hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +258,7 @@ def test_medusa_reads_in_training_what_it_reads_when_serving(
     small.llm.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("eagle", "mtp, portable")
 @pytest.mark.parametrize("kind", ["eagle", "eagle, shared head", "mtp", "mtp, portable"])
 def test_layers_on_states_read_in_training_what_they_read_when_serving(
     kind: str, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,7 +307,7 @@ def test_layers_on_states_read_in_training_what_they_read_when_serving(
     assert num_guesses > 10
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("Markov", "portable")
 @pytest.mark.parametrize(
     "shape",
     [BLOCK, replace(BLOCK, selector_rank=8), replace(BLOCK, markov_rank=8, portable=True)],
@@ -371,7 +371,7 @@ def students_of_drafts(target: Blueprint) -> list[tuple[Student, int]]:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("eagle")
 @pytest.mark.parametrize("number", range(3), ids=["block", "eagle", "mtp"])
 def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSource, number: int) -> None:
     """As many as guess each token about once, others in other steps; the laws are those that all roots have there."""

@@ -67,7 +67,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     return replace(student, weights=trainable(fitted, torch.device("cpu")))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.short("draft-1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle", "mtp", *BLOCKS])
 def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def answers(draft: str | None) -> tuple[list[tuple[int, ...]], float]:
     return [answer.outputs[0].token_ids for answer in found], stats.num_accepted / max(1, stats.num_drafted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("draft")
 @pytest.mark.parametrize(
     "kind",
     [

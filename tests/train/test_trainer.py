@@ -75,7 +75,7 @@ def trainer_in(folder: Path, student: Student, source: AnswerSource) -> Trainer:
     return Trainer(student, source, place, source.held_out(quiet), None, quiet)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("decay")
 @pytest.mark.parametrize("place_weights", ["decay", "d-pace"])
 def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: str, tmp_path: Path) -> None:
     """Another kind needs a class alone: heads on the last state, for two depths and a part of the vocabulary."""
@@ -97,7 +97,7 @@ def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: st
     assert all(torch.equal(again.student.weights[name], tensor) for name, tensor in student.weights.items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("True")
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_products_of_steps_alone_are_in_bfloat16_where_that_is_asked_for(bfloat16: bool, tmp_path: Path) -> None:
     settings = TrainSettings(steps=2, batch=2, max_tokens=12, draft_depth=2, held_out=1, bfloat16=bfloat16)
@@ -113,7 +113,7 @@ class Stopped(Exception):
     """What ends a training in the middle of a step."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.short("block-*-False")
 @pytest.mark.parametrize(
     ("kind", "sizes", "bfloat16"),
     [

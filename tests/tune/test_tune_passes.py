@@ -34,7 +34,7 @@ def meter(llm: LLM, rows: int, num_tokens: int = 30) -> PassMeter:
     return PassMeter(stage, Group("tales", rows, 0.0), None, 8, 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.short("ngram-1", "suffix-3", "model-3")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rounds_of_every_size_are_made_whatever_the_drafter_guesses(llm: LLM, rows: int) -> None:
     own, sizes = meter(llm, rows), range(rows + 1, 9 * rows + 1)

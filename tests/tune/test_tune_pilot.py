@@ -84,7 +84,7 @@ def ran(llm: LLM, batch: int, temperature: float, depth: int) -> RowsTape:
     return tape
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.short("ngram-1.0", "early-exit:1-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm: LLM, temperature: float) -> None:
     texts = piloted(llm, 1, temperature)
@@ -98,7 +98,7 @@ def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm
         assert found.num_decoded == tape.num_decoded
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.short("ngram-512", "model:/stories280k-5")
 @pytest.mark.parametrize("chunk_tokens", [512, 5])
 def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if llm.drafter_names == ("suffix",):
@@ -116,7 +116,6 @@ def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, mo
 
 
 @pytest.mark.full
-@pytest.mark.sampled(3)
 def test_a_text_recorded_in_a_batch_is_recorded_as_it_is_alone(llm: LLM) -> None:
     if llm.drafter_names == ("suffix",):
         pytest.skip("with several rows at once, suffix has other past answers")
