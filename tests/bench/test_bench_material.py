@@ -197,7 +197,7 @@ def test_messages_go_through_the_template_which_is_told_by_its_hash(tmp_path: Pa
         template = Template({} if thinking is None else {"enable_thinking": thinking}, always=thinking is True)
         assert template.thinking is thinking
         workload = workload_of("own", passages, 2, tokenizer, template)
-        assert workload.template == tokenizer.template_digest()
+        assert workload.template == tokenizer.template().digest()
         said[thinking] = [tokenizer.decode(list(item.prompt)).strip() for item in workload.items]
     assert said[True] == ["<user>Tell a tale think", "<user>Hi think"]
     assert said[False] == said[None] == ["<user>Tell a tale", "Hi"]

@@ -178,7 +178,7 @@ def test_a_new_cache_is_zero_and_padded():
 def test_bytes_are_those_of_the_tensors():
     cache = make_cache(64)
     each = PagedCache.bytes_per_token(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float64)
-    assert cache.num_bytes == each * (64 + KEY_PAD) == cache.keys.nbytes + cache.values.nbytes
+    assert each * (64 + KEY_PAD) == cache.keys.nbytes + cache.values.nbytes
 
 
 def test_a_chain_is_not_copied(monkeypatch):
@@ -228,7 +228,7 @@ def test_memory_that_is_planned_and_not_used_is_not_taken(dtype: torch.dtype) ->
     before = process.memory_info().rss
     num_tokens = (1 << 30) // (2 * 4 * 2 * 64 * dtype.itemsize)
     cache = PagedCache(layers=4, kv_heads=2, head_dim=64, num_tokens=num_tokens, dtype=dtype)
-    assert cache.num_bytes > 1 << 30
+    assert cache.keys.nbytes + cache.values.nbytes > 1 << 30
     assert process.memory_info().rss - before < 32 << 20
     assert not cache.keys[:, :, ::997].any()
     assert not cache.values[:, :, -600:].any()

@@ -203,7 +203,7 @@ def test_planned_bytes_are_those_of_the_caches_built():
     model = ModelMemory(0, each, 0, 4096)
     got = plan_memory(model, {"model": model}, max_model_len=100, max_num_seqs=3, budget_bytes=10**7)
     cache = PagedCache(**shape, num_tokens=got.cache_tokens)
-    assert cache.num_bytes == got.cache_bytes == got.drafter_cache_bytes["model"]
+    assert 2 * cache.keys.nbytes == got.cache_bytes == got.drafter_cache_bytes["model"]
     assert cache.num_free_tokens == got.cache_tokens == 3 * 128
     cache.reserve([0, 1, 2], [100] * 3)
 

@@ -53,7 +53,6 @@ def test_shards_and_single_files_give_the_same_tensors(
     save_file(sharded, tmp_path / "single" / "model.safetensors")
     for folder in (tmp_path, tmp_path / "single"):
         checkpoint = Checkpoint(folder, dtype)
-        assert checkpoint.num_bytes == 3 * 24 * dtype.itemsize
         assert "d" not in checkpoint
         for name, tensor in sharded.items():
             assert name in checkpoint
@@ -120,7 +119,7 @@ before = status("VmRSS")
 checkpoint = Checkpoint(Path(sys.argv[1]), torch.bfloat16)
 names = sorted(checkpoint.stored, key=lambda name: name.split(".")[::-1])  # hops from shard to shard
 weights = [checkpoint.take(name, checkpoint.stored[name].shape) for name in names]
-print(status("VmHWM") - before, sum(w.nbytes for w in weights), checkpoint.num_bytes)
+print(status("VmHWM") - before, sum(w.nbytes for w in weights))
 """
 
 
@@ -145,8 +144,8 @@ def test_loading_holds_the_weights_and_never_a_second_copy(tmp_path: Path, store
     command = [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "warm")]
     env = os.environ | {"PYTHONPATH": str(SRC)}
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
-    growth, loaded, promised = map(int, run.stdout.split())
-    assert loaded == promised == 4 * tensors * width * 1000 * 2
+    growth, loaded = map(int, run.stdout.split())
+    assert loaded == 4 * tensors * width * 1000 * 2
     assert loaded * 0.95 < growth, "the weights were not resident: the measurement is void"
     assert growth < loaded + shard / tensors + 12e6, "more than the weights and one tensor"
 

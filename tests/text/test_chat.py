@@ -101,7 +101,7 @@ IN_FILE = ("bytes", "folder", "syntax in the file", "nothing")  # of these the m
 def test_a_damaged_template_fails_chats_alone(tmp_path: Path, kind: str) -> None:
     tokenizer = Tokenizer.load(BROKEN[kind](tmp_path / "model"))
     assert tokenizer.encode("Once") == [403]
-    for work in (tokenizer.require_chat_template, lambda: tokenizer.apply_chat_template(TALK)):
+    for work in (tokenizer.template().require, lambda: tokenizer.apply_chat_template(TALK)):
         with pytest.raises(TokenizerError, match=r"chat_template") as caught:
             work()
         assert str(tmp_path / "model") in str(caught.value)

@@ -368,7 +368,7 @@ def test_a_conversation_is_rendered_as_transformers_does(tmp_path: Path, where: 
     tokenizer = Tokenizer.load(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask)
-    tokenizer.require_chat_template()
+    tokenizer.template().require()
     assert tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask) == expected
     ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=ask)
     assert ids == theirs(expected, add_special_tokens=False).input_ids

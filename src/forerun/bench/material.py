@@ -211,7 +211,7 @@ def workload_of(
     template, taken = template or Template(), passages[:most]
     items = tuple(item_of(passage, tokenizer, template) for passage in taken)
     chat = template.always or any(passage.conversation for passage in taken)
-    return Workload(name, items, tokenizer.template_digest() if chat else None)
+    return Workload(name, items, tokenizer.template().digest() if chat else None)
 
 
 def item_of(passage: Passage, tokenizer: Tokenizer, template: Template) -> Item:

@@ -82,11 +82,6 @@ class PagedCache:
         return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of both tensors; constant."""
-        return 2 * self.keys.numel() * self.keys.element_size()
-
-    @property
     def num_free_tokens(self) -> int:
         """Tokens in free blocks. Rows may have more room in their last blocks."""
         return self.blocks.num_free * self.blocks.block_size

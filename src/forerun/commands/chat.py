@@ -42,7 +42,7 @@ def chat(
         from forerun.commands.answering import LoadedModel, answer
     model = LoadedModel.of(where, how)
     llm, errors, painter = model.llm, model.errors, Painter(Console(), how.raw)
-    llm.tokenizer.require_chat_template()
+    llm.tokenizer.template().require()
     label = label_of_widened(llm, where)
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = beginning

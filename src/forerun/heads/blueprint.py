@@ -18,7 +18,7 @@ from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Drafter
 from forerun.draft.plan import CacheTokens, DraftPlan
 from forerun.errors import InvalidRequest
-from forerun.heads.folder import HeadFolder, layer_fields
+from forerun.heads.folder import HeadFolder
 from forerun.models.config import ModelConfig
 from forerun.models.projections import Shapes
 from forerun.models.runner import Runner
@@ -58,7 +58,7 @@ class WideDrafter:
     ) -> WideDrafter:
         """What becomes of layers, which are `wide` then, with fields and writers of their own."""
         size = {"vocab_size": wide.vocab_size} if wide.vocab_size else {}
-        told = {**layer_fields(wide), **size, **fields}
+        told = {**wide.layer_fields(), **size, **fields}
         return cls(folder, *shapes, told, (*WRITERS, *writers), wide.qk_norm, **more)
 
 

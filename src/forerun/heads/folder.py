@@ -176,15 +176,3 @@ def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:
     """The fields as those of a model of the drafter's layers, with the `usual` values of what they leave out."""
     kept = {key: value for key, value in fields.values.items() if key != "architectures"}
     return replace(fields, values={**usual, **kept})
-
-
-def layer_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a layer's shape."""
-    return {
-        "hidden_size": config.hidden,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate,
-        "rms_norm_eps": config.norm_eps,
-    }

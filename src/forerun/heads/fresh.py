@@ -52,15 +52,10 @@ def stored_dtype(target: Blueprint) -> torch.dtype:
 def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, Any]:
     """The fields of config.json for so many layers that are shaped like the target's, with `mlp` neurons if given."""
     of = target.config
-    return {
-        "hidden_size": of.hidden,
+    return of.layer_fields() | {
         "intermediate_size": of.intermediate if mlp is None else mlp,
         "num_hidden_layers": layers,
-        "num_attention_heads": of.heads,
-        "num_key_value_heads": of.kv_heads,
-        "head_dim": of.head_dim,
         "max_position_embeddings": of.max_positions,
-        "rms_norm_eps": of.norm_eps,
         "rope_theta": of.rope.theta,
         "dtype": str(stored_dtype(target)).removeprefix("torch."),
     }

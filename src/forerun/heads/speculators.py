@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forerun.fields import Fields
-from forerun.heads.folder import layer_fields
 from forerun.heads.layouts import DraftFiles, TargetFacts
 from forerun.models.config import ModelConfig
 
@@ -50,7 +49,7 @@ def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) 
     kept = {key: value for key, value in config.items() if key not in (*FORMAT_KEYS, *others)}
     return {
         **kept,
-        **layer_fields(layers),
+        **layers.layer_fields(),
         "model_type": layers.family,
         "num_hidden_layers": layers.layers,
         "max_position_embeddings": layers.max_positions,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -127,6 +128,17 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
+
+    def layer_fields(self) -> dict[str, Any]:
+        """The shape of its layers, as config.json has it."""
+        return {
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "rms_norm_eps": self.norm_eps,
+        }
 
 
 def read_config(folder: Path) -> ModelConfig:

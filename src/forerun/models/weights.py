@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import mistaken, read_fields, short
-from forerun.models.config import ModelConfig
+from forerun.models.config import DTYPES, ModelConfig
 from forerun.models.foreign import BROKEN_OFF, ORIGINAL, foreign_tensors, told_of
 from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors, promised_tensors
@@ -29,8 +29,8 @@ from forerun.models.spec import dtype_name
 STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
 MOST_SHARDS = 10_000  # of any model
 WHOLE = ("I64", "I32", "I16", "U8")
-HELD = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
+FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # in its own folder: a file elsewhere is none of the checkpoint's
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 OUTER, HEAD, TABLE = "model.", "lm_head.weight", "model.embed_tokens.weight"
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
@@ -50,7 +50,7 @@ def number_formats(
     """
     name = dtype_name(requested)
     if name != "auto":
-        return (HELD[name],)
+        return (DTYPES[name],)
     if config.dtype not in (torch.float16, torch.bfloat16):
         return (torch.float32,)
     return (torch.bfloat16 if activations_too else config.dtype, torch.float32)
@@ -89,11 +89,6 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all tensors together, in `dtype`."""
-        return sum(torch.Size(entry.shape).numel() for entry in self.stored.values()) * self.dtype.itemsize
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor, contiguous, in `dtype`, in memory of its own.
@@ -149,7 +144,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         return {name: entry for file in shards_of(folder) for name, entry in read_header(file).items()}
     fields = read_fields(index, MissingWeights, MissingWeights)
     places = fields.inside("weight_map").values
-    if not places or not all(is_file_name(shard) for shard in places.values()):
+    if not places or not all(isinstance(shard, str) and FILE_NAME.fullmatch(shard) for shard in places.values()):
         raise fields.refuse("weight_map", f"it must give the name of a file in the folder for every tensor: {AGAIN}")
     require_files([folder / name for name in sorted(set(places.values()))])
     shards = {name: read_header(folder / name) for name in sorted(set(places.values()))}
@@ -195,11 +190,6 @@ def by_usual_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     head = f"{prefix.removesuffix(OUTER)}{HEAD}"
     names = {n: f"{OUTER}{n.removeprefix(prefix)}" if n.startswith(parts) else n for n in stored} | {head: HEAD}
     return {names[name]: entry for name, entry in stored.items()}
-
-
-def is_file_name(value: object) -> bool:
-    """Whether an index names a file in its own folder; a file elsewhere is none of the checkpoint's."""
-    return isinstance(value, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", value) is not None
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

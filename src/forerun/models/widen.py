@@ -285,15 +285,9 @@ def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
 def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
     """What is written."""
     config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
-    values = dict(fields.values) | {
-        "hidden_size": config.hidden,
+    values = {**fields.values, **config.layer_fields()} | {
         "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate,
         "vocab_size": config.vocab_size,
-        "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         WIDENED: {
             "from": plan.source.name,

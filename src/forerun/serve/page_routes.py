@@ -73,7 +73,7 @@ def settings_of(service: Service) -> dict[str, Any]:
     llm = service.llm
     options, params = llm.engine.options, llm.get_default_sampling_params()
     try:
-        llm.tokenizer.require_chat_template()
+        llm.tokenizer.template().require()
         chats = True
     except TokenizerError:
         chats = False

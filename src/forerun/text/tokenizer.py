@@ -220,14 +220,6 @@ class Tokenizer:
             digest.update(f"{token_id}\t{token}\n".encode())
         return digest.hexdigest()
 
-    def require_chat_template(self) -> None:
-        """Raises TokenizerError, as `chat` would, where there is no usable template."""
-        self._template.require()
-
-    def template_digest(self) -> str:
-        """16 hex digits that tell the chat template apart from others. Raises TokenizerError where there is none."""
-        return self._template.digest()
-
     @overload
     def apply_chat_template(
         self, conversation: object, tools: object = ..., *, tokenize: Literal[False], **options: Any
