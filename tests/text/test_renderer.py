@@ -103,7 +103,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.short("<", "index", "sort", "tojson", "urlize", "format")
+@pytest.mark.short("sort", "tojson", "urlize", "format")
 @pytest.mark.parametrize("name", WALKS)
 @pytest.mark.usefixtures("hasty")
 def test_what_walks_values_in_c_ends_at_the_limit(name: str) -> None:
