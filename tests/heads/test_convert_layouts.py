@@ -19,10 +19,9 @@ from forerun.heads.convert import convert
 from forerun.heads.kinds import head_folders
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
-from heads.conversions import same_tensors
 from heads.trained import eagle_of, first_eagle_of, heads_of
 from kit.assertions import num_accepted
-from kit.checkpoints import TARGET
+from kit.checkpoints import TARGET, same_tensors
 from kit.unchecked import unchecked
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,3 +37,9 @@ def rewritten(
     stored = (load_file(path) if path.exists() else {}) | dict(tensors)
     kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
     return written(into or folder, read_json(folder / "config.json") | dict(keys), kept)
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same weights, to the bit and under the same names."""
+    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
