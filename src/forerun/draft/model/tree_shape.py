@@ -15,6 +15,7 @@ from forerun.draft.base import Budget
 from forerun.tree import HostTree
 
 Ranks = Sequence[int]  # ascending: 0 is the first child drawn
+FIRST: Ranks = range(1)
 
 
 @dataclass(slots=True)
@@ -35,17 +36,18 @@ class GrowingTree:
 
     def add(self, parent: int, rank: int, token: int, survival: float) -> None:
         """Append a guess, given its survival on from its parent; unless it may be left out and would be in the end."""
-        survival *= self.tree.survival[parent]
+        tree = self.tree
+        survival *= tree.survival[parent]
         if self.coupled and (survival <= self.least or survival < self.budget.price):
             return
-        self.tree.add(token, parent, survival)
-        self.tree.law_rows.append(-1)
+        tree.add(token, parent, survival)
+        tree.law_rows.append(-1)
         self.ranks.append(rank)
 
     def along(self, values: Sequence[int], node: int) -> list[int]:
         """The values of the nodes from below the root down to this one."""
         if self.budget.width == 1:
-            return list(values[1 : node + 1])
+            return [*values[1 : node + 1]]
         path = []
         while node:
             path.append(values[node])
@@ -55,11 +57,14 @@ class GrowingTree:
     def extend(self) -> Mapping[int, Ranks]:
         """Which of the nodes drawn since the last call get children, and of which ranks."""
         first, self.decided, self.level = self.decided, len(self.tree.tokens), self.level + 1
-        if self.level >= self.budget.depth:
+        budget, survival = self.budget, self.tree.survival
+        if self.level >= budget.depth:
             return {}
-        survival, price = self.tree.survival, self.budget.price
-        choose = shaped if self.budget.shape is not None else best_first if self.coupled else settled
-        return choose(self, [node for node in range(first, self.decided) if survival[node] >= price])
+        if budget.width == 1 and budget.shape is None:  # both rules, at less cost
+            last = self.decided - 1
+            return {last: FIRST} if first <= last < budget.nodes and survival[last] >= budget.price else {}
+        choose = shaped if budget.shape is not None else best_first if self.coupled else settled
+        return choose(self, [node for node in range(first, self.decided) if survival[node] >= budget.price])
 
     def finished(self) -> HostTree:
         """The tree without what does not stay; of a node that stays the parent does too, being no less likely."""
