@@ -46,7 +46,7 @@ MIDDLE = "model:stdlib-middle"
 
 
 @dataclass(slots=True)
-class Probe:
+class Probe(MeasuredLengths):
     """Inner lengths of 1, 2, 3, 4 by turns, so that what is counted does not depend on what was found before."""
 
     turn: int = 0
@@ -72,9 +72,6 @@ class Probe:
 
     def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
         """The pair shows it."""
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """Nothing is known of them alone."""
 
     def inner(self, alone_s: float) -> tuple[int, float]:
         """The best inner length, and what a token of the judge's then costs; it takes `alone_s` by itself."""

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.models.loading import Blueprint
 from forerun.train.speed import Stopwatch
 from recipes.stdlib.corpus import read_corpus, standard_library

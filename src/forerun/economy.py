@@ -3,7 +3,7 @@
 With a_j = P(guess j accepted | those before it were), a round of k guesses gives G(k) = 1 + sum over j <= k of
 a_1 ... a_j tokens; where it takes C(k) seconds, a token costs C(k) / G(k), and the depth with the least is the best.
 Acceptance and costs are what was seen, the latest counting most. The engine's controller decides by this how far to
-draft, a mix which of its arms to ask, and a cascade how long the drafts of its lower members should be.
+draft, a mix which of its drafters to ask, and a cascade how long the drafts of its lower members should be.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.draft.auto import settled
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord, settled
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import UnknownDrafter
 from forerun.llm import LLM

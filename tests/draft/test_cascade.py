@@ -12,7 +12,7 @@ from forerun.config import Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.lengths import FixedLength, MeasuredLengths, RoundTiming
+from forerun.draft.many.lengths import MeasuredLengths, RoundTiming
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.llm import LLM
@@ -22,7 +22,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from kit.checkpoints import SMALL, TARGET
-from kit.drafters import Stateless
+from kit.drafters import FixedLength, Stateless
 from kit.engines import CountingRunner
 from kit.texts import VOCAB, story
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.draft.many.lengths import FIRST, FixedLength, Lengths, MeasuredLengths, RoundTiming
+from forerun.draft.many.lengths import FIRST, MeasuredLengths, RoundTiming
 from forerun.economy import MOST, best_depth, cost_per_token
+from kit.drafters import FixedLength
 
 
 def simulated(
-    lengths: Lengths, rounds: int, chance: float, prices: tuple[float, float, float], batch: int = 1
+    lengths: MeasuredLengths, rounds: int, chance: float, prices: tuple[float, float, float], batch: int = 1
 ) -> Sequence[Sequence[int]]:
     """Rounds in which each guess is accepted at a rate and everything has its price; the lengths of all rounds."""
     dice, (guess_s, pass_s, token_s), found = random.Random(3), prices, []

@@ -13,8 +13,7 @@ import pytest
 
 from draft.rounds import Row, committed
 from forerun.draft.base import Budget
-from forerun.draft.many.merge import add_guess, merge, mixed_root
-from forerun.draft.many.mix import came_true
+from forerun.draft.many.mix import add_guess, came_true, merge, mixed_root
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.kernels.sampling import find_sampling_kernels

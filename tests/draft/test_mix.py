@@ -13,9 +13,7 @@ from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.lengths import FixedLength
-from forerun.draft.many.merge import add_guess, merge, mixed_root
-from forerun.draft.many.mix import ANY_PRICE, MixDrafter, came_true
+from forerun.draft.many.mix import ANY_PRICE, MixDrafter, add_guess, came_true, merge, mixed_root
 from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.text.suffix import SuffixDrafter
@@ -31,6 +29,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree, HostTree
 from kit.checkpoints import SMALL, TARGET
+from kit.drafters import FixedLength
 from kit.texts import story
 from kit.unchecked import unchecked
 from law.fuzz import Bench, run, run_checked

@@ -45,7 +45,8 @@ def stored(tree: SuffixTree, num_tokens: int) -> tuple[Counter[Context], int]:
             for length in range(1, len(rest) + 1):
                 counts[(*context, *rest[:length])] = 1
         else:
-            todo += [((*context, token), child) for token, child in place.children()]
+            children = {} if place.child is None else {place.token: place.child}
+            todo += [((*context, token), child) for token, child in (place.several or children).items()]
     return counts, num_bytes
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun.config import Speculation
-from forerun.draft.auto import beside
-from forerun.draft.record import DrafterRecord
+from forerun.draft.auto import DrafterRecord, beside
 from forerun.draft.spec import DraftSpec
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM

@@ -9,8 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from forerun.config import Speculation
-from forerun.draft.auto import settled
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord, settled
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.heads import widen as module

@@ -14,7 +14,6 @@ from documented import PHRASES, phrase_drafter, similar_place_drafter
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.lengths import FixedLength
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.models.loading import Blueprint
@@ -23,6 +22,7 @@ from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.checkpoints import SMALL, TARGET
+from kit.drafters import FixedLength
 from kit.sparse import write_sparse
 from kit.texts import story
 

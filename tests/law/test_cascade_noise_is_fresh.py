@@ -14,11 +14,10 @@ from torch import Tensor
 from forerun.config import Verification
 from forerun.draft.base import Budget, Committed, Draft, JudgeLogits, Question
 from forerun.draft.many.cascade import CascadeDrafter, Chain
-from forerun.draft.many.lengths import FixedLength
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.tree import DraftTree
-from kit.drafters import Stateless
+from kit.drafters import FixedLength, Stateless
 
 VOCAB = 3
 P = [0.16, 0.44, 0.40]

@@ -17,13 +17,13 @@ from torch import Tensor
 from forerun.draft import base
 from forerun.draft.base import Budget, Committed, JudgeLogits, Question
 from forerun.draft.many.cascade import CascadeDrafter, Chain
-from forerun.draft.many.lengths import FixedLength, RoundTiming
+from forerun.draft.many.lengths import RoundTiming
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify import verify as verifying
 from forerun.verify.rules import AcceptLaw, Walk, walk
-from kit.drafters import Stateless
+from kit.drafters import FixedLength, Stateless
 from kit.unchecked import unchecked
 
 FAMILIES = [family for family in families(12) if family.vocab == 3]

@@ -23,12 +23,12 @@ from forerun.config import EngineOptions, Speculation, Verification
 from forerun.control.controller import Controller, FixedDepth, Load
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Judge, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.lengths import FixedLength
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
+from kit.drafters import FixedLength
 
 ROOT_TEXT = [1, 403, 407, 261]  # "Once upon a"
 TOP_K, NUM_TOKENS, NUM_TEXTS, TEMPERATURE = 4, 3, 2500, 2.0

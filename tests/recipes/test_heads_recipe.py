@@ -13,7 +13,7 @@ from recipes.stdlib.heads import HEADS
 from recipes.stdlib.judge import TIMED_DEPTHS, Acceptance, DrafterFigures, figures_table, write_records
 
 from forerun.cli import app
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.models.bundled import BUNDLED_HEADS, FOLDER
 
 

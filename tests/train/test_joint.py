@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from forerun import cli
 from forerun.config import Speculation
-from forerun.draft.record import DrafterRecord
+from forerun.draft.auto import DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.heads.medusa.joint import check_free
 from forerun.heads.student import StudentSizes

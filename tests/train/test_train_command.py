@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.config import Speculation
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint

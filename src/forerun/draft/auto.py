@@ -1,26 +1,94 @@
-"""`auto`: the best of the trained drafters that lie beside the target.
+"""Trained drafters: what each was found to be worth, and `auto`, which takes the best of those beside the target.
 
-This file decides where they are looked for, and which one is the best. Beside a target are the folders inside its own
-folder and those next to it, as far as they hold a `drafter.json` (`record.py`) written for these very weights. What a
-drafter is worth is read there and not measured again, so choosing loads nothing; how deep drafts go, and whether they
-pay on this machine, remains the controller's question.
+This file decides what `drafter.json` beside a drafter's weights says (which target it was trained for, by the target's
+weights, and what held-out answers gave), where `auto` looks, and which one is the best. Beside a target are the folders
+inside its own folder and those next to it, as far as they hold a record for these very weights. What a drafter is worth
+is read there and not measured again, so choosing loads nothing; how deep drafts go, and whether they pay on this
+machine, remains the controller's question.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from forerun.draft.base import Drafter
-from forerun.draft.record import RECORD, DrafterRecord
 from forerun.draft.spec import DraftSpec, parse_spec
-from forerun.errors import UnknownDrafter
+from forerun.errors import ForerunError, UnknownDrafter
+from forerun.fields import Fields, read_fields
 from forerun.models.loading import Blueprint
 
 AUTO_DRAFT = "auto"
 OTHERWISE = DraftSpec("suffix")  # where nothing that pays lies beside the target: it needs no weights
-Found = tuple[Path, DrafterRecord]
+RECORD = "drafter.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterRecord:
+    """What held-out answers said of the drafter in a folder, at this temperature.
+
+    `drafter` is its name and `argument` what its argument says before the folder: `2:` for `early-exit:2:DIR`.
+    `target` is the digest of the target's weights. `tokens_per_round` is by depth from 1. `speed_up` is what was
+    predicted at the best depth from rounds timed where it was trained, batch 1; None where none were timed.
+    """
+
+    drafter: str
+    argument: str
+    target: str
+    temperature: float
+    acceptance_at_depth: tuple[float, ...]
+    tokens_per_round: tuple[float, ...]
+    speed_up: float | None = None
+
+    @classmethod
+    def of(cls, draft: str, folder: Path, **found: Any) -> DrafterRecord:
+        """The record of the drafter that the specification `draft` finds in `folder`."""
+        spec = parse_spec(draft)
+        assert spec.argument is not None, "a trained drafter names its folder"
+        return cls(spec.name, spec.argument.removesuffix(str(folder)), **found)
+
+    @classmethod
+    def read(cls, folder: Path) -> DrafterRecord | None:
+        """The record in a folder; None where there is none, or none that can be used."""
+        try:
+            fields = read_fields(folder / RECORD)
+            return cls(
+                drafter=str(fields.values["drafter"]),
+                argument=str(fields.values["argument"]),
+                target=str(fields.values["target"]),
+                temperature=float(fields.values["temperature"]),
+                acceptance_at_depth=numbers(fields, "acceptance_at_depth"),
+                tokens_per_round=numbers(fields, "tokens_per_round"),
+                speed_up=fields.optional("speed_up"),
+            )
+        except (ForerunError, KeyError, TypeError, ValueError):
+            return None
+
+    def spec(self, folder: Path) -> DraftSpec:
+        """The specification of the drafter, which is in this folder."""
+        return DraftSpec(self.drafter, argument=f"{self.argument}{folder}")
+
+    def text(self) -> str:
+        """What the file holds."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def untimed(self, target: str) -> DrafterRecord:
+        """This worth for another target of the same law, where rounds take other times: no speed-up is known."""
+        return replace(self, target=target, speed_up=None)
+
+
+def numbers(fields: Fields, name: str) -> tuple[float, ...]:
+    """A list of numbers, at least one."""
+    values = fields.values[name]
+    if not isinstance(values, list) or not values:
+        raise fields.refuse(name, "it must be a list of numbers")
+    return tuple(map(float, values))
+
+
+PathAndRecord = tuple[Path, DrafterRecord]
 
 
 def settled_draft(draft: str | Drafter | None, target: Blueprint) -> str | Drafter | None:
@@ -38,7 +106,7 @@ def settled(spec: DraftSpec, target: Blueprint) -> DraftSpec:
     return OTHERWISE if best is None else best[1].spec(best[0])
 
 
-def beside(target: Blueprint) -> Iterator[Found]:
+def beside(target: Blueprint) -> Iterator[PathAndRecord]:
     """The drafters trained for these weights that lie in the target's folder or next to it, by name."""
     folder, digest = target.folder, ""
     for place in (folder, folder.resolve().parent):
@@ -49,7 +117,7 @@ def beside(target: Blueprint) -> Iterator[Found]:
                 yield path.parent, record
 
 
-def chosen(found: list[Found]) -> Found | None:
+def chosen(found: list[PathAndRecord]) -> PathAndRecord | None:
     """The best of these: of those whose rounds were timed the one with the greatest predicted speed-up, if that is one;
     then, of those that nobody timed, the one with the most tokens per round; None where neither is there."""
     timed = [each for each in found if (each[1].speed_up or 0) > 1]

@@ -57,7 +57,7 @@ class DraftPlan:
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
         """This plan, with unused names for its caches, because one checkpoint may serve twice."""
-        names = {name: free_name(name, taken) for name in self.kept()}
+        names = {name: free_name(name, taken) for name in (*self.models, *self.remembered_bytes)}
 
         def own(cache_tokens: CacheTokens) -> CacheTokens:
             return {name: cache_tokens[new] for name, new in names.items() if new in cache_tokens}
@@ -71,12 +71,17 @@ class DraftPlan:
             remembered_bytes={names[name]: most for name, most in self.remembered_bytes.items()},
         )
 
-    def kept(self) -> Sequence[str]:
-        """The names of its caches and of what it remembers."""
-        return (*self.models, *self.remembered_bytes)
-
 
 PlanMember = Callable[[DraftSpec, DraftContext], DraftPlan]
+
+
+def member_plans(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> list[DraftPlan]:
+    """The plans of the drafters that this one is made of, none of whose caches share a name."""
+    plans: list[DraftPlan] = []
+    for member in spec.members:
+        taken = [name for other in plans for name in (*other.models, *other.remembered_bytes)]
+        plans.append(plan(member, context).renamed(taken))
+    return plans
 
 
 def joined_plans(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:

@@ -21,7 +21,7 @@ from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields

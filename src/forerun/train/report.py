@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from forerun.draft.record import DrafterRecord
+from forerun.draft.auto import DrafterRecord
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
 from forerun.train.speed import RoundTimes

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.draft.record import RECORD
+from forerun.draft.auto import RECORD
 from forerun.errors import FolderTaken
 from forerun.limits import shown
 from forerun.store import Journal, flat, writable, write_whole

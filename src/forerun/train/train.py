@@ -13,7 +13,7 @@ import torch
 
 from forerun import __version__
 from forerun.control.forecast import without_advice
-from forerun.draft.record import RECORD, DrafterRecord
+from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.heads.medusa.joint import check_free, write_target
 from forerun.heads.student import Student, StudentSizes, TargetText
 from forerun.llm import LLM

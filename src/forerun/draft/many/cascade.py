@@ -31,7 +31,7 @@ from torch import Tensor
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter, Judge, Outlook, Question, adoptable
-from forerun.draft.many.lengths import Lengths, MeasuredLengths, RoundTiming
+from forerun.draft.many.lengths import MeasuredLengths, RoundTiming
 from forerun.draft.plan import (
     BuildJudge,
     CacheTokens,
@@ -39,6 +39,7 @@ from forerun.draft.plan import (
     DraftPlan,
     PlanMember,
     joined_plans,
+    member_plans,
     refuse,
 )
 from forerun.draft.spec import DraftSpec
@@ -87,12 +88,12 @@ class CascadeDrafter:
 
     names: tuple[str, ...] = ("cascade",)
 
-    def __init__(self, lower: Drafter, judge: Judge, lengths: Lengths | None = None) -> None:
+    def __init__(self, lower: Drafter, judge: Judge, lengths: MeasuredLengths | None = None) -> None:
         assert not judge.taps, "there are no features behind tokens that the target has not read"
         self.taps = lower.taps
         self.lower = lower
         self.judge = judge
-        self.lengths: Lengths = lengths or MeasuredLengths()
+        self.lengths = lengths or MeasuredLengths()
 
     def observe(self, news: Committed) -> None:
         """Let both members observe what became final."""
@@ -267,21 +268,18 @@ def plan_cascade(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> Dr
         refuse(spec, f"a cascade has two members or more: {ORDER}")
     if spec.members[0].name == "mix":
         refuse(spec, "a mix is chosen from by what rounds of the target give: put the cascade into the mix instead")
-    first = plan(spec.members[0], context)
-    plans, judges = [first], list[BuildJudge]()
-    for member in spec.members[1:]:
-        member_plan = plan(member, context).renamed([name for other in plans for name in other.kept()])
+    plans, judges = member_plans(spec, context, plan), list[BuildJudge]()
+    for member, member_plan in zip(spec.members[1:], plans[1:], strict=True):
         if member_plan.build_judge is None:
             refuse(
                 spec,
                 f"{str(member)!r} cannot judge the guesses of the drafter before it; only models with the target's "
                 f"tokenizer can: {ORDER}",
             )
-        plans.append(member_plan)
         judges.append(member_plan.build_judge)
 
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter | None:
-        lower = first.build(cache_tokens, progress, target)
+        lower = plans[0].build(cache_tokens, progress, target)
         for build_judge in judges:
             assert lower is not None, "a member is a drafter"
             lower = CascadeDrafter(lower, build_judge(cache_tokens, progress, target))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from forerun.economy import OTHERS_WEIGHT, Acceptance, LinearCost, best_depth
 
@@ -28,54 +27,6 @@ class RoundTiming:
     pass_s: float
 
 
-@runtime_checkable
-class Lengths(Protocol):
-    """Says how long the drafts of a cascade's lower member should be."""
-
-    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
-        """How many guesses to ask for, for each of these sequences, of which `most[i]` are of use."""
-        ...
-
-    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Learn from a round's verdicts: how many guesses each sequence had, and how many were accepted."""
-        ...
-
-    def time(self, timing: RoundTiming) -> None:
-        """Learn from a round's times."""
-        ...
-
-    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
-        """Learn what the judge took for chains of `depth` tokens by itself; None: that was not its usual price."""
-        ...
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop what is known of these sequences alone."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedLength:
-    """Always the same length: drafts are then a function of the text in rejection modes, too."""
-
-    length: int
-
-    def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
-        """What was fixed, or what is of use."""
-        return [min(self.length, each) for each in most]
-
-    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Does nothing: the length is fixed."""
-
-    def time(self, timing: RoundTiming) -> None:
-        """Does nothing: the length is fixed."""
-
-    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
-        """Does nothing: the length is fixed."""
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """There is nothing to drop."""
-
-
 @dataclass(slots=True)
 class MeasuredLengths:
     """The best length by what was measured: acceptance by sequence, starting from that of all, and times of all.
@@ -90,7 +41,10 @@ class MeasuredLengths:
     alone: LinearCost = field(default_factory=LinearCost)  # by batch: a token each
 
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
-        """For each the length with the least time per token, as if the others were asked for as much."""
+        """How many guesses to ask for, for each of these sequences, of which `most[i]` are of use.
+
+        The length with the least time per token, as if the others were asked for as much.
+        """
         if self.drafts.weight == 0:
             return [min(FIRST, each) for each in most]
         batch, belief = len(seq_ids), self.together.overall()
@@ -104,24 +58,27 @@ class MeasuredLengths:
         return [best_depth(by_depth[:each], round_s) for by_depth, each in zip(rates, most, strict=True)]
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Of the lower member's guesses, as the judge judged them."""
+        """Learn from a round's verdicts: how many guesses each sequence had, and how many were accepted."""
         self.together.count(runs)
         for seq_id, run in zip(seq_ids, runs, strict=True):
             self.apart.setdefault(seq_id, Acceptance()).count([run])
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """What was known of them alone."""
+        """Drop what is known of these sequences alone."""
         for seq_id in seq_ids:
             self.apart.pop(seq_id, None)
 
     def time(self, timing: RoundTiming) -> None:
-        """A pass has its price by its tokens, and drafting by the guesses in a row."""
+        """Learn from a round's times: a pass has its price by its tokens, and drafting by the guesses in a row."""
         self.passes.record(timing.num_tokens, timing.pass_s)
         if timing.num_guesses:
             self.drafts.record(timing.num_guesses, timing.draft_s)
 
     def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
-        """Every token counts as a round without guesses."""
+        """Learn what the judge took for chains of `depth` tokens by itself; None: that was not its usual price.
+
+        Every token counts as a round without guesses.
+        """
         if taken_s is not None:
             self.alone.record(len(seq_ids), taken_s / depth)
         for _ in range(depth):

@@ -7,10 +7,16 @@ observe what became final, so any may be asked next. The engine's controller dec
 A row that one member drafted keeps that member's law. A merged row has no law, because its guesses were chosen after
 they were drawn: it is judged by equality, which is exact for any choice. Where more than one member is asked, their
 trees are joined on the host, which waits for drafts that were drawn on a device and have not been copied yet.
+
+Trees are merged as in SpecInfer (Miao et al., 2305.09781), which joins whole trees, and pruned to the likeliest paths.
+If survival is estimated correctly, the sum of a tree's survival is its expected number of accepted guesses. A path here
+has at least the survival that any member gives it, and at most that of the path it continues. So taking the likeliest
+next path n times finds the likeliest n of all, and their sum is at least that of any member's own n.
 """
 
 from __future__ import annotations
 
+import heapq
 import operator
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,8 +28,16 @@ import torch
 from forerun.annotations import ProgressCallback
 from forerun.device import upload_tensor
 from forerun.draft.base import MERGED, NO_DRAFT, Budget, Committed, Draft, Drafter, Outlook, Resume, adoptable
-from forerun.draft.many.merge import add_guess, merge, mixed_root
-from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, PlanMember, free_name, joined_plans, refuse
+from forerun.draft.plan import (
+    CacheTokens,
+    DraftContext,
+    DraftPlan,
+    PlanMember,
+    free_name,
+    joined_plans,
+    member_plans,
+    refuse,
+)
 from forerun.draft.spec import DraftSpec
 from forerun.economy import Acceptance
 from forerun.models.runner import Runner
@@ -184,6 +198,63 @@ def trees_of(draft: Draft, drafter: int, chances: Sequence[float]) -> list[HostT
     return trees
 
 
+def mixed_root(root: int, drafter: int) -> HostTree:
+    """A tree of a mix before its first guess: who drafts it, -1 for all or none."""
+    return HostTree([root], [-1], survival=[1.0], drafters=[drafter])
+
+
+def add_guess(tree: HostTree, token: int, parent: int, survival: float, drafter: int) -> int:
+    """Append a guess; its number. It survives with no more than its parent, and with nothing if that is unknown."""
+    tree.drafters.append(drafter)
+    return tree.add(token, parent, min(max(survival, 0.0), tree.survival[parent]) if survival == survival else 0.0)
+
+
+def merge(trees: Sequence[HostTree], budget: Budget) -> HostTree:
+    """The likeliest paths of all trees, within the budget's depth, width and number of guesses; all have one root.
+
+    The likeliest come first. Among equals what comes first is what stands first in the trees, and in the first of them.
+    """
+    whole, below = union(trees)
+    merged = mixed_root(whole.tokens[0], -1)
+    depths, widths = [0], [0]
+    # minus survival, node of the union, its parent in what is merged
+    heap = [(-whole.survival[child], child, 0) for child in below[0].values()]
+    heapq.heapify(heap)
+    while heap and len(merged.tokens) <= budget.nodes:
+        minus, node, parent = heapq.heappop(heap)
+        if widths[parent] == budget.width or -minus < budget.price:
+            continue
+        at = add_guess(merged, whole.tokens[node], parent, -minus, whole.drafters[node])
+        widths[parent] += 1
+        widths.append(0)
+        depths.append(depths[parent] + 1)
+        for child in below[node].values() if depths[at] < budget.depth else ():
+            heapq.heappush(heap, (-whole.survival[child], child, at))
+    return merged
+
+
+def union(trees: Sequence[HostTree]) -> tuple[HostTree, list[dict[int, int]]]:
+    """All paths, each of them once, and the children of each node by their tokens.
+
+    A path survives with what the most confident says, and counts as guessed by the first who guessed it.
+    """
+    whole, below = mixed_root(trees[0].tokens[0], -1), list[dict[int, int]]([{}])
+    for tree in trees:
+        place = [0]
+        for node in range(1, len(tree.tokens)):
+            token, parent = tree.tokens[node], place[tree.parents[node]]
+            known = below[parent].get(token)
+            if known is None:
+                known = add_guess(whole, token, parent, tree.survival[node], tree.drafters[node])
+                below[parent][token] = known
+                below.append({})
+            else:
+                survival = max(whole.survival[known], tree.survival[node])
+                whole.survival[known] = min(survival, whole.survival[parent])
+            place.append(known)
+    return whole, below
+
+
 def came_true(tree: HostTree, tokens: Sequence[int]) -> tuple[int, int]:
     """How many guesses stood on the way of what was said, and how many of them were right."""
     node, right = 0, 0
@@ -249,9 +320,8 @@ def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftP
     if any(member.name == spec.name for member in spec.members):
         flat = [one for member in spec.members for one in (member.members if member.name == spec.name else (member,))]
         refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
-    plans, names = list[DraftPlan](), list[str]()
+    plans, names = member_plans(spec, context, plan), list[str]()
     for member in spec.members:
-        plans.append(plan(member, context).renamed([name for other in plans for name in other.kept()]))
         names.append(free_name(str(member), names))
 
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:

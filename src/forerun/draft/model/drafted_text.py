@@ -1,38 +1,20 @@
 """DraftedText: the state of one sequence in a drafter that is a model.
 
-This module decides how the tokens that were read behind the kept text are numbered and found again, which part of a
-text stays when its end turns out to be different, and which texts share a beginning in the cache.
+This module decides how the tokens that were read behind the kept text are numbered and found again, and which part of a
+text stays when its end turns out to be different.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning
-from forerun.device import Download
 from forerun.draft.base import Budget
-from forerun.models.runner import Read, Runner
-
-NO_SEQUENCE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class UnseenGuesses:
-    """Guesses of one sequence that were read into its tail before the host saw them."""
-
-    guesses: Download
-    row: int
-    num_read: int
-
-    def tokens(self) -> list[int]:
-        """The guesses, once the device has drawn them."""
-        guesses: list[int] = self.guesses.values()[self.row][: self.num_read]
-        return guesses
+from forerun.models.runner import Read
 
 
 @dataclass(slots=True)
@@ -50,7 +32,7 @@ class DraftedText:
     root: int | None = None
     highest: int = 0  # the largest token id in the text
     tail: dict[tuple[int, int], int] = field(default_factory=dict)
-    pending: UnseenGuesses | None = None  # guesses in the tail, behind all others, that the host has not seen
+    pending: Callable[[], Sequence[int]] | None = None  # waits for guesses in the tail that the host has not seen
     features: Float[Tensor, "unread taps hidden"] | None = None
     lost: bool = False
     salt: Hashable = None
@@ -66,7 +48,7 @@ class DraftedText:
     def settle(self) -> None:
         """Number the tail nodes that were read unseen."""
         if self.pending is not None:
-            for token in self.pending.tokens():
+            for token in self.pending():
                 self.append(token)
         self.pending = None
 
@@ -138,35 +120,3 @@ class RootPass:
     reads: Sequence[Read]
     wishes: list[DraftRow]
     logits: Float[Tensor, "judged vocab"]
-
-
-class PrefixReuse:
-    """What a drafter's cache holds of texts that begin alike is not read again: those in `sequences`, by `runner`."""
-
-    def __init__(self, runner: Runner, sequences: Mapping[int, DraftedText]) -> None:
-        self.runner = runner
-        self.sequences = sequences
-
-    def known(self, text: Sequence[int], salt: Hashable) -> Beginning:
-        """How much of a text's beginning the cache holds."""
-        others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
-        return longest_beginning(self.runner.cache, text, salt, others)
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether one more text of so many tokens can be read."""
-        return self.runner.cache.can_reserve([NO_SEQUENCE], [num_tokens])
-
-    def begin(self, seq_id: int) -> None:
-        """Begin the row of a text that has none with what the cache holds of it."""
-        drafted = self.sequences[seq_id]
-        if seq_id not in self.runner.cache:
-            beginning = self.known(drafted.text, drafted.salt)
-            begin_row(self.runner.cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
-
-    def give_up(self, seq_id: int) -> None:
-        """Free a row; what it held stays known as long as there is room, where the text may be shared."""
-        drafted = self.sequences.get(seq_id)
-        if drafted is None or drafted.salt is None:
-            self.runner.release([seq_id])
-        else:
-            self.runner.retire(seq_id, drafted.text, drafted.salt)

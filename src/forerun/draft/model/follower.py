@@ -13,17 +13,19 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float
+from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.chain_steps import unseen_chains
-from forerun.draft.model.drafted_text import DraftedText, DraftRow, PrefixReuse, RootPass, UnseenGuesses
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.grower import LevelReader, grow
 from forerun.errors import WrongTarget
 from forerun.models.chains import Chains, IdExchange, Start
@@ -32,6 +34,7 @@ from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
+NO_SEQUENCE = -1
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
 TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
 
@@ -52,7 +55,6 @@ class Follower:
         self.runner = runner
         self.ids = ids
         self.sequences: dict[int, DraftedText] = {}
-        self.reuse = PrefixReuse(runner, self.sequences)
         self.pass_s = 0.0  # in passes since the last call of `propose`
 
     def inputs(
@@ -122,14 +124,26 @@ class Follower:
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """As much as its own cache holds of the text; all where it could not follow the text in any case."""
-        if most > self.window or not self.reuse.has_room(most):
+        if most > self.window or not self.runner.cache.can_reserve([NO_SEQUENCE], [most]):
             return most
-        return self.reuse.known(text[:most], salt).num_tokens
+        return self.beginning(text[:most], salt).num_tokens
+
+    def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
+        """How much of a text's beginning the cache holds."""
+        others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
+        return longest_beginning(self.runner.cache, text, salt, others)
+
+    def begin(self, seq_id: int) -> None:
+        """Begin the row of a text that has none with what the cache holds of it."""
+        drafted, cache = self.sequences[seq_id], self.runner.cache
+        if seq_id not in cache:
+            beginning = self.beginning(drafted.text, drafted.salt)
+            begin_row(cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
 
     def take_over(self, seq_ids: Sequence[int]) -> None:
         """Begin the rows of texts without states; a text that its own cache does not hold as a whole is lost."""
         for seq_id in seq_ids:
-            self.reuse.begin(seq_id)
+            self.begin(seq_id)
             if self.unread(seq_id):
                 self.lose(seq_id)
 
@@ -217,9 +231,14 @@ class Follower:
                     self.sequences[start.seq_id].append(token)
         elif chains.num_read:
             download = Download(self.ids.own(chains.guesses))
+
+            def guesses(row: int, num_read: int) -> Sequence[int]:
+                read: list[int] = download.values()[row][:num_read]
+                return read
+
             for start in starts:
-                num_read = chains.num_read.get(start.seq_id, 0)
-                self.sequences[start.seq_id].pending = UnseenGuesses(download, start.row, num_read)
+                pending = partial(guesses, start.row, chains.num_read.get(start.seq_id, 0))
+                self.sequences[start.seq_id].pending = pending
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
         """Reads one more guess of each chain, which only the device knows; None where there is no room."""
@@ -269,7 +288,7 @@ class Follower:
         A text without a row begins with what the cache holds of it, unless it is read from states.
         """
         for wish in wishes if not self.taps else ():
-            self.reuse.begin(wish.seq_id)
+            self.begin(wish.seq_id)
         while behind := [w.seq_id for w in wishes if len(self.unread(w.seq_id)) > left_unread]:
             reads, left = [], CHUNK_TOKENS
             for seq_id in behind:
@@ -366,11 +385,18 @@ class Follower:
             self.sequences[wish.seq_id].clear(count)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Give up these sequences' K, V; their text stays known and is read again when they are drafted again."""
+        """Give up these sequences' K, V; their text stays known and is read again when they are drafted again.
+
+        What a row held stays in the cache as long as there is room, where the text may be shared.
+        """
         for seq_id in seq_ids:
-            self.reuse.give_up(seq_id)
-            if seq_id in self.sequences:
-                self.sequences[seq_id].clear()
+            drafted = self.sequences.get(seq_id)
+            if drafted is None or drafted.salt is None:
+                self.runner.release([seq_id])
+            else:
+                self.runner.retire(seq_id, drafted.text, drafted.salt)
+            if drafted is not None:
+                drafted.clear()
 
     def lose(self, seq_id: int) -> None:
         """Stop drafting a sequence whose states found no room, until it is forgotten and observed from its start."""

@@ -9,7 +9,7 @@ SuffixDecoding (Oliaro et al., 2411.04975).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -55,12 +55,6 @@ class Node:
         if self.several is not None:
             return self.several.get(token)
         return self.child if token == self.token else None
-
-    def children(self) -> Iterable[tuple[int, Node | Leaf]]:
-        """All continuations, in no particular order."""
-        if self.several is not None:
-            return self.several.items()
-        return () if self.child is None else ((self.token, self.child),)
 
     def put(self, token: int, child: Node | Leaf) -> None:
         """Store a continuation, in the place of the one with the same token."""
