@@ -113,7 +113,7 @@ def test_what_walks_values_in_c_ends_at_the_limit(name: str) -> None:
     assert time.monotonic() - begin < 20, "a fifth of a second is usual"
 
 
-@pytest.mark.short("division", "repeated tuple", "recursion", "loops", "long", "power", "doubled by join")
+@pytest.mark.short("division", "recursion", "repeated list", "loops", "doubled", "long", "power")
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.usefixtures("hasty")
 def test_a_hostile_template_ends_soon_and_by_name(name: str) -> None:
