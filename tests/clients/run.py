@@ -21,11 +21,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from environments import InstallationFailed, environment_python
-from model import CONTEXT, chat_model
-from server import KEY, NAME, ROOT, running_server
+from server import CONTEXT, KEY, NAME, ROOT, chat_model, running_server
 from table import CLIENTS, Client
 
+MARK = "installed"
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 DRAFTING = ["--draft", "model:stdlib-draft", "--depth", "3"]
 CLIENT_S = 900
@@ -48,6 +47,30 @@ class Outcome:
     tried: str
     message: str
     seconds: float = 0.0
+
+
+class InstallationFailed(Exception):
+    """An environment could not be made; the text is the last lines of pip."""
+
+
+def environment_python(client: Client, cache: Path) -> Path:
+    """The Python of a client's environment, which is made if need be. Raises InstallationFailed."""
+    folder = cache / "environments" / client.name
+    python, mark = folder / "bin" / "python", folder / MARK
+    wanted = "\n".join(" ".join(step) for step in client.steps)
+    if mark.exists() and mark.read_text("utf-8") == wanted:
+        return python
+    print(f"installing {client.package} {client.version} into {folder} ...", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    for step in client.steps:
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *step]
+        variables = os.environ | dict(client.variables)
+        pip = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+        if pip.returncode:
+            raise InstallationFailed("\n".join(pip.stderr.splitlines()[-5:]))
+    mark.write_text(wanted, "utf-8")
+    return python
 
 
 def outcomes(client: Client, server: str, model: Path, context: int, cache: Path) -> Iterator[Outcome]:

@@ -41,31 +41,10 @@ class Client:
 
 TORCH = ("torch==2.13.0",)  # by itself, so that pip takes a build for CPUs where it is told of one
 VLLM_IMPORTS = ("xgrammar==0.2.8", "apache-tvm-ffi==0.1.15.post2")  # their own needs are large, and not used
-VLLM_NEEDS = (
-    "aiohttp",
-    "cachetools",
-    "cbor2",
-    "cloudpickle",
-    "einops",
-    "fastapi",
-    "llguidance",
-    "msgspec",
-    "openai",
-    "openai-harmony",
-    "partial_json_parser",
-    "pillow",
-    "prometheus_client",
-    "psutil",
-    "py-cpuinfo",
-    "pybase64",
-    "pydantic",
-    "pyzmq",
-    "regex",
-    "requests",
-    "tqdm",
-    "transformers==5.20.0",
-    "uvloop",
-)
+VLLM_NEEDS = """
+    aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance msgspec openai openai-harmony partial_json_parser
+    pillow prometheus_client psutil py-cpuinfo pybase64 pydantic pyzmq regex requests tqdm transformers==5.20.0 uvloop
+"""
 CLIENTS = (
     Client("openai", "openai", "3.57.0"),
     Client("langchain", "langchain-openai", "1.7.4"),
@@ -95,7 +74,7 @@ CLIENTS = (
             "apache-tvm-ffi==0.1.15.post2",
         ),
         variables=(("VLLM_TARGET_DEVICE", "empty"), ("VLLM_VERSION_OVERRIDE", "0.33.0")),
-        beside=VLLM_NEEDS,
+        beside=tuple(VLLM_NEEDS.split()),
     ),
     Client("aider", "aider-chat", "0.86.2"),
 )

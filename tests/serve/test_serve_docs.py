@@ -1,17 +1,25 @@
-"""docs/serving.md is true: what it asks a server for is asked and answered, and its tables are those of the code."""
+"""docs/serving.md is true: what it asks a server for is asked and answered, and its tables are those of the code.
 
+So are the files of contrib: their options are those of the command, and times to stop leave room to drain.
+"""
+
+import json
 import re
+import shlex
 import shutil
 import subprocess
 from typing import Any
 
 import pytest
+import typer.main
 
+from forerun.cli import app
 from forerun.llm import LLM
 from forerun.serve.schema import KNOWN, SAMPLING, Endpoint
 from kit.checkpoints import ROOT
 from kit.servers import Running, serving
 
+CONTRIB = ROOT / "contrib"
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^<!-- needs a server -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPENAIS: tuple[Endpoint, ...] = ("completions", "chat", "responses", "tokenize", "detokenize")
@@ -66,3 +74,37 @@ def test_every_code_of_an_error_is_in_the_table() -> None:
     assert {"invalid_value", "unknown_parameter", "queue_full", "invalid_json"} < codes
     for code in codes:
         assert f"`{code}`" in PAGE
+
+
+def options() -> set[str]:
+    """Every option of the command."""
+    group = typer.main.get_command(app)
+    command = group.commands["serve"]  # type: ignore[attr-defined]
+    return {name for parameter in command.params for name in parameter.opts}
+
+
+def command_of_unit() -> list[str]:
+    (line,) = re.findall(r"^ExecStart=(.*)$", (CONTRIB / "forerun.service").read_text(), re.MULTILINE)
+    return shlex.split(line)
+
+
+def command_of_container() -> list[str]:
+    text = (CONTRIB / "Containerfile").read_text()
+    entry, words = (json.loads(re.findall(rf"^{name} (.*)$", text, re.MULTILINE)[0]) for name in ("ENTRYPOINT", "CMD"))
+    return [*entry, *words]
+
+
+@pytest.mark.parametrize("command", [command_of_unit(), command_of_container()], ids=["unit", "container"])
+def test_the_options_are_those_of_the_command(command: list[str]) -> None:
+    assert command[0].rpartition("/")[2] == "forerun"
+    assert command[1] == "serve"
+    given = {word for word in command if word.startswith("--")}
+    assert given
+    assert given <= options()
+
+
+def test_systemd_waits_longer_than_the_server_drains() -> None:
+    command = command_of_unit()
+    drain_s = float(command[command.index("--drain-s") + 1])
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", (CONTRIB / "forerun.service").read_text(), re.MULTILINE)
+    assert float(stop_s) > drain_s

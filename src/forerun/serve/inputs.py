@@ -7,7 +7,7 @@ answer goes on from the text of a last message that is the assistant's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from forerun.limits import shown, whole
@@ -25,6 +25,7 @@ PARTS = {  # of items: by type, where the text is
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), "text"),
     "refusal": "refusal",
 }
+TEXTS = ("content", "reasoning_content")  # of a message, which may come in parts
 BLOCKS = {"text": "text"}  # likewise, of messages
 NOT_OF_CHATS = ("messages", "system", "tools", "tool_choice", "stop_sequences")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -46,6 +47,30 @@ def text_of(content: Any, name: str, kinds: Mapping[str, str]) -> str:
     return "\n".join(texts)
 
 
+def joined(
+    messages: Iterable[dict[str, Any]], belongs: Callable[[JsonObject, JsonObject], bool]
+) -> list[dict[str, Any]]:
+    """The messages, each a part of the one before it where it `belongs` there and is of the same role.
+
+    Contents are lists of texts until all are known, so that the work does not grow with what is there already.
+    """
+    chat: list[dict[str, Any]] = []
+    for message in messages:
+        parts = {name: [value] if name in TEXTS else value for name, value in message.items()}
+        last = chat[-1] if chat else {}
+        if last.get("role") != message["role"] or not belongs(last, message):
+            chat.append(parts)
+            continue
+        for name in (*TEXTS, "tool_calls"):
+            if name in parts:
+                last.setdefault(name, []).extend(parts[name])
+    for message in chat:
+        message["content"] = "\n".join(filter(None, message.get("content", ())))
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
+    return chat
+
+
 def response_fields(given: JsonObject) -> dict[str, Any]:
     """The fields of a chat beside those of a response. Raises the ApiError for 400, naming the field at fault."""
     return {**given, "messages": input_messages(given), **input_tools(given)}
@@ -61,7 +86,10 @@ def input_messages(given: JsonObject) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": items}]
     if not items:
         raise refused("input", "input: it has no items: give text, or a list of items.")
-    return messages + joined([item_message(item, f"input[{place}]") for place, item in enumerate(items)])
+    return messages + joined(
+        (item_message(item, f"input[{place}]") for place, item in enumerate(items)),
+        lambda last, item: item["role"] == "assistant" and ("content" not in last or "tool_calls" in item),
+    )
 
 
 def item_message(item: Any, name: str) -> dict[str, Any]:
@@ -114,22 +142,6 @@ ITEMS: Mapping[str, Callable[[JsonObject, str], dict[str, Any]]] = {
 }
 
 
-def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with reasoning and function calls as parts of the assistant's message that they belong to."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        last = found[-1] if found else {}
-        both = last.get("role") == message["role"] == "assistant"
-        if both and ("content" not in last or ("tool_calls" in message and "content" in last)):
-            calls = last.get("tool_calls", [])
-            calls += message.get("tool_calls", [])  # in place: there may be very many
-            content = last.get("content") or message.get("content") or ""
-            last |= {**message, "content": content, **({"tool_calls": calls} if calls else {})}
-        else:
-            found.append(dict(message))
-    return [{"content": "", **message} for message in found]
-
-
 def input_tools(given: JsonObject) -> dict[str, Any]:
     """The `tools` and the `tool_choice` of a response as a chat has them, where each names its function inside."""
     found: dict[str, Any] = {}
@@ -176,7 +188,9 @@ def message_fields(given: JsonObject) -> dict[str, Any]:
     chat = {name: value for name, value in given.items() if name not in NOT_OF_CHATS}
     if "stop_sequences" in given:
         chat["stop"] = given["stop_sequences"]
-    chat["messages"] = messages = conversation(given.get("messages"))
+    chat["messages"] = messages = joined(
+        block_messages(given.get("messages")), lambda _, message: message["role"] != "tool"
+    )
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat["continue_final_message"] = True
     if "system" in given:
@@ -191,26 +205,21 @@ def message_fields(given: JsonObject) -> dict[str, Any]:
     return chat | message_tools(given)
 
 
-def conversation(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The messages of a chat."""
+def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
+    """The messages that the conversation stands for, one for each block."""
     if not messages:
         code = MISSING if messages is None else "invalid_value"
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.", code)
-    chat: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
-        role = message.get("role")
+        role, content, name = message.get("role"), message.get("content"), f"messages[{place}]"
         if role not in ("user", "assistant", "system"):
-            problem = f"messages[{place}]: {shown(message)} has none of the roles user, assistant, system."
-            raise refused("messages", problem)
-        content, name = message.get("content"), f"messages[{place}].content"
+            raise refused("messages", f"{name}: {shown(message)} has none of the roles user, assistant, system.")
+        if not isinstance(content, str | list):
+            raise refused("messages", f"{name}.content: {shown(content)} is no text and no list of blocks.")
         if isinstance(content, str):
-            add(chat, {"role": role, "content": content})
-            continue
-        if not isinstance(content, list):
-            raise refused("messages", f"{name}: {shown(content)} is no text and no list of blocks.")
-        for number, block in enumerate(content):
-            add(chat, block_message(role, block, f"{name}[{number}]"))
-    return [whole_message(message) for message in chat]
+            yield {"role": role, "content": content}
+        else:
+            yield from (block_message(role, block, f"{name}.content[{at}]") for at, block in enumerate(content))
 
 
 def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
@@ -223,36 +232,13 @@ def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
     if kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
         function = {"name": block["name"], "arguments": block.get("input", {})}
         call = {"id": block.get("id"), "type": "function", "function": function}
-        return {"role": role, "content": "", "tool_calls": call}
+        return {"role": role, "content": "", "tool_calls": [call]}
     if kind == "tool_result" and role == "user":
         result = text_of(block.get("content", ""), f"{name}.content", BLOCKS)
         return {"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")}
     kinds = "text, tool_result" if role == "user" else "text, thinking, tool_use"
     problem = f"{name}: {shown(block)} is not served in a message of the {role}: it has blocks of the types {kinds}."
     raise refused("messages", problem, "unsupported_parameter")
-
-
-def add(chat: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Add a message to a chat, as a part of the last one where that is of the same role; results stay apart.
-
-    Contents are lists of texts until all are known, so that the work does not grow with what is there already.
-    """
-    message = {name: value if name in ("role", "tool_call_id") else [value] for name, value in message.items()}
-    last = chat[-1] if chat else {}
-    if last.get("role") != message["role"] or message["role"] == "tool":
-        chat.append(message)
-        return
-    for name in ("content", "reasoning_content", "tool_calls"):
-        if name in message:
-            last.setdefault(name, []).extend(message[name])
-
-
-def whole_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose parts are all known."""
-    texts = {"content": "\n".join(filter(None, message["content"]))}
-    if "reasoning_content" in message:
-        texts["reasoning_content"] = "\n".join(message["reasoning_content"])
-    return message | texts
 
 
 def message_tools(given: JsonObject) -> dict[str, Any]:

@@ -7,7 +7,8 @@ are read. Nothing here depends on what a request says.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -49,14 +50,10 @@ class EngineReader:
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"forerun:{name}", text, value=value)
-        judged = "spec_decode_num_judged_tokens_per_pos", "Guesses judged, by position.", stats.offered_at_depth
-        accepted = "spec_decode_num_accepted_tokens_per_pos", "Guesses accepted, by position.", stats.accepted_at_depth
-        for name, text, counts in (judged, accepted):
-            by_place = CounterMetricFamily(f"forerun:{name}", text, labels=["position"])
-            for position, count in enumerate(list(counts)):
-                by_place.add_metric([str(position)], count)
-            yield by_place
-        yield from self.by_arm(stats)
+        for what, counts in (("judged", stats.offered_at_depth), ("accepted", stats.accepted_at_depth)):
+            name, text = f"spec_decode_num_{what}_tokens_per_pos", f"Guesses {what}, by position."
+            yield labelled(CounterMetricFamily, name, text, "position", dict(enumerate(list(counts))))
+        yield from self.by_drafter(stats)
         yield from self.memory()
         num_waiting = self.gate.num_waiting + len(scheduler.waiting)
         yield GaugeMetricFamily("forerun:num_requests_running", "Samples in the batch.", value=len(scheduler.running))
@@ -66,38 +63,42 @@ class EngineReader:
             yield GaugeMetricFamily("forerun:estimated_gain", text, value=stats.gain)
         if self.llm.forecasts:
             text = "Times as fast as plain decoding, as expected at the start, by batch."
-            expected = GaugeMetricFamily("forerun:forecast_gain", text, labels=["batch"])
-            for forecast in self.llm.forecasts:
-                expected.add_metric([str(forecast.batch)], forecast.gain)
-            yield expected
+            expected = {forecast.batch: forecast.gain for forecast in self.llm.forecasts}
+            yield labelled(GaugeMetricFamily, "forecast_gain", text, "batch", expected)
 
-    def by_arm(self, stats: Stats) -> Iterator[Metric]:
-        """What each arm of a mix was chosen for, and what became of its guesses; nothing for a drafter alone."""
+    def by_drafter(self, stats: Stats) -> Iterator[Metric]:
+        """What each drafter of a mix was chosen for, and what became of its guesses; nothing for one alone."""
         kinds = {
             "rounds": ("Rounds of samples for which the arm was chosen.", "num_rounds"),
             "draft_tokens": ("Guesses of the arm.", "num_drafted"),
             "accepted_tokens": ("Guesses of the arm that were accepted.", "num_accepted"),
         }
         for name, (text, count) in kinds.items():
-            family = CounterMetricFamily(f"forerun:spec_decode_arm_{name}", text, labels=["arm"])
-            for arm, own in sorted(stats.drafters.items()):
-                family.add_metric([self.llm.drafter_names[arm]], getattr(own, count))
-            yield family
+            counts = {self.llm.drafter_names[i]: getattr(each, count) for i, each in sorted(stats.drafters.items())}
+            yield labelled(CounterMetricFamily, f"spec_decode_arm_{name}", text, "arm", counts)
 
     def memory(self) -> Iterator[Metric]:
         """What the plan gives to whom, and how much of the target's cache is taken."""
         plan, blocks = self.llm.plan, self.llm.engine.runner.cache.blocks
         text = "Memory by the plan: weights of all models, the target's cache, and each drafter's."
-        family = GaugeMetricFamily("forerun:memory_bytes", text, labels=["of"])
-        drafters = {f"{name} cache": size for name, size in plan.drafter_cache_bytes.items()}
-        drafters |= {f"{name} memory": size for name, size in plan.remembered_bytes.items()}
-        for name, size in {"weights": plan.weights_bytes, "target cache": plan.cache_bytes, **drafters}.items():
-            family.add_metric([name], size)
-        yield family
+        sizes = {"weights": plan.weights_bytes, "target cache": plan.cache_bytes}
+        sizes |= {f"{name} cache": size for name, size in plan.drafter_cache_bytes.items()}
+        sizes |= {f"{name} memory": size for name, size in plan.remembered_bytes.items()}
+        yield labelled(GaugeMetricFamily, "memory_bytes", text, "of", sizes)
         taken = 1 - blocks.num_free / blocks.num_blocks
         yield GaugeMetricFamily(
             "forerun:kv_cache_usage_perc", "Share of the target's cache that samples hold, 0 to 1.", value=taken
         )
+
+
+def labelled(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, label: str, values: Mapping[Any, Any]
+) -> Metric:
+    """A metric with one value for each value of its label."""
+    family = kind(f"forerun:{name}", text, labels=[label])
+    for each, value in values.items():
+        family.add_metric([str(each)], value)
+    return family
 
 
 class Metrics:
