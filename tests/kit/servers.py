@@ -36,6 +36,7 @@ httpx, openai = needed("httpx"), needed("openai")
 for server_package in ("fastapi", "uvicorn", "prometheus_client"):
     needed(server_package)
 
+JSON = {"content-type": "application/json"}
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 ENDLESS = OK | {"max_tokens": 500, "ignore_eos": True}
 TEMPLATE = (

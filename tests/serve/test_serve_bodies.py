@@ -1,13 +1,12 @@
 """Bodies: every field of the specification has its class, and whatever cannot be served is refused by name."""
 
-import json
 import logging
 from typing import Any
 
 import pytest
 
 from forerun.serve.schema import KNOWN, Endpoint
-from kit.servers import Running, drafting, running, serving, specification
+from kit.servers import JSON, Running, drafting, running, serving, specification
 
 OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
@@ -18,7 +17,7 @@ BODIES: dict[Endpoint, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", RESPONSE),
     "messages": ("/v1/messages", CHAT),
 }
-JSON = {"content-type": "application/json"}
+
 server = serving(max_body_bytes=100_000)
 
 
@@ -83,113 +82,6 @@ def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running,
     if endpoint != "messages":
         told = "unsupported_parameter", name, "invalid_request_error"
         assert (error["code"], error["param"], error["type"]) == told
-
-
-REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"max_toke": 3}, "max_toke", "did you mean 'max_tokens'?"),
-    ({"temprature": 3}, "temprature", "did you mean 'temperature'?"),
-    ({"\ud800": 3}, "\ud800", "there is no field"),
-    ({"prompt": None}, "prompt", "there is none"),
-    ({"prompt": []}, "prompt", "is no text"),
-    ({"prompt": [[]]}, "prompt", "it is empty"),
-    ({"prompt": [1, "a"]}, "prompt", "1 is no text and no list of token ids"),
-    ({"prompt": ["a", {"prompt": "b"}]}, "prompt", "is no text and no list of token ids"),
-    ({"prompt": ["a", [True]]}, "prompt", "true is not a token id"),
-    ({"prompt": [-1]}, "prompt", "is not a token id from 0 to 511"),
-    ({"prompt": [512]}, "prompt", "is not a token id from 0 to 511"),
-    ({"prompt": "\ud800"}, "prompt", "is not valid Unicode"),
-    ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
-    ({"prompt": [1] * 600}, "prompt", "maximum context length is 512 tokens, and 600"),
-    ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "ask for at most 12, or leave it out"),
-    (
-        {"prompt": [[1], [1] * 500], "max_tokens": 10**18},
-        "max_tokens",
-        "512 tokens, and 500 of the prompt with 1000000",
-    ),
-    ({"n": 129}, "n", "129 cannot be served; use 1 or more answers per prompt, at most 128"),
-    ({"n": 65, "prompt": ["a", "b"]}, "n", "130 samples"),
-    ({"n": 0}, "n", "0 cannot be served"),
-    ({"n": True}, "n", "n: true cannot be served"),
-    ({"max_tokens": 0}, "max_tokens", "0 leaves no answer: ask for 1 or more"),
-    ({"max_tokens": -1}, "max_tokens", "-1 cannot be served; use a number of tokens from 1"),
-    ({"max_tokens": []}, "max_tokens", "or null until the context is full"),
-    ({"max_tokens": 2.5}, "max_tokens", "cannot be served"),
-    ({"temperature": -1}, "temperature", "cannot be served"),
-    ({"temperature": "hot"}, "temperature", "cannot be served"),
-    ({"temperature": 10**400}, "temperature", "cannot be served"),
-    ({"top_p": 0}, "top_p", "cannot be served"),
-    ({"seed": 2**64}, "seed", "use null or an integer"),
-    ({"stop": ["x"] * 65}, "stop", "at most 64"),
-    ({"stop": ["x" * 1025]}, "stop", "at most 1024"),
-    ({"stop": [""]}, "stop", "an empty string"),
-    ({"stop": ["x", None]}, "stop", '["x", null]'),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
-    ({"logit_bias": {"600": 1}}, "logit_bias", "below the vocabulary size"),
-    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", '"01" is not a token id'),
-    ({"best_of": 2}, "best_of", "use n and choose"),
-    ({"n": 2, "best_of": True}, "best_of", "use n and choose"),
-    ({"echo": True, "logprobs": 1, "stream": True}, "echo", "a stream has no log-probabilities of its prompt"),
-    ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs", "say otherwise"),
-    ({"logprobs": True}, "logprobs", "cannot be served"),
-    ({"logprobs": 129}, "logprobs", "at most 128"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
-    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "no field"),
-    ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "a stream has no log-probabilities"),
-    ({"speculation": "far"}, "speculation", "cannot be served"),
-    ({"speculation": -1}, "speculation.depth", "cannot be served"),
-    ({"speculation": {"dept": 1}}, "speculation.dept", "did you mean 'depth'?"),
-    ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not drafting here"),
-    ({"speculation": {"tree": [[5, 5]]}}, "speculation.tree", "has no parent"),
-    ({"chat_template": "x"}, "chat_template", "there is no field"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "said"), REFUSED, ids=lambda value: ascii(value)[:50])
-def test_a_body_that_cannot_be_served_is_refused_by_name(
-    server: Running, fields: dict[str, Any], param: str, said: str
-) -> None:
-    with server.http() as http:
-        body = json.dumps(OK | fields)  # escapes what has no UTF-8
-        answer = http.post("/v1/completions", content=body, headers=JSON)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert said in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": None}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"image_url": {}}]}]}, "messages[0].content[0].image_url"),
-        ({"chat_template": "{% for %}"}, "chat_template"),
-        ({"chat_template": "{{ raise_exception('no') }}"}, "messages"),
-        ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
-        ({"chat_template": None}, "chat_template"),
-        ({"max_tokens": None, "max_completion_tokens": 511}, "max_completion_tokens"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens"),
-        ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"reasoning_effort": 3}, "reasoning_effort"),
-        ({"reasoning_effort": "none", "chat_template": "<think></think>"}, "reasoning_effort"),
-        ({"messages": [{"role": "user", "content": "a", "temprature": 1}]}, "messages[0].temprature"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
-            "messages[0].content[0].b",
-        ),
-        ({"logprobs": True, "top_logprobs": 200}, "top_logprobs"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_a_conversation_that_cannot_be_served(server: Running, fields: dict[str, Any], param: str | None) -> None:
-    answer = server.post("/v1/chat/completions", **CHAT | fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 @pytest.mark.parametrize(

@@ -123,52 +123,6 @@ def test_null_is_as_good_as_nothing() -> None:
     assert chat == message_fields({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "auto"}})
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"max_tokens": None}, "max_tokens: there is none"),
-        ({"max_tokens": 0}, "max_tokens: 0 cannot be served; use a number of tokens from 1"),
-        ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
-        (
-            {"messages": [{"role": "user", "content": "a " * 2000}]},
-            "messages: the prompt is too long: this model's max",
-        ),
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "user, assistant, system"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "reads text only"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0] has no field"),
-        ({"system": [{"type": "text", "text": 3}]}, "is not text"),
-        ({"tools": [{"type": "web_search_20260101", "name": "web_search"}]}, "no tool of the caller's"),
-        ({"tools": [WEATHER]}, "tools: the chat template does not show tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, "tool_choice"),
-        ({"tools": [WEATHER | {"strict": 1}]}, "must be true or false"),
-        ({"tools": [WEATHER], "tool_choice": {"type": []}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": 3}}, "true or false"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "there are no budgets"),
-        ({"thinking": {"type": "disabled"}, "chat_template": THINKS}, "thinking: the chat template has no efforts"),
-        ({"thinking": {"display": "omitted"}}, 'thinking: {"display": "omitted"} is not served'),
-        ({"thinking": {"type": []}}, "is not served"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
-        ({"temprature": 2}, "did you mean 'temperature'"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_what_cannot_be_served_is_told_as_the_clients_read_it(
-    server: Running, fields: dict[str, Any], why: str
-) -> None:
-    answer = server.post("/v1/messages", **BODY | fields)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()
-    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-    assert why in error["error"]["message"]
-
-
 def test_other_errors_have_their_own_types(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice k-1\n")

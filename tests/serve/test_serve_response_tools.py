@@ -116,35 +116,6 @@ def test_openais_client_calls_answers_and_asks_again(server: Running) -> None:
     assert again.usage.input_tokens == chat.usage.prompt_tokens
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "web_search"}]}, "tools", "other kinds are not served"),
-    ({"tools": TOOLS}, "tools", r'"function" is not served here: a function has name'),
-    ({"tools": [{"type": "function", "parameters": {}}]}, "tools", "no name of a function"),
-    ({"tools": [{**WEATHER, "strict": "true"}]}, "tools", "must be true or false"),
-    ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools", '"defer_loading" is not served here'),
-    ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", 'and the functions ["weather", '),
-    ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "is none of"),
-    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}}, "tool_choice", "is none of"),
-    ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are none"),
-    ({"chat_template": "{{ messages }}"}, "tools", "does not show tools"),
-    ({"top_logprobs": 2}, "top_logprobs", "calls have no log-probabilities"),
-    ({"include": ["message.output_text.logprobs"]}, "include", "calls have no log-probabilities"),
-    ({"tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text", "leave out one of both"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "why"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_is_no_tool_here_is_refused_by_its_field(
-    server: Running, fields: dict[str, Any], param: str, why: str
-) -> None:
-    answer = server.post("/v1/responses", **{**ASKED, "chat_template": HERMES, **fields})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert why in error["message"]
-    assert_valid(answer.json(), "ErrorResponse")
-
-
 def test_only_allowed_tools_are_called_and_all_are_shown(server: Running) -> None:
     one = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": 'say "hi"'}]}
     body = {**ASKED, "chat_template": HERMES, "parallel_tool_calls": False}

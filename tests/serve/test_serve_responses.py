@@ -148,37 +148,6 @@ def test_what_a_response_said_may_be_its_own_input(server: Running) -> None:
     assert again.usage.input_tokens > first.usage.input_tokens + 20
 
 
-REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"input": None}, "input", "missing_required_parameter"),
-    ({"input": []}, "input", "invalid_value"),
-    ({"input": ["a"]}, "input", "invalid_value"),
-    ({"input": [{"type": "image_generation_call"}]}, "input", "unsupported_parameter"),
-    ({"input": [{"type": ["x"]}]}, "input", "invalid_value"),
-    ({"input": [{"role": "nobody", "content": "x"}]}, "input", "invalid_value"),
-    ({"input": [{"role": ["user"], "content": "x"}]}, "input", "invalid_value"),
-    ({"input": [{"role": "user", "content": None}]}, "input", "invalid_value"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "invalid_value"),
-    ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input", "invalid_value"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "[1]"}]}, "input", "invalid_value"),
-    ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter"),
-    ({"top_logprobs": 21}, "top_logprobs", "invalid_value"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
-    ({"max_output_tokens": 5000}, "max_output_tokens", "context_length_exceeded"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
-    ({"chat_template": "{{ raise_exception('no') }}"}, "input", "invalid_value"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=lambda value: str(value)[:60])
-def test_what_cannot_be_served_is_refused_by_name(
-    server: Running, fields: dict[str, Any], param: str, code: str
-) -> None:
-    answer = server.post("/v1/responses", **{**ASKED, "chat_template": PLAIN, **fields})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
-    assert_valid(answer.json(), "ErrorResponse")
-
-
 def test_a_stream_that_fails_says_so_in_its_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.serve.responses import ResponseWriter
 
