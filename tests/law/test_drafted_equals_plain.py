@@ -21,7 +21,6 @@ from forerun.models.choice import cpu_backend
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
-from forerun.models.weights import HELD
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
@@ -127,7 +126,8 @@ def random_pair(numbers: str) -> Bench:
         scale = 3.0 if name.startswith("model.embed") else 1.0
         return scale * shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
 
-    chosen, dtype = number_format(numbers), HELD.get(numbers.partition(" ")[0], torch.bfloat16)
+    held = {"float32": torch.float32, "float16": torch.float16}
+    chosen, dtype = number_format(numbers), held.get(numbers.partition(" ")[0], torch.bfloat16)
     decoder = Decoder(config, take, dtype, cpu_backend(chosen["kernels"], dtype), chosen["quantize"])
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
