@@ -6,7 +6,6 @@ that is found for another text, or was overwritten, is noticed.
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import pytest
 import torch
@@ -257,19 +256,3 @@ def test_the_longest_beginning_is_taken_and_short_ones_are_not() -> None:
     assert longest_beginning(cache, text, "b", live).num_tokens == 0
     assert longest_beginning(cache, text, None, [LiveText(1, None, text)]).num_tokens == 0
     assert longest_beginning(cache, [*text[: LEAST_SHARED - 1], 77, 78, 79], "a", live).num_tokens == 0
-
-
-def test_the_order_of_use_is_that_of_the_last_use() -> None:
-    cache, rng = make_cache(80 * SIZE), random.Random(5)
-    texts = [[number, *range(3 * SIZE - 1)] for number in range(8)]
-    retired(cache, *texts)
-    used = list(range(8))
-    for _ in range(30):
-        number = rng.randrange(8)
-        cache.adopt(1, texts[number], "a")
-        cache.release([1])
-        used.remove(number)
-        used.append(number)
-    order = [tokens_before(kept)[0] for kept in cache.kept.order]
-    assert order[::3] == used
-    assert all(a.used < b.used for a, b in pairwise(cache.kept.order))

@@ -3,15 +3,20 @@
 import copy
 import json
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from forerun.errors import ModelError
 
 NESTED: Any = "deep"
 for _ in range(60):
     NESTED = [NESTED]
 ABSENT = object()
+LONGEST_S = 120.0  # processor time, far more than any case takes
+LONGEST_MESSAGE = 1500
 VALUES: dict[str, Any] = {  # what may stand under a key, by a name for the test
     "absent": ABSENT,
     "null": None,
@@ -87,6 +92,18 @@ def places(document: Any, depth: int, path: tuple[str | int, ...] = ()) -> Itera
     for key in keys:
         yield Place((*path, key))
         yield from places(document[key], depth - 1, (*path, key))
+
+
+def judged(work: Callable[[], object], kind: type[ModelError] = ModelError) -> ModelError | None:
+    """The error of this kind that the work raises, which a user can read; None where it has none, and never another."""
+    begin, error = time.process_time(), None
+    try:
+        work()
+    except kind as raised:
+        error = raised
+        assert len(str(error)) < LONGEST_MESSAGE, f"{len(str(error))} characters"
+    assert time.process_time() - begin < LONGEST_S, "it hangs"
+    return error
 
 
 def copied(source: Path, folder: Path) -> Path:

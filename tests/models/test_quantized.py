@@ -9,7 +9,7 @@ from recipes.stdlib.corpus import read_corpus, standard_library
 from torch import Tensor
 from torch.nn import functional
 
-from forerun import LLM, InvalidRequest, SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.config import Quantization
 from forerun.models.backends.torch_cpu.linear import make_linear
 from forerun.models.backends.torch_cpu.quantized import (
@@ -140,8 +140,3 @@ def test_a_quantized_model_is_a_target_of_its_own(quantize: Quantization, share:
     assert drafted.fingerprint == plain.fingerprint != half.fingerprint()
     assert drafted.format.endswith(f", {quantize} weights")
     assert Blueprint.of("stdlib", quantize=quantize).weights_bytes < share * half.weights_bytes
-
-
-def test_what_is_not_known_is_refused() -> None:
-    with unchecked(), pytest.raises(InvalidRequest, match=r"quantize: 'int3' is not known: use None or int8 or int4"):
-        LLM("stdlib", quantize="int3")  # type: ignore[arg-type]

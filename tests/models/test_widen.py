@@ -5,12 +5,7 @@ recipe must be caught by the check at the making and leave nothing behind.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -394,38 +389,6 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
     with pytest.raises(InvalidRequest, match="cache: no home: set HOME"):
         cached_widened(str(SMALL), Wider(128, 6))
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from forerun.models import widen
-from forerun.models.widen import Wider
-
-def stop_here(*_):
-    print("here", flush=True)
-    sys.stdin.read()
-
-setattr(widen, sys.argv[3], stop_here)
-widen.widen(sys.argv[1], Path(sys.argv[2]), Wider(128, 6))
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("moment", ["write_config", "agreement"])
-def test_a_killed_widening_leaves_no_checkpoint_and_no_obstacle(tmp_path: Path, moment: str) -> None:
-    command = [sys.executable, "-c", KILLED, str(SMALL), str(tmp_path / "wide"), moment]
-    env = os.environ | {"PYTHONPATH": str(SRC), "FORERUN_TYPECHECK": "0"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        assert list(tmp_path.glob(".wide.part/*.safetensors"))
-        process.send_signal(signal.SIGKILL)
-    assert not (tmp_path / "wide").exists()
-    started = time.monotonic()
-    widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
-    assert time.monotonic() - started < 600, "the dead process still holds the lock"
-    assert made_in(tmp_path) == ["wide"]
 
 
 def test_shards_are_as_small_as_asked_and_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,15 @@ def test_a_long_conversation_is_rendered(number: int, words: int) -> None:
     assert rendered(QWEN, talk).count("word") == number * words
 
 
+def test_a_template_that_refuses_blames_the_conversation() -> None:
+    with pytest.raises(InvalidRequest, match="the chat template refuses them: no"):
+        rendered(QWEN, [TALK[0], TALK[0]])
+
+
+def test_templates_may_ask_for_the_date() -> None:
+    assert int(rendered("{{ strftime_now('%Y') }}")) >= 2024
+
+
 def test_one_text_as_long_as_any_context_is_rendered() -> None:
     text = "a" * (LONGEST_VALUES // 4)
     assert (
@@ -130,8 +139,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 def test_options_reach_the_template_as_in_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     path = folder(tmp_path, OPTIONS)
     ours, theirs = Tokenizer.load(path), AutoTokenizer.from_pretrained(path)
-    found = ours.apply_chat_template(TALK, tokenize=False, **options)
-    assert found == theirs.apply_chat_template(TALK, tokenize=False, **options)
+    expected = theirs.apply_chat_template(TALK, tokenize=False, **options)
+    assert ours.apply_chat_template(TALK, tokenize=False, **options) == expected
+    assert ours.apply_chat_template(TALK, **options) == theirs(expected, add_special_tokens=False).input_ids
 
 
 NAMED: dict[str, dict[str, str]] = {

@@ -1,17 +1,16 @@
 """A damaged tokenizer loads and works, or is a TokenizerError that names the file and the key."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun.errors import TokenizerError
+from forerun.errors import ModelError, TokenizerError
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
-from models.damage import TEXTS, VALUES, copied, places, write
+from models.damage import TEXTS, VALUES, copied, judged, places, write
 
 TEXT = "Once upon a time é 你好 \n\0 </s> <|im_end|>"
 CONFIG: dict[str, Any] = {
@@ -28,22 +27,18 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def used(folder: Path) -> TokenizerError | None:
+def used(folder: Path) -> ModelError | None:
     """The error of loading and using a tokenizer; None where there is none. Any other exception fails the test."""
-    begin = time.process_time()
-    error = None
-    try:
+
+    def work() -> None:
         tokenizer = Tokenizer.load(folder)
         ids = tokenizer.encode(TEXT)
         tokenizer.decode(ids)
         decoder = tokenizer.decoder()
         assert isinstance("".join(map(decoder.push, ids)) + decoder.finish(), str)
         tokenizer.byte_table()
-    except TokenizerError as raised:
-        error = raised
-        assert len(str(error)) < 1500
-    assert time.process_time() - begin < 60, "it hangs"
-    return error
+
+    return judged(work, TokenizerError)
 
 
 @pytest.fixture

@@ -340,56 +340,6 @@ def test_text_that_is_not_unicode_is_the_users_mistake() -> None:
         TOKENIZERS["stories"].encode("\ud800")
 
 
-LLAMA_CHAT = """{{ bos_token }}{% for message in messages %}
-    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{ raise_exception('Conversation roles must alternate!') }}
-    {% endif %}
-    {% if loop.index0 > 8 %}{% break %}{% endif %}
-    {% if message['role'] == 'user' %}
-        {{ '[INST] ' + message['content'] | trim + ' [/INST]' }}
-    {% else %}
-        {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
-    {% endif %}
-{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{{ messages | tojson(indent=2) }}"""
-TALK = [
-    {"role": "user", "content": " <hi> & é "},
-    {"role": "assistant", "content": "yes"},
-    {"role": "user", "content": "and?"},
-]
-
-
-@pytest.mark.parametrize("where", ["config", "file", "named"])
-@pytest.mark.parametrize("ask", [True, False])
-def test_a_conversation_is_rendered_as_transformers_does(tmp_path: Path, where: str, ask: bool) -> None:
-    template = {"config": LLAMA_CHAT, "file": "never read", "named": [{"name": "default", "template": LLAMA_CHAT}]}
-    folder = save(tmp_path, llama_like(), bos_token="<s>", eos_token="</s>", chat_template=template[where])
-    if where == "file":
-        (folder / "chat_template.jinja").write_text(LLAMA_CHAT)
-    tokenizer = Tokenizer.load(folder)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask)
-    tokenizer.template().require()
-    assert tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=ask) == expected
-    ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=ask)
-    assert ids == theirs(expected, add_special_tokens=False).input_ids
-
-
-def chatting(template: str | list[dict[str, str]] | None, folder: Path) -> Tokenizer:
-    config = {} if template is None else {"chat_template": template}
-    return Tokenizer.load(save(folder, llama_like(), bos_token="<s>", eos_token="</s>", **config))
-
-
-def test_a_template_that_refuses_blames_the_conversation(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        chatting(LLAMA_CHAT, tmp_path).apply_chat_template(TALK[1:])
-
-
-def test_templates_may_ask_for_the_date(tmp_path: Path) -> None:
-    year = chatting("{{ strftime_now('%Y') }}", tmp_path).apply_chat_template(TALK, tokenize=False)
-    assert len(year) == 4
-    assert int(year) >= 2024
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["stories", "byte_level"]), st.text(max_size=400), st.integers(1, 12), st.integers(0, 6))
 def test_a_text_within_a_limit_has_its_own_tokens(name: str, text: str, limit: int, doublings: int) -> None:
