@@ -40,7 +40,6 @@ from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import DATA, SMALL, TARGET
 
-SRC = Path(module.__file__).parents[2]
 TOKENS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
 BY_NAME = {f"{case.family}: {case.name}": case for case in CASES}
 TIED, BIASED = BY_NAME["llama: tied, grouped"], BY_NAME["llama: all biases"]

@@ -298,19 +298,6 @@ def test_tokens_that_only_the_configuration_declares(tmp_path: Path) -> None:
         Tokenizer.load(folder)
 
 
-@pytest.mark.parametrize("key", ["bos_token", "additional_special_tokens", "added_tokens_decoder"])
-def test_half_a_character_is_no_token(tmp_path: Path, key: str) -> None:
-    token = {
-        "bos_token": "\ud83d",
-        "additional_special_tokens": ["\ud83d"],
-        "added_tokens_decoder": {"512": {"content": "\ud83d"}},
-    }
-    folder = save(tmp_path, llama_like())
-    (folder / "tokenizer_config.json").write_text(json.dumps({key: token[key]}))
-    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json.*{key}.*a token must be text"):
-        Tokenizer.load(folder)
-
-
 def test_a_named_token_is_special_even_where_tokenizer_json_forgot(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<end>": 2}, []))
     tokenizer = Tokenizer.load(save(tmp_path, backend, eos_token="<end>", additional_special_tokens=["b", "none"]))
