@@ -42,7 +42,7 @@ def taped(rounds: Sequence[Timed], group: Group, turn: Turn, answers: Sequence[S
     for each in rounds:
         clock_s += each.step_s
         tape.add(each, clock_s)
-    return tape.run(group, turn, answers, None)
+    return tape.run(turn, answers, None)
 
 
 def even(depth: int, num_rounds: int, accepted: int, pass_s: float, step_s: float, rest_s: float = 0.0) -> list[Timed]:

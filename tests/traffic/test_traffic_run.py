@@ -11,26 +11,31 @@ from forerun.errors import InvalidRequest
 from forerun.traffic import client, run
 from forerun.traffic.client import ChunkTimes, ServerAddress
 from forerun.traffic.figures import ServiceLevel, TrafficBlock
-from forerun.traffic.plan import ServerLoad
+from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
 from forerun.traffic.report import TrafficReport
-from forerun.traffic.run import TrafficTask, measure_traffic
+from forerun.traffic.run import measure_traffic
 from traffic.fake import WORDS, FakeServer
 
 pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FAST = ServerLoad("rate", 1000.0)
 
 
-def load_test(
-    server: FakeServer, load: ServerLoad = FAST, modes: tuple[str, ...] | None = None, **own: Any
-) -> TrafficReport:
+def silent(what: str, done: float) -> None:
+    """Tells nobody."""
+
+
+def load_test(server: FakeServer, load: ServerLoad = FAST, modes: tuple[str, ...] = (), **own: Any) -> TrafficReport:
     """What a load test of this server finds."""
     requests = {"num_requests": 6, "repeats": 1, "max_tokens": 8} | own.pop("requests", {})
     address = {"chat": own.pop("chat", False), "api_key": own.pop("api_key", "")}
-    task = TrafficTask((load,), modes, None, requests, own.pop("agreement", ServiceLevel()), own)
+    plan, level = (
+        TrafficPlan((load,), tuple(map(SpeculationMode, modes)), **requests),
+        own.pop("agreement", ServiceLevel()),
+    )
 
     async def run() -> TrafficReport:
         async with server.running():
-            return await measure_traffic(ServerAddress(server.url, **address), task, lambda what, done: None)
+            return await measure_traffic(ServerAddress(server.url, **address), plan, level, silent, extra=own)
 
     return asyncio.run(run())
 
@@ -193,6 +198,5 @@ def test_a_server_that_would_refuse_everything_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no address", "ftp://x"])
 def test_an_address_without_a_server_is_told(url: str) -> None:
-    task = TrafficTask((FAST,), None, None, {}, ServiceLevel())
     with pytest.raises(InvalidRequest, match=r"^url: "):
-        asyncio.run(measure_traffic(ServerAddress(url), task, lambda what, done: None))
+        asyncio.run(measure_traffic(ServerAddress(url), TrafficPlan((FAST,)), ServiceLevel(), silent))

@@ -97,10 +97,6 @@ class GroupFigures:
         spread = self.cells[0].pass_s
         return spread.median if spread else None
 
-    def limit_share(self, pass_bytes: int, bandwidth_bytes_per_s: float) -> float | None:
-        """The least time in which memory gives the weights that a pass reads, over the time of a plain pass."""
-        return pass_bytes / bandwidth_bytes_per_s / self.plain_pass_s if self.plain_pass_s else None
-
 
 def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str] = ()) -> GroupFigures:
     """What these runs of one group say; `recorded` are the hashes of answers that are replayed."""

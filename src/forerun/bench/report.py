@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.bench.figures import CellFigures, GroupFigures, Mismatch
+from forerun.bench.figures import CellFigures, GroupFigures, Mismatch, over
 from forerun.bench.plan import CHOSEN
 from forerun.config import AUTO
 from forerun.device import CPU, Placement
@@ -57,8 +57,8 @@ class BenchReport:
         return max(peaks, default=None)
 
     def limit_share(self, figures: GroupFigures) -> float | None:
-        """How near a plain pass of this group comes to what memory allows; 1 is the limit."""
-        return figures.limit_share(self.pass_bytes, self.bandwidth.best)
+        """The least time in which memory gives the weights that a pass reads, over that of this group's plain one."""
+        return over(self.pass_bytes / self.bandwidth.best, figures.plain_pass_s)
 
     def place(self, figures: GroupFigures, difference: Mismatch) -> str:
         """Where the prompt of a request that differs is from."""

@@ -45,9 +45,6 @@ class BenchRun:
     `num_distinct` of their `num_ngrams` 8-grams were new to their answer.
     """
 
-    workload: str
-    batch: int
-    temperature: float
     depth: int
     repetition: int
     first_s: float
@@ -57,7 +54,6 @@ class BenchRun:
     decode_s: float
     num_passes: int
     pass_s: float
-    draft_s: float
     draft_pass_s: float
     num_rounds: int
     num_drafted: int
@@ -112,15 +108,12 @@ class Tape:
         if not timed.outcome.num_prompt_tokens and drafted == [self.num_guesses] * self.batch:
             self.full.append(timed)
 
-    def run(self, group: Group, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
+    def run(self, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
         """All of it, to be written down."""
         pace, stats, experts = self.pace, self.pace.stats, self.experts if self.full else None
         full = [each.outcome for each in self.full]
         grams = [[tuple(a[i : i + NGRAM]) for i in range(len(a) - NGRAM + 1)] for a in answers]
         return BenchRun(
-            workload=group.workload,
-            batch=group.batch,
-            temperature=group.temperature,
             depth=turn.depth,
             repetition=turn.repetition,
             first_s=statistics.median(self.first_s.values()),
@@ -130,7 +123,6 @@ class Tape:
             decode_s=pace.decode_s,
             num_passes=stats.num_passes,
             pass_s=stats.pass_s,
-            draft_s=stats.draft_s,
             draft_pass_s=stats.draft_pass_s,
             num_rounds=stats.num_rounds,
             num_drafted=stats.num_drafted,
@@ -182,7 +174,7 @@ class Stage:
         for numbers in [range(turns[-1].stop)] if self.refills else turns:
             sequences += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
         answers = [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
-        return tape.run(group, turn, answers, peak_rss_bytes() if own_peak else None)
+        return tape.run(turn, answers, peak_rss_bytes() if own_peak else None)
 
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
         """A few rounds at every depth, which compile kernels and are not counted."""

@@ -41,39 +41,62 @@ forerun bench --model ./target --draft model:./draft --prompts mine.jsonl --pict
 """
 
 
+TemperatureOption = Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")]
+TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")]
+PromptsOption = Annotated[int, typer.Option(min=1, help="Most prompts; a batch repeats them.")]
+
+
 @dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """Options that say what is measured."""
+class MeasurementOptions:
+    """Options that say what is measured, and on what."""
 
     TITLE: ClassVar[str] = "Measurement"
 
     model: ModelOption = TARGET
+    prompts: Annotated[
+        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt.")
+    ] = None
+    replay: Annotated[Path | None, typer.Option(help="Instead: a .jsonl with answers as well, replayed.")] = None
+    batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,4,16.")] = "1"
+    temperature: TemperatureOption = "0"
+    max_tokens: TokensOption = 64
+    num_prompts: PromptsOption = 16
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement, by turns.")] = 3
+    seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is measured, and start over.")] = False
+    loading: LoadingOptions = field(default_factory=LoadingOptions)
+
+    def cells(self) -> dict[str, Any]:
+        """What a Selection and TuneSettings share."""
+        return {
+            "batches": numbers("batch", self.batch, int),
+            "temperatures": numbers("temperature", self.temperature, float),
+            "num_tokens": self.max_tokens,
+            "num_prompts": self.num_prompts,
+            "repeats": self.repeats,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions(MeasurementOptions):
+    """Those of any measurement, for one drafter at some depths."""
+
     draft: Annotated[str, REQUIRED_DRAFT] = f"model:{DRAFT}"
     widen: Annotated[
         bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M; heads grow along.")
     ] = False
-    workload: Annotated[str | None, typer.Option(help=f"Some of {', '.join(SHIPPED)}; default: code,edits.")] = None
-    prompts: Annotated[
-        Path | None, typer.Option(help="Instead: a .jsonl with prompt, text or turns in each line, or a .txt.")
+    workload: Annotated[
+        str | None, typer.Option(help=f"Some of {', '.join(SHIPPED)}, without a file; default: code,edits.")
     ] = None
-    replay: Annotated[Path | None, typer.Option(help="Instead: a .jsonl with prompt and answer, replayed.")] = None
-    batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,4,16.")] = "1"
     depth: Annotated[
         str, typer.Option(help="Tokens drafted per round, as in 0,1,2,3,5,7 or 4,auto; 0, plain, is always run.")
     ] = "0,2,4"
     tree: TreeOption = None
-    temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")] = (
-        "0,1"
-    )
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")
-    ] = 48
-    num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts of a workload; a batch repeats them.")] = 4
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each cell, by turns.")] = 3
-    seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
+    temperature: TemperatureOption = "0,1"
+    max_tokens: TokensOption = 48
+    num_prompts: PromptsOption = 4
     state: Annotated[Path | None, typer.Option(help="Where finished runs are kept; default: the cache folder.")] = None
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished runs and start over.")] = False
-    loading: LoadingOptions = field(default_factory=LoadingOptions)
     adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
@@ -81,16 +104,8 @@ class BenchOptions:
 
     def selection(self) -> Selection:
         """The cells."""
-        return Selection(
-            batches=numbers("batch", self.batch, int),
-            depths=numbers("depth", self.depth, depth_number),
-            temperatures=numbers("temperature", self.temperature, float),
-            num_tokens=self.max_tokens,
-            num_prompts=self.num_prompts,
-            repeats=self.repeats,
-            seed=self.seed,
-            tree=None if self.tree is None else StaticTree.load(self.tree),
-        )
+        tree = None if self.tree is None else StaticTree.load(self.tree)
+        return Selection(depths=numbers("depth", self.depth, depth_number), tree=tree, **self.cells())
 
 
 @with_options(EXAMPLES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -68,11 +68,6 @@ class LoadOptions:
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of the first request; the others follow.")] = 0
     body: Annotated[str, typer.Option(help="Further fields of every request, as a JSON object.")] = "{}"
 
-    def plan(self) -> dict[str, Any]:
-        """The fields of a plan, without loads and modes."""
-        names = ("num_requests", "repeats", "max_tokens", "ignore_eos", "temperature", "seed")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass(frozen=True, slots=True)
 class AgreementOptions:
@@ -109,8 +104,8 @@ def bench_serve(
         from forerun.progress import LoadingBar
         from forerun.traffic.client import ServerAddress, require_client
         from forerun.traffic.figures import ServiceLevel
-        from forerun.traffic.plan import LoadKind, ServerLoad
-        from forerun.traffic.run import TrafficTask, measure_traffic
+        from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
+        from forerun.traffic.run import measure_traffic
         from forerun.traffic.show import picture as drawn
         from forerun.traffic.show import traffic_card
     require_client()
@@ -123,17 +118,26 @@ def bench_serve(
     between_s, first_s = (
         None if ms is None else ms / 1000 for ms in (agreement.sla_between_ms, agreement.sla_first_ms)
     )
-    task = TrafficTask(
+    plan = TrafficPlan(
         tuple(ServerLoad(kind, value) for kind, text in asked.items() if text for value in numbers(kind, text, float)),
-        None if load.speculation is None else tuple(name.strip() for name in load.speculation.split(",")),
-        load.prompts,
-        load.plan(),
-        ServiceLevel(between_s, first_s, agreement.sla_percentile),
-        json_object("body", load.body, '{"top_p": 0.9}'),
+        ()
+        if load.speculation is None
+        else tuple(SpeculationMode(each.strip()) for each in load.speculation.split(",")),
+        num_requests=load.num_requests,
+        repeats=load.repeats,
+        max_tokens=load.max_tokens,
+        temperature=load.temperature,
+        seed=load.seed,
+        ignore_eos=load.ignore_eos,
     )
+    level = ServiceLevel(between_s, first_s, agreement.sla_percentile)
+    extra = json_object("body", load.body, '{"top_p": 0.9}')
     address = ServerAddress(server.url, server.api_key, server.served_model_name, server.chat, server.timeout_s)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
-        report = asyncio.run(measure_traffic(address, task, lambda detail, done: bar("load", done, detail)))
+        sent = measure_traffic(
+            address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra
+        )
+        report = asyncio.run(sent)
     if not result.as_json:
         Console(highlight=False).print(traffic_card(report))
     if picture_file is not None:

@@ -7,24 +7,16 @@ plain decoding. `forerun.tune` decides what is measured.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forerun.commands.bench import json_object, numbers
+from forerun.commands.bench import MeasurementOptions, json_object
 from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
-from forerun.models.bundled import TARGET
-from forerun.options import (
-    DRAFTERS,
-    MODEL,
-    LoadingOptions,
-    ModelOption,
-    OutputOptions,
-    with_options,
-)
+from forerun.options import DRAFTERS, MODEL, OutputOptions, with_options
 from forerun.settings_file import written_settings
 from forerun.store import writable
 from forerun.tune.settings import TuneSettings
@@ -42,47 +34,18 @@ forerun tune --model ./target --drafts ngram suffix --replay answers.jsonl --out
 
 
 @dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """Options that say what is tried, and on what."""
+class TuneOptions(MeasurementOptions):
+    """Those of any measurement, for several drafters."""
 
-    TITLE: ClassVar[str] = "Measurement"
-
-    model: ModelOption = TARGET
-    prompts: Annotated[
-        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt.")
-    ] = None
-    replay: Annotated[Path | None, typer.Option(help="Instead: a .jsonl with answers as well, replayed.")] = None
     chat: Annotated[bool, typer.Option("--chat", help="Every prompt is a message, for the chat template.")] = False
     template_options: Annotated[
         str, typer.Option(help='Options of the chat template, as in {"enable_thinking": false}.')
     ] = "{}"
-    batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,8,32; the first decides the choice.")] = "1"
-    temperature: Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; the first decides.")] = "0"
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")
-    ] = 64
-    num_prompts: Annotated[int, typer.Option(min=1, help="Most prompts.")] = 16
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement, by turns.")] = 3
-    seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
     time_limit: Annotated[float | None, typer.Option(help="Seconds after which nothing new is measured.")] = None
     out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path("tuned")
     html: Annotated[
         bool, typer.Option("--html", help="Stop where the page would have no charts, for want of matplotlib.")
     ] = False
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is measured, and start over.")] = False
-    loading: LoadingOptions = field(default_factory=LoadingOptions)
-
-    def settings(self) -> TuneSettings:
-        """The cells."""
-        return TuneSettings(
-            batches=numbers("batch", self.batch, int),
-            temperatures=numbers("temperature", self.temperature, float),
-            num_tokens=self.max_tokens,
-            num_prompts=self.num_prompts,
-            repeats=self.repeats,
-            seed=self.seed,
-            time_limit_s=self.time_limit,
-        )
 
 
 @with_options(EXAMPLES)
@@ -100,11 +63,11 @@ def tune(
     """Find out whether speculation helps on your model, machine and prompts: with which drafter, how deep.
 
     Each drafter's speed-up is predicted from what it guesses on the prompts and from measured costs, and then measured
-    on the same prompts, against plain decoding by turns. The folder gets tune.json, forerun.toml, which every
-    command reads with --config, and tune.html. What is interrupted goes on where it was. Status 1: a drafter changed
-    the tokens.
+    on the same prompts, against plain decoding by turns. The first batch size and the first temperature decide the
+    choice. The folder gets tune.json, forerun.toml, which every command reads with --config, and tune.html. What is
+    interrupted goes on where it was. Status 1: a drafter changed the tokens.
     """
-    result, settings = Result.of(output), options.settings()
+    result, settings = Result.of(output), TuneSettings(**options.cells(), time_limit_s=options.time_limit)
     template_values = json_object("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
         from rich.console import Console

@@ -82,26 +82,26 @@ class ServiceLevel:
 
 @dataclass(frozen=True, slots=True)
 class TimeFigures:
-    """Times of answers in seconds, by percentile over requests; None where no request has any.
+    """Times of answers in seconds, by percentile over requests, as "p50"; None where no request has any.
 
     `between_tokens_s` is each request's mean time from one token to the next, `longest_gap_s` its longest wait within
     the stream: where several tokens come at once, it says what the reader sees.
     """
 
     num_answers: int
-    first_token_s: Mapping[int, float] | None
-    between_tokens_s: Mapping[int, float] | None
-    longest_gap_s: Mapping[int, float] | None
-    total_s: Mapping[int, float] | None
+    first_token_s: Mapping[str, float] | None
+    between_tokens_s: Mapping[str, float] | None
+    longest_gap_s: Mapping[str, float] | None
+    total_s: Mapping[str, float] | None
 
     @classmethod
     def of(cls, answers: Iterable[TimedAnswer]) -> TimeFigures:
         """Of the answers that are complete."""
         good = [answer for answer in answers if not answer.error]
 
-        def by(value: Callable[[TimedAnswer], float | None]) -> Mapping[int, float] | None:
+        def by(value: Callable[[TimedAnswer], float | None]) -> Mapping[str, float] | None:
             values = [found for answer in good if (found := value(answer)) is not None]
-            return {p: percentile(values, float(p)) for p in PERCENTILES} if values else None
+            return {f"p{share}": percentile(values, float(share)) for share in PERCENTILES} if values else None
 
         return cls(
             num_answers=len(good),

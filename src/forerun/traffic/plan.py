@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -83,12 +83,12 @@ class TrafficTurn:
 class TrafficPlan:
     """Every load in every mode, `repeats` times, with `num_requests` requests each time.
 
-    The first mode is the one that others are compared with. `max_tokens`, `temperature` and `ignore_eos` are those of
-    every request; request number i has the seed `seed` + i in every mode, so that answers can be compared.
+    Without modes the server decides which there are. `max_tokens`, `temperature` and `ignore_eos` are those of every
+    request; request number i has the seed `seed` + i in every mode, so that answers can be compared.
     """
 
     loads: tuple[ServerLoad, ...]
-    modes: tuple[SpeculationMode, ...]
+    modes: tuple[SpeculationMode, ...] = ()
     num_requests: int = 32
     repeats: int = 3
     max_tokens: int = 64
@@ -100,11 +100,18 @@ class TrafficPlan:
         for name, least in (("num_requests", 1), ("repeats", 1), ("max_tokens", 2), ("seed", 0)):
             require_whole(name, getattr(self, name), least)
         real("temperature", self.temperature, "use a number from 0 on", 0.0)
-        if not self.loads or not self.modes:
+        if not self.loads:
             raise InvalidRequest("rate", "there is no load: name a --rate or a --concurrency.")
         for name, values in (("rate", self.loads), ("speculation", self.modes)):
             if len(set(values)) < len(values):
                 raise InvalidRequest(name, "a value is there twice: give each of them once.")
+
+    def for_server(self, forerun: bool) -> TrafficPlan:
+        """The plan with modes that a server has. Raises InvalidRequest for modes of one that is not forerun's."""
+        if self.modes and not forerun:
+            raise InvalidRequest("speculation", "this server is not forerun's: requests cannot change how it drafts.")
+        usual = (SpeculationMode(OFF), SpeculationMode(AUTO)) if forerun else (SpeculationMode(),)
+        return replace(self, modes=self.modes or usual)
 
     @property
     def baseline(self) -> SpeculationMode:

@@ -5,7 +5,7 @@ This file decides names and units: times in seconds, shares between 0 and 1, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class TrafficReport:
                 "same_answers": self.same_answers,
                 "differences": [asdict(other) for other in self.others],
                 "capacity": [self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.asks else None,
-                "cells": [figure_object(each) for each in self.figures],
+                "cells": [asdict(each) | {"mode": each.mode.name} for each in self.figures],
                 "requests": [request for block in self.blocks for request in requests_of_block(block)],
             }
         )
@@ -74,23 +74,6 @@ class TrafficReport:
         served = best.requests_per_s.median if best and best.requests_per_s else None
         load = best and asdict(best.load)
         return {"mode": mode.name, "load": load, "requests_per_s": served, "a_heavier_load_breaks_it": broken}
-
-
-def figure_object(figures: TrafficFigures) -> Mapping[str, Any]:
-    """One load in one mode, percentiles as "p50" and so on."""
-    own = asdict(figures)
-    own["mode"] = figures.mode.name
-    own["times"] = percentiles_named(own["times"])
-    own["by_category"] = {kind: percentiles_named(times) for kind, times in own["by_category"].items()}
-    return own
-
-
-def percentiles_named(times: Mapping[str, Any]) -> dict[str, Any]:
-    """Times with the names of their percentiles."""
-    return {
-        name: {f"p{share}": value for share, value in found.items()} if isinstance(found, dict) else found
-        for name, found in times.items()
-    }
 
 
 def requests_of_block(block: TrafficBlock) -> list[dict[str, Any]]:

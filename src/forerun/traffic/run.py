@@ -9,61 +9,47 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage, mixed_passages
-from forerun.config import AUTO
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.traffic.client import ServedModel, ServerAddress, TimedAnswer, TrafficClient
 from forerun.traffic.figures import ServiceLevel, TrafficBlock, differences, traffic_figures
-from forerun.traffic.plan import OFF, ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
+from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 from forerun.traffic.report import TrafficReport
 
 MOST_WARM_UP = 8  # requests of a mode before its first block
 OWN = ("model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation")
-DEFAULT_MODES = (OFF, AUTO)  # of a server of forerun
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficTask:
-    """What is sent: `modes` None lets the server decide; `extra` are further fields of every body."""
+async def measure_traffic(
+    address: ServerAddress,
+    plan: TrafficPlan,
+    agreement: ServiceLevel,
+    report: ProgressCallback,
+    prompts: Path | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> TrafficReport:
+    """Send the prompts of a file, or those that ship, as a plan says, and report; `extra` are fields of every body.
 
-    loads: tuple[ServerLoad, ...]
-    modes: tuple[str, ...] | None
-    prompts: Path | None
-    requests: Mapping[str, Any]  # the other fields of the TrafficPlan
-    agreement: ServiceLevel
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in self.extra:
-            if name in OWN:
-                raise InvalidRequest("body", f"{shown(name)} is set by the load test itself: leave it out.")
-
-    def plan(self, model: ServedModel | None = None) -> TrafficPlan:
-        """The plan for this model. Raises InvalidRequest for modes of a server that has none."""
-        served = model is None or model.forerun
-        if self.modes and not served:
-            raise InvalidRequest("speculation", "this server is not forerun's: requests cannot change how it drafts.")
-        names = self.modes or (DEFAULT_MODES if served else ("",))
-        return TrafficPlan(self.loads, tuple(map(SpeculationMode, names)), **self.requests)
-
-
-async def measure_traffic(address: ServerAddress, task: TrafficTask, report: ProgressCallback) -> TrafficReport:
-    """Send what a task says, and report. Raises InvalidRequest where nothing can be sent, or nothing was answered."""
-    task.plan()  # mistakes are told before anything is asked
-    prompts = mixed_passages(task.prompts)
-    for prompt in prompts:
-        asked_of(prompt, address.chat)
+    Raises InvalidRequest where nothing can be sent, or nothing was answered.
+    """
+    for name in extra:
+        if name in OWN:
+            raise InvalidRequest("body", f"{shown(name)} is set by the load test itself: leave it out.")
+    passages = mixed_passages(prompts)
+    for passage in passages:
+        asked_of(passage, address.chat)
     async with TrafficClient(address) as client:
         model = await client.served_model()
-        plan = task.plan(model)
-        sender = Sender(client, model, plan, prompts, task.extra)
+        plan = plan.for_server(model.forerun)
+        sender = Sender(client, model, plan, passages, extra)
         for mode in plan.modes:
             for answer in await sender.warm_up(ServerLoad("concurrency", 1.0), mode):
                 if answer.error:  # a server that refuses the first request of a mode would refuse them all
@@ -73,9 +59,9 @@ async def measure_traffic(address: ServerAddress, task: TrafficTask, report: Pro
         address.base,
         model,
         plan,
-        task.agreement,
-        min(len(prompts), plan.repeats * plan.num_requests),
-        traffic_figures(plan, blocks, task.agreement, lambda *request: sender.prompt(*request).category),
+        agreement,
+        min(len(passages), plan.repeats * plan.num_requests),
+        traffic_figures(plan, blocks, agreement, lambda *request: sender.prompt(*request).category),
         blocks,
         differences(plan, blocks) if model.forerun else [],
     )

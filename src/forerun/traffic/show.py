@@ -63,9 +63,9 @@ def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
     yield number(each.requests_per_s, ".2f")
     yield number(each.tokens_per_s, ".1f")
     yield speed_up_cells(each.speed_up)[0] if each.speed_up and each.mode != report.plan.baseline else ""
-    yield from (ms(each.times.first_token_s, share) for share in (50, 95))
-    yield from (ms(each.times.between_tokens_s, share) for share in (50, 95, 99))
-    yield ms(each.times.longest_gap_s, 95)
+    yield from (ms(each.times.first_token_s, share) for share in ("p50", "p95"))
+    yield from (ms(each.times.between_tokens_s, share) for share in ("p50", "p95", "p99"))
+    yield ms(each.times.longest_gap_s, "p95")
     yield "" if each.tokens_per_round is None else f"{each.tokens_per_round:.2f}"
 
 
@@ -75,7 +75,7 @@ def within(each: TrafficFigures) -> Iterator[Cell]:
     yield number(each.goodput_per_s, ".2f")
 
 
-def ms(values: Mapping[int, float] | None, share: int) -> str:
+def ms(values: Mapping[str, float] | None, share: str) -> str:
     """A percentile in milliseconds."""
     return f"{1000 * values[share]:.1f}" if values else "?"
 
@@ -90,12 +90,12 @@ def category_table(report: TrafficReport) -> FigureTable:
     last = report.plan.loads[-1]
     own = [each for each in report.figures if each.load == last]
     heads = ["category", "requests"]
-    heads += [f"{each.mode.shown}\nbetween ms\np{share}" for each in own for share in (50, 95)]
+    heads += [f"{each.mode.shown}\nbetween ms\n{share}" for each in own for share in ("p50", "p95")]
     rows = []
     for kind in categories(report):
         times = [each.by_category.get(kind) for each in own]
         num_answers = next((each.num_answers for each in times if each is not None), 0)
-        cells = [ms(each.between_tokens_s if each else None, share) for each in times for share in (50, 95)]
+        cells = [ms(each.between_tokens_s if each else None, share) for each in times for share in ("p50", "p95")]
         rows.append([kind, str(num_answers), *cells])
     return FigureTable(heads, rows, num_names=1)
 
@@ -155,10 +155,10 @@ def picture(report: TrafficReport) -> bytes:
         return each.tokens_per_s.median if each.tokens_per_s else None
 
     def first_ms(each: TrafficFigures) -> float | None:
-        return 1000 * each.times.first_token_s[95] if each.times.first_token_s else None
+        return 1000 * each.times.first_token_s["p95"] if each.times.first_token_s else None
 
     def between_ms(each: TrafficFigures) -> float | None:
-        return 1000 * each.times.between_tokens_s[95] if each.times.between_tokens_s else None
+        return 1000 * each.times.between_tokens_s["p95"] if each.times.between_tokens_s else None
 
     agreement = report.agreement
     rows = [

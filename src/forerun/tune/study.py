@@ -9,6 +9,7 @@ the memory, from one minute to the next.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from forerun.tune.predict import (
     speed_up,
 )
 from forerun.tune.settings import PILOT_DEPTH, Candidate
-from forerun.tune.trial import DrafterMemory, OutOfTime, TimeLimit, Trial
+from forerun.tune.trial import DrafterMemory, OutOfTime, Trial
 
 NOT_REACHED = "not reached within --time-limit"
 COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # of each size: of a few, of all that look good, of the chosen
@@ -105,12 +106,13 @@ class Studied:
         return next((c for c in self.cells if (c.group.batch, c.group.temperature) == (batch, temperature)), None)
 
 
-def study_all(trials: Sequence[Trial], clock: TimeLimit, report: ProgressCallback) -> list[Studied]:
-    """All candidates, in order."""
+def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallback) -> list[Studied]:
+    """All candidates, in order, each with an equal share of the time that is left until then."""
     found = []
     for number, trial in enumerate(trials):
         report(f"tuning {trial.candidate.draft}", number / len(trials))
-        trial.clock = clock.share(len(trials) - number)
+        now_s = time.perf_counter()
+        trial.deadline_s = now_s + max(0.0, deadline_s - now_s) / (len(trials) - number)
         found.append(study(trial))
     return found
 
@@ -194,7 +196,7 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
         depths = (0, best.depth, CHOSEN)
         turns = [turn for turn in trial.settings.selection(*depths).turns() if turn.repetition == repetition]
         if not all(trial.has_run(group, turn) for turn in turns):
-            if trial.clock.over:
+            if trial.late:
                 continue
             trial.report(f"measuring {group.name}", number / len(order))
             if repetition == 0 or group not in runs or trial.llm is None:

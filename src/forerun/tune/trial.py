@@ -7,9 +7,10 @@ the first one is missing. `study.py` decides which are made, and in which order.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.annotations import ProgressCallback
@@ -47,30 +48,13 @@ class DrafterMemory:
     target_cache_bytes: int
 
 
-@dataclass(slots=True)
-class TimeLimit:
-    """Until when measurements may begin; `deadline_s` is None where there is no limit."""
-
-    deadline_s: float | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether no measurement may begin any more."""
-        return self.deadline_s is not None and time.perf_counter() >= self.deadline_s
-
-    def share(self, num_left: int) -> TimeLimit:
-        """An equal share of the time that is left, for one of so many."""
-        now_s = time.perf_counter()
-        return self if self.deadline_s is None else TimeLimit(now_s + max(0.0, self.deadline_s - now_s) / num_left)
-
-
 class OutOfTime(Exception):
     """What a prediction needs would have to be measured behind the time limit."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate; `report` hears what is under way, and `clock` says until when something may begin."""
+    """A candidate; `report` hears what is under way, and nothing begins behind `deadline_s`."""
 
     target: Blueprint
     spec: ModelSpec
@@ -82,18 +66,23 @@ class Trial:
     name: str = ""
     llm: LLM | None = None
     measuring: Stage | None = None
-    clock: TimeLimit = field(default_factory=TimeLimit)
+    deadline_s: float = math.inf  # of time.perf_counter
 
     def __post_init__(self) -> None:
         fingerprint = draft_fingerprint(self.target, self.candidate.draft, self.report)
         self.name = " ".join(filter(None, (self.candidate.draft, fingerprint)))
+
+    @property
+    def late(self) -> bool:
+        """Whether no measurement may begin any more."""
+        return time.perf_counter() >= self.deadline_s
 
     def known(self, what: str, made: Callable[[], Any]) -> Any:
         """A measurement: as it is kept, or made now. Raises OutOfTime where it is too late for that."""
         of = f"{self.name} {what}"
         if of in self.kept.values:
             return self.kept.values[of]
-        if self.clock.over:
+        if self.late:
             raise OutOfTime
         return self.kept.add(of, made())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from forerun.progress import LoadingBar
 from forerun.tune.report import TuneReport
 from forerun.tune.settings import TuneSettings, candidates_of
 from forerun.tune.study import study_all
-from forerun.tune.trial import TimeLimit, Trial
+from forerun.tune.trial import Trial
 
 FILE = "measurements.jsonl"
 FREE = ("time_limit_s", "repeats")  # settings that may change between a run and its continuation
@@ -46,7 +47,7 @@ def tune(
     """
     if subject.threads is not None:
         torch.set_num_threads(subject.threads)
-    deadline_s = None if settings.time_limit_s is None else time.perf_counter() + settings.time_limit_s
+    deadline_s = time.perf_counter() + (math.inf if settings.time_limit_s is None else settings.time_limit_s)
     target = Blueprint.of(subject.spec, bar)
     candidates = candidates_of(subject.drafts, target.config.layers)
     workload = workload_of("tune", prompts, settings.num_prompts, target.tokenizer(), subject.template)
@@ -55,7 +56,7 @@ def tune(
     kept = Measurements.open(folder / FILE, about, "tuning", "out", "folder", fresh)
     trials = [Trial(target, subject.spec, each, settings, workload, kept, bar) for each in candidates]
     with kept.continued(bar), without_advice():
-        studied = study_all(trials, TimeLimit(deadline_s), bar)
+        studied = study_all(trials, deadline_s, bar)
     about = {**about, "settings": asdict(settings)}
     temperatures = (0.0,) if workload.replayed else settings.temperatures
     return TuneReport(about, model_options(subject), settings, temperatures, tuple(studied))
