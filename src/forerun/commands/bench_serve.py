@@ -17,6 +17,7 @@ from forerun.commands.bench import json_object, numbers
 from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
 from forerun.options import OUTPUT, OutputOptions, with_options
+from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
 
 EXAMPLES = """
 forerun bench serve
@@ -68,6 +69,26 @@ class LoadOptions:
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of the first request; the others follow.")] = 0
     body: Annotated[str, typer.Option(help="Further fields of every request, as a JSON object.")] = "{}"
 
+    def plan(self) -> TrafficPlan:
+        """What is sent, without the prompts."""
+        loads: dict[LoadKind, str | None] = {
+            "rate": self.rate,
+            "concurrency": self.concurrency or (None if self.rate else DEFAULT_CONCURRENCY),
+        }
+        modes = () if self.speculation is None else self.speculation.split(",")
+        return TrafficPlan(
+            tuple(
+                ServerLoad(kind, value) for kind, text in loads.items() if text for value in numbers(kind, text, float)
+            ),
+            tuple(SpeculationMode(mode.strip()) for mode in modes),
+            num_requests=self.num_requests,
+            repeats=self.repeats,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AgreementOptions:
@@ -104,31 +125,15 @@ def bench_serve(
         from forerun.progress import LoadingBar
         from forerun.traffic.client import ServerAddress, require_client
         from forerun.traffic.figures import ServiceLevel
-        from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
         from forerun.traffic.run import measure_traffic
         from forerun.traffic.show import picture as drawn
         from forerun.traffic.show import traffic_card
     require_client()
+    plan = load.plan()
     if picture is not None:
         check_picture(picture)
-    asked: dict[LoadKind, str | None] = {
-        "rate": load.rate,
-        "concurrency": load.concurrency or (None if load.rate else DEFAULT_CONCURRENCY),
-    }
     between_s, first_s = (
         None if ms is None else ms / 1000 for ms in (agreement.sla_between_ms, agreement.sla_first_ms)
-    )
-    plan = TrafficPlan(
-        tuple(ServerLoad(kind, value) for kind, text in asked.items() if text for value in numbers(kind, text, float)),
-        ()
-        if load.speculation is None
-        else tuple(SpeculationMode(each.strip()) for each in load.speculation.split(",")),
-        num_requests=load.num_requests,
-        repeats=load.repeats,
-        max_tokens=load.max_tokens,
-        temperature=load.temperature,
-        seed=load.seed,
-        ignore_eos=load.ignore_eos,
     )
     level = ServiceLevel(between_s, first_s, agreement.sla_percentile)
     extra = json_object("body", load.body, '{"top_p": 0.9}')
