@@ -16,8 +16,9 @@ from forerun.config import Verification
 from forerun.prove.cells import Cells, TokenIds, choose_cells
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftLaw, DraftTree
+from forerun.tree import DraftTree
 from forerun.verify import verify as judging
+from law.sampler import drafted
 
 VOCAB, ROOT = 12, 0
 Spoil = Callable[[DraftTree], DraftTree]
@@ -50,21 +51,6 @@ class Pair:
         draws = Draws([RowSampling(0, params, 0, 0, [ROOT], 1)], VOCAB)
         laws = torch.cat([draws.law(row[None].double(), draws.roots()) for row in self.target]).exp()
         return choose_cells(lambda texts: laws[[text[-1] if text else ROOT for text in texts]], num_texts)
-
-
-def drafted(draws: Draws, table: Tensor, depth: int) -> DraftTree:
-    """A chain for every sequence."""
-    at, every, last = draws.roots(), torch.arange(len(draws.rows)), draws.roots_tokens
-    guesses, laws = [], []
-    for _ in range(depth):
-        found = draws.children(table[last], at, 1)
-        assert found.law is not None, "token and block verification need the draft's law"
-        last = found.tokens[:, 0]
-        at = draws.advance(at, every, last)
-        guesses.append(last)
-        laws.append(found.law)
-    row = torch.stack([every + step * len(every) for step in range(depth)] + [torch.full_like(every, -1)], dim=1)
-    return DraftTree.chains(draws.roots_tokens, torch.stack(guesses, dim=1), DraftLaw(row, torch.cat(laws)))
 
 
 def texts(

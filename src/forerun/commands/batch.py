@@ -20,7 +20,6 @@ import typer
 from rich.console import Console
 
 from forerun.accept.commit import Origin
-from forerun.accept.outcome import Stats
 from forerun.card import AnswerTiming, run_card
 from forerun.commands.answer_file import AnswerFile, digest_of
 from forerun.commands.answering import build_llm, setting_of, stats_object
@@ -31,7 +30,7 @@ from forerun.llm import LLM
 from forerun.options import AnswerOptions, BatchOptions, ModelOptions
 from forerun.output import Answers
 from forerun.progress import LoadingBar
-from forerun.prove.prompts import prompt_of
+from forerun.prove.prompts import file_lines, prompt_of, text_of
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
@@ -75,6 +74,15 @@ class BatchTally:
         elif self.num_skipped == MOST_SHOWN + 1:
             show_error("more lines cannot be answered; their number is told at the end")
 
+    def as_object(self) -> dict[str, int]:
+        """For JSON."""
+        return {
+            "num_lines": self.num_lines,
+            "num_answered": self.num_answered,
+            "num_answered_before": self.num_before,
+            "num_skipped": self.num_skipped,
+        }
+
     def summary(self, stopped: bool) -> str:
         """In a sentence, and what to do where something is left."""
         said = f"{self.num_answered} of {self.num_lines} lines answered"
@@ -116,19 +124,14 @@ def run_batch(
     if not result.as_json:
         errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.drafter_names))
     show_note(tally.summary(stopped))
-    result.tell(told(tally, settings, seed, llm.stats, timing, llm.drafter_names))
+    told = settings | {"seed": seed, "stats": stats_object(llm.stats, timing, llm.drafter_names)}
+    result.tell(tally.as_object() | told)
     return tally, stopped
 
 
 def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
     """The prompts of a .jsonl or .txt file; lines that hold none are reported, empty ones are not counted."""
-    if path.suffix not in (".jsonl", ".txt"):
-        raise InvalidRequest("input", f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file.")
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InvalidRequest("input", f"{path} cannot be read ({error.strerror}): give the path of a file.") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(file_lines(path, "input"), start=1):
         if not line.strip():
             continue
         tally.num_lines += 1
@@ -141,10 +144,7 @@ def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
 def task_of(line: bytes, number: int, path: Path) -> Task:
     """A line's prompt and its id, which is the line's number unless it names one."""
     place = f"{path}:{number}"
-    try:
-        text = line.decode("utf-8").rstrip("\r")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("prompts", f"{place}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
+    text = text_of(line, place)
     if path.suffix == ".txt":
         return Task(number, number, text)
     entry: Any = None
@@ -270,18 +270,3 @@ class Job:
 def as_prompt(task: Task) -> str | Mapping[str, Any]:
     """A task's prompt as the library takes it."""
     return task.prompt if isinstance(task.prompt, str) else {"prompt_token_ids": list(task.prompt)}
-
-
-def told(
-    tally: BatchTally, settings: Mapping[str, Any], seed: int, stats: Stats, timing: AnswerTiming, arms: Any
-) -> dict[str, Any]:
-    """The batch as JSON: what was asked for, what came of it, and how it went."""
-    return {
-        "num_lines": tally.num_lines,
-        "num_answered": tally.num_answered,
-        "num_answered_before": tally.num_before,
-        "num_skipped": tally.num_skipped,
-        **settings,
-        "seed": seed,
-        "stats": stats_object(stats, timing, arms),
-    }

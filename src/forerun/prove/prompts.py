@@ -41,19 +41,30 @@ def prompt_lines(path: Path) -> list[tuple[str, str]]:
 
     Raises InvalidRequest, with file and line, for a file that cannot be read or holds nothing.
     """
-    if path.suffix not in (".jsonl", ".txt"):
-        raise _invalid(path, f"the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
-    try:
-        lines = path.read_text("utf-8").split("\n")
-    except OSError as error:
-        raise _invalid(path, f"it cannot be read ({error.strerror}): give the path of a file") from error
-    except UnicodeDecodeError as error:
-        number = error.object[: error.start].count(b"\n") + 1
-        raise _invalid(f"{path}:{number}", f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
-    found = [(f"{path}:{number}", line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
+    lines = enumerate(file_lines(path, "prompts"), start=1)
+    places = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
+    if not places:
         raise _invalid(path, "there is no prompt in it: write one a line")
-    return found
+    return [(place, text_of(line, place)) for place, line in places]
+
+
+def file_lines(path: Path, field: str) -> list[bytes]:
+    """All lines of a .jsonl or .txt file. Raises InvalidRequest, naming the field, for another or an unreadable one."""
+    if path.suffix not in (".jsonl", ".txt"):
+        raise InvalidRequest(field, f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        message = f"{path}: it cannot be read ({error.strerror}): give the path of a file"
+        raise InvalidRequest(field, message) from error
+
+
+def text_of(line: bytes, place: str) -> str:
+    """A line as text."""
+    try:
+        return line.decode("utf-8").rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise _invalid(place, f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
 
 
 def prompt_of(line: str, place: str) -> str:
