@@ -12,9 +12,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 from forerun import cli
-from forerun.commands.train import KIND_NAMES, LOSS_NAMES
+from forerun.commands.train import KIND_NAMES
 from forerun.train.kinds import KINDS
 from forerun.train.losses import LOSSES
+from forerun.train.settings import LOSS_NAMES
 from heads.trained import eagle_of
 from kit.checkpoints import ROOT, SMALL, SRC, TARGET
 from kit.unchecked import unchecked

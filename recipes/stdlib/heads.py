@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forerun.heads.student import StudentSizes
+from forerun.heads.sizes import StudentSizes
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
 from forerun.train.settings import TrainSettings
@@ -58,8 +58,7 @@ def spelled(name: str, value: object) -> str:
     option = f"--{name.replace('_', '-')}"
     if value is True:
         return option
-    told = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"{option} {told}"
+    return f"{option} {value}"
 
 
 QUICK = TrainSettings(look_every=500, bfloat16=True, passes=4)
@@ -74,7 +73,7 @@ HEADS: Mapping[str, Head] = {
     ),
     "block": Head(
         "block",
-        StudentSizes(layers=1, mlp=256, markov_rank=16, taps=(4, 6)),
+        StudentSizes(layers=1, mlp=256, markov_rank=16, taps="4,6"),
         replace(QUICK, steps=2500),
         2,
         26,
@@ -90,7 +89,7 @@ HEADS: Mapping[str, Head] = {
     ),
     "eagle": Head(
         "eagle",
-        StudentSizes(mlp=256, shared_head=True, taps=(4, 6)),
+        StudentSizes(mlp=256, shared_head=True, taps="4,6"),
         replace(QUICK, steps=2500, look_every=250),
         1,
         42,

@@ -7,7 +7,7 @@ spelling.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 SYNONYMS = {  # names that spelling alone does not lead to ours
     "assistant_model": "draft",
@@ -41,3 +41,8 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     if len(name) > LONGEST:
         return None
     return next(iter(difflib.get_close_matches(name, known, 1)), None)
+
+
+def complete_from(*names: str) -> Callable[[str], Iterator[str]]:
+    """What completes an option that takes one of these names."""
+    return lambda incomplete: (name for name in names if name.startswith(incomplete))

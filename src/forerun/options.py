@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, run
 import typer
 
 from forerun.config import AUTO, MOST_THREADS, KernelChoice, Quantization, Speculation, Verification
+from forerun.did_you_mean import complete_from
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
@@ -39,11 +40,6 @@ def complete_model(incomplete: str) -> Iterator[str]:
     """Bundled names and folders that begin like this, for the shell."""
     yield from (name for name in BUNDLED if name.startswith(incomplete))
     yield from (f"{path}/" for path in Path().glob(f"{incomplete}*") if path.is_dir())
-
-
-def complete_from(*names: str) -> Callable[[str], Iterator[str]]:
-    """What completes an option that takes one of these names."""
-    return lambda incomplete: (name for name in names if name.startswith(incomplete))
 
 
 def auto_or_whole(least: int) -> Callable[[str], str]:

@@ -23,7 +23,7 @@ from forerun.heads.convert import convert
 from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.drafter import MtpBlueprint
-from forerun.heads.student import StudentSizes
+from forerun.heads.sizes import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.train.kinds import make_student
@@ -266,7 +266,7 @@ def test_they_number_what_enters_a_layer_of_transformers(tmp_path: Path) -> None
 def test_what_is_trained_in_a_portable_form_is_written_for_the_package(
     kind: str, format_name: str, tmp_path: Path
 ) -> None:
-    taps = {"taps": (1, 3)} if kind == "block" else {}
+    taps = {"taps": "1,3"} if kind == "block" else {}
     for portable in (None, True):
         student = make_student(kind, Blueprint.of(str(TARGET)), StudentSizes(portable=portable, **taps), 0)
         folder = tmp_path / f"{portable}"
@@ -283,7 +283,7 @@ def test_what_is_trained_in_a_portable_form_is_written_for_the_package(
 
 def test_a_portable_block_with_a_selector_has_no_confidence_head(tmp_path: Path) -> None:
     target = Blueprint.of(str(TARGET))
-    sizes = {"taps": (1, 3), "portable": True, "selector_rank": 8}
+    sizes = {"taps": "1,3", "portable": True, "selector_rank": 8}
     student = make_student("block", target, StudentSizes(**sizes), 0)
     student.write(student.weights, tmp_path)
     convert(str(tmp_path), "speculators", tmp_path / "theirs", str(TARGET))

@@ -21,7 +21,8 @@ from forerun.heads.block.drafter import BlockDrafter
 from forerun.heads.block.student import BlockStudent
 from forerun.heads.eagle.student import STEPS as EAGLE_STEPS
 from forerun.heads.mtp.student import STEPS as MTP_STEPS
-from forerun.heads.student import Student, StudentSizes, TargetText, TextBatch
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

@@ -21,7 +21,8 @@ from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.fresh import TargetTables, trainable
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.mtp.student import MtpStudent
-from forerun.heads.student import Student, StudentSizes
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import Student
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.train.held_out import ReplayedText, figures_of, judge_held_out

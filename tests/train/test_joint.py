@@ -13,7 +13,7 @@ from forerun.config import Speculation
 from forerun.draft.auto import DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.heads.medusa.joint import check_free
-from forerun.heads.student import StudentSizes
+from forerun.heads.sizes import StudentSizes
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams

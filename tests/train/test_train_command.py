@@ -272,7 +272,7 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["eagle", "--taps", "2,7"], "taps: '2,7' must be different layers, from 0 to 5"),
         (["block", "--taps", "2,2"], "taps: '2,2' must be different layers"),
         (["block", "--taps", "last"], "taps: 'last' must be numbers of layers between commas, such as 2,4"),
-        (["mtp", "--taps", "2"], r"taps: \(2,\) is not for mtp, which takes --mlp"),
+        (["mtp", "--taps", "2"], r"taps: '2' is not for mtp, which takes --mlp"),
         (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
         (["draft", "--init", str(TARGET), "--layers", "2"], "layers: 2 is not for draft --init"),
         (["draft", "--steps", "2", "--hours", "1"], "hours: --steps says how long"),

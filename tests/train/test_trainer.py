@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from forerun.heads.fresh import TargetTables
 from forerun.heads.mtp.student import MtpStudent
-from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource
 from forerun.train.held_out import judge_held_out

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.fresh import TargetTables
-from forerun.heads.student import StudentSizes
+from forerun.heads.sizes import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.train.answers import AnswerSource, draft_vocabulary
 from forerun.train.settings import TrainSettings

@@ -10,8 +10,9 @@ import typer
 
 from forerun.commands.interrupt import importing
 from forerun.config import AUTO
+from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
-from forerun.options import ModelOptions, auto_or_whole, complete_from, with_options
+from forerun.options import ModelOptions, auto_or_whole, with_options
 from forerun.serve.settings import ServeSettings, require_certificate, require_packages
 from forerun.streams import show_note, unfailing_stderr
 

@@ -8,7 +8,7 @@ survives a kill, what is measured on held-out text, and the report. No code asks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.config import require_whole
 from forerun.draft.spec import DraftSpec
-from forerun.errors import InvalidRequest
 from forerun.heads.fresh import save_config, save_weights, stored_dtype, trainable
+from forerun.heads.sizes import StudentSizes
 from forerun.models.loading import Blueprint
 
-MOST_DEPTH = 16  # of drafts that training goes through
 Begun = TypeVar("Begun", bound="Student")
 
 
@@ -181,56 +179,4 @@ class Student:
         return str(DraftSpec(self.kind, argument=str(folder)))
 
 
-@dataclass(frozen=True, slots=True)
-class StudentSizes:
-    """What a user may say of a student: its sizes, its exit, the checkpoint to go on from; None: not said.
-
-    `draft_vocab` is how many of the target's tokens it has. `portable`: in a form that other
-    programs read too. `tune_target` is a folder for the target, where that is tuned as well.
-    """
-
-    exit: int | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    mlp: int | None = None
-    init: str | None = None
-    hydra: bool | None = None
-    shared_head: bool | None = None
-    draft_vocab: int | None = None
-    block: int | None = None
-    markov_rank: int | None = None
-    selector_rank: int | None = None
-    confidence: bool | None = None
-    tune_target: Path | None = None
-    taps: Sequence[int] | None = None
-    portable: bool | None = None
-
-    def only(self, kind: str, *names: str) -> None:
-        """Raise InvalidRequest where something is said that the kind does not have."""
-        takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and each.name not in names:
-                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
-            if isinstance(value, int) and not isinstance(value, bool):
-                require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
-
-
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]  # for a target, of these sizes, with a seed
-
-
-def check_most(name: str, value: int, most: int) -> None:
-    """Raise InvalidRequest for more than there can be."""
-    if value > most:
-        raise InvalidRequest(name, f"{value} must be at most {most}.")
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The target's states, each named by the layer that it enters. Raises InvalidRequest for what is no layer."""
-    if not taps or len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
-        told = ",".join(map(str, taps))
-        raise InvalidRequest(
-            "taps", f"{told!r} must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
-        )
-    return tuple(taps)

@@ -30,7 +30,8 @@ from forerun.cache.plan import size
 from forerun.draft.base import Committed
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.errors import FolderTaken, InvalidRequest
-from forerun.heads.student import TargetText, check_most
+from forerun.heads.sizes import check_most
+from forerun.heads.student import TargetText
 from forerun.llm import LLM
 from forerun.request import requests_of
 from forerun.sampling.noise import mix

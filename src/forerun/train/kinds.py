@@ -21,7 +21,8 @@ from forerun.errors import InvalidRequest, VocabularyMismatch
 from forerun.fields import Fields, read_fields
 from forerun.heads.fresh import EMBEDDING, HEAD, drawn_weights, stored_dtype
 from forerun.heads.kinds import HEADS
-from forerun.heads.student import MakeStudent, Student, StudentSizes, TextBatch
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import MakeStudent, Student, TextBatch
 from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint

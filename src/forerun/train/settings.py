@@ -1,22 +1,28 @@
 """What a training is asked for, beside its data and its student.
 
-This file decides which values are allowed, how long the loss is KL, and how the learning rate rises and falls.
+This file decides which values are allowed, how long the loss is KL, and how the learning rate rises and falls. It
+is read before torch is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from typer import Option
 
 from forerun.config import require_whole
-from forerun.did_you_mean import nearest
+from forerun.did_you_mean import complete_from, nearest
 from forerun.errors import InvalidRequest
-from forerun.heads.student import MOST_DEPTH
+from forerun.heads.sizes import MOST_DEPTH
 from forerun.limits import real
-from forerun.sampling.params import SamplingParams
-from forerun.train.losses import LOSSES
 
+if TYPE_CHECKING:
+    from forerun.sampling.params import SamplingParams
+
+LOSS_NAMES = ("lk-lambda", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "ce", "dspark")
+SERVED = ("temperature", "top_k", "top_p")  # the law of serving
 PLACE_WEIGHTS = ("decay", "d-pace")
 USUAL_STEPS = 2000
 RISE = 100  # steps at most in which the learning rate rises
@@ -28,38 +34,46 @@ COUNTS = ("batch", "max_tokens", "prompt_tokens", "held_out", "look_every", "pat
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """How long to train, on how much, by what, and when to look.
+    """How long to train, on how much, by what, and when to look: the options of `forerun train`.
 
-    A step learns from `batch` answers of at most `max_tokens` tokens, and each answer is learnt from `passes` times.
-    `steps` or `hours` end the training; both None stand for USUAL_STEPS. `kl_share` of it the loss is KL, then `loss`.
-    Depths weigh as the kind says, times `decay` to the depth, or by D-PACE, by how far drafts get; drafts are taken to
-    be `draft_depth` deep. Every `look_every` steps the `held_out` prompts judge; after `patience` looks without a rise
-    training stops. The state is kept at every look and every `checkpoint_every` steps. A text is cut into prompts of
-    `prompt_tokens`. `rate` is AdamW's. With `bfloat16` a step multiplies in that format; weights, losses and looks
-    stay in float32. Raises InvalidRequest.
+    `steps` or `hours` end the training; both None stand for USUAL_STEPS. What is None of the law of serving is 1, or
+    everything. `kl_share` of the training the loss is KL, then `loss`. Depths weigh as the kind says, times `decay` to
+    the depth, or by D-PACE, by how far drafts get. With `bfloat16` a step multiplies in that format; weights, losses
+    and looks stay in float32. Raises InvalidRequest.
     """
 
-    steps: int | None = None
-    hours: float | None = None
-    batch: int = 8
-    max_tokens: int = 128
-    prompt_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    loss: str = "lk-lambda"
-    kl_share: float = 0.1
-    place_weights: str = "decay"
-    decay: float = 1.0
-    draft_depth: int = 8
-    rate: float = 3e-3
-    held_out: int = 16
-    look_every: int = 100
-    patience: int = 8
-    checkpoint_every: int = 25
-    seed: int = 0
-    bfloat16: bool = False
-    passes: int = 1
+    TITLE: ClassVar[str] = "Learning"
+
+    steps: Annotated[int | None, Option(help="Steps to take; default: 2000.")] = None
+    hours: Annotated[float | None, Option(help="Instead: hours to train.")] = None
+    batch: Annotated[int, Option(help="Answers that a step learns from.")] = 8
+    max_tokens: Annotated[int, Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 128
+    prompt_tokens: Annotated[int, Option(help="Tokens of a prompt that is cut out of a text.")] = 64
+    temperature: Annotated[
+        float | None, Option("--temperature", "-t", help="That of serving; default: the model's or 1.")
+    ] = None
+    top_k: Annotated[int | None, Option(help="That of serving.")] = None
+    top_p: Annotated[float | None, Option(help="That of serving.")] = None
+    loss: Annotated[str, Option(help=f"{', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES))] = (
+        "lk-lambda"
+    )
+    kl_share: Annotated[float, Option(help="Share of the training, at its beginning, whose loss is KL.")] = 0.1
+    place_weights: Annotated[
+        str,
+        Option(help="How much depths count: decay or d-pace.", autocompletion=complete_from("decay", "d-pace")),
+    ] = "decay"
+    decay: Annotated[float, Option(help="With decay: how much less each depth counts.")] = 1.0
+    draft_depth: Annotated[int, Option(help="Guesses of a round where drafts are judged.")] = 8
+    rate: Annotated[float, Option(help="Learning rate.")] = 3e-3
+    held_out: Annotated[int, Option(help="Prompts that judge; at most a quarter of all.")] = 16
+    look_every: Annotated[int, Option(help="Steps from one look at held-out answers to the next.")] = 100
+    patience: Annotated[int, Option(help="Looks without a rise after which training stops.")] = 8
+    checkpoint_every: Annotated[int, Option(help="Steps from one checkpoint to the next.")] = 25
+    seed: Annotated[int, Option(min=0, help="The same seed gives the same weights.")] = 0
+    bfloat16: Annotated[
+        bool, Option("--bfloat16", help="Matrix products in bfloat16: faster where the processor has them.")
+    ] = False
+    passes: Annotated[int, Option(help="How often each answer is learnt from.")] = 1
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.hours is not None:
@@ -76,15 +90,23 @@ class TrainSettings:
             real(name, getattr(self, name), f"use a number from {least:g} to {most:g}", least, most)
         if self.hours is not None:
             real("hours", self.hours, "use a number of hours above 0", 1e-9)
-        for name, known in (("loss", tuple(LOSSES)), ("place_weights", PLACE_WEIGHTS)):
+        for name, known in (("loss", LOSS_NAMES), ("place_weights", PLACE_WEIGHTS)):
             check_choice(name, getattr(self, name), known)
-        self.sampling(0)
+        if any(getattr(self, name) is not None for name in SERVED):
+            self.sampling(0)
 
     def sampling(self, seed: int) -> SamplingParams:
         """The parameters of an answer."""
-        return SamplingParams(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, max_tokens=self.max_tokens, seed=seed
-        )
+        from forerun.sampling.params import SamplingParams
+
+        said = {name: getattr(self, name) for name in SERVED if getattr(self, name) is not None}
+        return SamplingParams(**{"temperature": 1.0, **said}, max_tokens=self.max_tokens, seed=seed)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All of them by name, what is not said as it is taken to be."""
+        params = self.sampling(0)
+        return asdict(self) | {name: getattr(params, name) for name in SERVED}
 
     @property
     def num_answers(self) -> int:
@@ -103,7 +125,8 @@ class TrainSettings:
     @property
     def law_temperature(self) -> float:
         """That of the laws that losses compare; at temperature 0, where a law is a single token, that of the model."""
-        return 1.0 if self.sampling(0).greedy else self.temperature
+        params = self.sampling(0)
+        return 1.0 if params.greedy else params.temperature
 
     @property
     def length(self) -> float:

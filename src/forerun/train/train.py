@@ -15,7 +15,8 @@ from forerun import __version__
 from forerun.control.forecast import without_advice
 from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.heads.medusa.joint import check_free, write_target
-from forerun.heads.student import Student, StudentSizes, TargetText
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import Student, TargetText
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
@@ -98,7 +99,7 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     if not is_over:
         if times is not None and team.is_first:
             write_whole(folder.round_times, json.dumps(asdict(times)) + "\n")
-        record = found.record(target.weights_digest(), settings.temperature)
+        record = found.record(target.weights_digest(), settings.sampling(0).temperature)
         write_whole(task.out / RECORD, record.text())
     return found
 
@@ -163,7 +164,7 @@ def about_of(target: Blueprint, student: Student, data: TrainingData, settings: 
         "target": {"name": target.name, "fingerprint": target.fingerprint()},
         "student": student.about,
         "data": {"digest": data.digest, "prompts": len(data.train), "held_out": len(data.held_out)},
-        "settings": {name: value for name, value in asdict(settings).items() if name not in FREE},
+        "settings": {name: value for name, value in settings.values.items() if name not in FREE},
     }
 
 
@@ -176,7 +177,7 @@ def open_cache(
         "target": target.fingerprint(),
         "taps": student.taps,
         "data": data.digest,
-        **{name: getattr(settings, name) for name in drawn},
+        **{name: settings.values[name] for name in drawn},
         **({} if settings.passes == 1 else {"group_steps": settings.group_steps}),
         **({} if team.size == 1 else {"share": (team.rank, team.size)}),
     }

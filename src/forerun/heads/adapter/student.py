@@ -19,7 +19,8 @@ from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.adapter.format import EXIT
 from forerun.heads.fresh import EMBEDDING, NORM, WRITERS, TargetTables, drawn_weights, layer_values
-from forerun.heads.student import StudentSizes, TextBatch
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import TextBatch
 from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint

@@ -41,7 +41,8 @@ from forerun.heads.block.format import (
     layer_ids,
 )
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
-from forerun.heads.student import MOST_DEPTH, Predictions, Student, StudentSizes, TextBatch, check_most, check_taps
+from forerun.heads.sizes import MOST_DEPTH, StudentSizes, check_most
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import TrainedLayer
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
@@ -211,8 +212,8 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     confident = not (sizes.portable and sizes.selector_rank) if sizes.confidence is None else sizes.confidence
     if sizes.portable and sizes.selector_rank and confident:
         raise InvalidRequest("confidence", "speculators has no confidence head beside a selector: leave it out.")
-    own = None if sizes.taps is None else layer_ids(check_taps(sizes.taps, of.layers), of.layers)
-    layers = usual_layers(of.layers) if own is None else own
+    taps = sizes.tapped(of.layers)
+    layers = usual_layers(of.layers) if taps is None else layer_ids(taps, of.layers)
     return {
         **author_values(layers, block, mask_id if sizes.portable else None, rank, sizes.selector_rank or 0, confident),
         "vocab_size": of.vocab_size,

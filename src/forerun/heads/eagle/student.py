@@ -35,7 +35,8 @@ from forerun.heads.eagle.format import (
     usual_taps,
 )
 from forerun.heads.fresh import HEAD, TargetTables, drawn_weights, layer_values, trainable
-from forerun.heads.student import StudentSizes, TextBatch, check_most, check_taps
+from forerun.heads.sizes import StudentSizes, check_most
+from forerun.heads.student import TextBatch
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
@@ -66,7 +67,7 @@ class EagleStudent(DraftedStudent):
                 "draft_vocab", "the target's head has all tokens: leave --shared-head out, or this one."
             )
         check_most("draft_vocab", num_ids, of.vocab_size)
-        taps = usual_taps(of.layers) if sizes.taps is None else check_taps(sizes.taps, of.layers)
+        taps = sizes.tapped(of.layers) or usual_taps(of.layers)
         values = {
             "model_type": "llama",
             **layer_values(target, 1, sizes.mlp),

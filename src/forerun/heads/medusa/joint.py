@@ -22,7 +22,8 @@ from forerun.errors import FolderTaken, InvalidRequest
 from forerun.fields import read_fields
 from forerun.heads.fresh import EMBEDDING, HEAD, NORM, save_config, save_weights, trainable
 from forerun.heads.medusa.student import MedusaStudent
-from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import LayerStack
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors

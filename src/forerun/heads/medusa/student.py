@@ -18,7 +18,8 @@ from torch.nn import functional
 from forerun.annotations import Float
 from forerun.heads.fresh import TargetTables
 from forerun.heads.medusa.format import MOST_HEADS, MedusaConfig
-from forerun.heads.student import Predictions, Student, StudentSizes, TextBatch, check_most
+from forerun.heads.sizes import StudentSizes, check_most
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.loading import Blueprint
 
 NUM_HEADS = 4  # unless said

@@ -23,7 +23,8 @@ from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedStudent, KeysAndValues
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
-from forerun.heads.student import StudentSizes, TextBatch
+from forerun.heads.sizes import StudentSizes
+from forerun.heads.student import TextBatch
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN

@@ -1,0 +1,90 @@
+"""What a user may say of a student: its sizes, its exit, the checkpoint to go on from.
+
+The fields are the options of `forerun train`, so this file needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from typer import Option
+
+from forerun.config import require_whole
+from forerun.errors import InvalidRequest
+
+MOST_DEPTH = 16  # of drafts that training goes through
+
+
+@dataclass(frozen=True, slots=True)
+class StudentSizes:
+    """What the drafter is; None where nothing is said of it."""
+
+    TITLE: ClassVar[str] = "Drafter"
+
+    exit: Annotated[int | None, Option(help="early-exit: layers that guess; default: a quarter.")] = None
+    layers: Annotated[int | None, Option(help="Layers; default: 1, block: 2, draft: a quarter.")] = None
+    hidden: Annotated[int | None, Option(help="draft: width; default: half of the target's.")] = None
+    heads: Annotated[int | None, Option(help="draft: heads; medusa: heads, and guesses; default: 4.")] = None
+    mlp: Annotated[int | None, Option(help="Neurons per layer.")] = None
+    init: Annotated[str | None, Option(help="draft: a checkpoint to go on from.")] = None
+    hydra: Annotated[bool | None, Option("--hydra", help="medusa: heads see the guesses before theirs.")] = None
+    shared_head: Annotated[
+        bool | None, Option("--shared-head", help="medusa, eagle: with the target's output matrix alone.")
+    ] = None
+    draft_vocab: Annotated[
+        int | None, Option(help="eagle: of how many tokens its head is, the most frequent ones; default: all.")
+    ] = None
+    block: Annotated[int | None, Option(help="block: guesses of a block; default: 8.")] = None
+    markov_rank: Annotated[
+        int | None, Option(help="block: rank of the Markov head, 0 for none; default: a quarter of the width.")
+    ] = None
+    selector_rank: Annotated[
+        int | None, Option(help="block: a candidate selector of this rank, instead of a Markov head.")
+    ] = None
+    confidence: Annotated[
+        bool | None, Option("--confidence/--no-confidence", help="block: with or without a confidence head.")
+    ] = None
+    portable: Annotated[
+        bool | None,
+        Option("--portable", help="block, mtp: of a form that speculators and vLLM read, after forerun convert."),
+    ] = None
+    tune_target: Annotated[Path | None, Option(help="medusa: tune the target too (Medusa-2), into this folder.")] = None
+    taps: Annotated[
+        str | None,
+        Option(help="eagle, block: the layers of the target whose inputs it reads, as 2,4; its last: what it leaves."),
+    ] = None
+
+    def only(self, kind: str, *names: str) -> None:
+        """Raise InvalidRequest where something is said that the kind does not have."""
+        takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None and each.name not in names:
+                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
+            if isinstance(value, int) and not isinstance(value, bool):
+                require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
+
+    def tapped(self, num_layers: int) -> tuple[int, ...] | None:
+        """The target's states that are read, each named by the layer that it enters; None where none are named.
+
+        Raises InvalidRequest for what is no layer.
+        """
+        if self.taps is None:
+            return None
+        try:
+            taps = tuple(int(each) for each in self.taps.split(","))
+        except ValueError as error:
+            wanted = "must be numbers of layers between commas, such as 2,4."
+            raise InvalidRequest("taps", f"{self.taps!r} {wanted}") from error
+        if len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
+            wanted = f"must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
+            raise InvalidRequest("taps", f"{self.taps!r} {wanted}")
+        return taps
+
+
+def check_most(name: str, value: int, most: int) -> None:
+    """Raise InvalidRequest for more than there can be."""
+    if value > most:
+        raise InvalidRequest(name, f"{value} must be at most {most}.")
