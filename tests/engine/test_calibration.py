@@ -11,7 +11,7 @@ import pytest
 from forerun import LLM, SamplingParams, Speculation
 from forerun.accept import outcome
 from forerun.accept.outcome import LEAST_MEASURED
-from forerun.control.kept_costs import as_json, from_json, kept_file
+from forerun.control.kept_costs import as_json, from_json
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.many import mix
 from forerun.draft.model import follower
@@ -163,11 +163,7 @@ def test_samples_are_not_remembered(tmp_path: Path) -> None:
     assert len(llm.drafter.past.answers) == 1
 
 
-DAMAGE = ["", "{", "[]", "null", '{"version": 0}', '{"version": 1, "names": [""], "passes": [], "arms": []}']
-
-
-@pytest.mark.short("{", '{"version": 0}')
-@pytest.mark.parametrize("text", DAMAGE)
+@pytest.mark.parametrize("text", ["{", '{"version": 1, "names": [""], "passes": [], "arms": []}'])
 def test_a_damaged_file_is_measured_anew(text: str, folder: Path, steps: list[int]) -> None:
     started("ngram")
     (path,) = folder.glob("rounds-*.json")
@@ -215,19 +211,6 @@ def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured:
         for cost in controller.costs.kinds.values():
             assert all(0 <= cost.expect(size) < float("inf") for size in (1, 7, 300))
         assert all(0 <= record.cost_s(4, 2, 0) < float("inf") for record in controller.drafters.all)
-
-
-def test_where_nothing_can_be_kept_every_start_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int]
-) -> None:
-    monkeypatch.setattr(calibration, "keep", lambda *_: None)
-    for _ in range(2):
-        steps.clear()
-        assert started("ngram").forecasts
-        assert steps
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert not kept_file("x").parent.exists()
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

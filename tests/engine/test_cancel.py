@@ -17,15 +17,9 @@ import pytest
 
 import forerun
 from forerun.async_llm import AsyncLLM
-from forerun.config import EngineOptions, Speculation
-from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
 from forerun.llm import LLM
-from forerun.models.loading import Blueprint
-from forerun.models.runner import Runner
-from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
@@ -67,24 +61,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     threading.settrace(before[1])  # type: ignore[arg-type]
 
 
-def let_go(lines: Lines, number: int) -> float:
-    """How many lines one of so many needs to leave, the last first, which a search from the front would find latest."""
-    runner = Runner.of(Blueprint.of(str(TARGET), dtype="float32").load(64).decoder, 1024)
-    engine = Engine(runner, NgramDrafter(), options=EngineOptions(max_num_seqs=4))
-    maker = RequestChecker(None, 512, 256, eos_ids=(), default=Speculation(0))
-    texts = [maker.sequences(Request.of([1, 5, 6], ENDLESS))[0] for _ in range(number)]
-    for text in texts:
-        engine.submit(text)
-    engine.step()
-    with counted(lines):
-        for text in reversed(texts):
-            engine.cancel(text.request_id)
-    assert not engine.has_work
-    assert not engine.active.samples
-    assert engine.step() == []
-    return lines.count / number
-
-
 @contextmanager
 def counted(lines: Lines) -> Iterator[None]:
     """Count from 0 while this lasts. The functions that are running already are not counted."""
@@ -95,16 +71,8 @@ def counted(lines: Lines) -> Iterator[None]:
         lines.on = False
 
 
-def test_an_engine_lets_go_of_many_at_once(lines: Lines) -> None:
-    """Some are running, most wait."""
-    with unchecked():
-        among_few = let_go(lines, FEW)
-        assert among_few > 10, "nothing is counted"
-        assert let_go(lines, MANY) < MOST * among_few
-
-
 def test_an_event_loop_lets_go_of_many_at_once(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same from outside: tasks that are cancelled in the midst of a round are all out before the next."""
+    """Some are running, most wait: tasks that are cancelled in the midst of a round are all out before the next."""
     rounds, held, go_on, honest = [], threading.Event(), threading.Event(), Engine.step
 
     def step(engine: Engine) -> object:

@@ -62,7 +62,7 @@ def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
 
 
 def test_answers_and_streams_from_many_threads_at_once() -> None:
-    """More than the batch holds; batches and streams, some of them slow readers."""
+    """More than the batch holds; batches, streams, some of them slow readers, and an event loop."""
     llm = shared()
 
     def answers(i: int) -> None:
@@ -76,9 +76,15 @@ def test_answers_and_streams_from_many_threads_at_once() -> None:
             deltas.append(delta)
         assert tokens_of(deltas) == said_alone(i)
 
+    async def loop() -> None:
+        async with AsyncLLM(llm) as front:
+            found = await asyncio.gather(*(front.generate(PROMPTS[i % 5], asking(i)) for i in range(6)))
+            assert [seen(each) for each in found] == [alone(i) for i in range(6)]
+
     for i in range(9):
         alone(i)
-    together(*(lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)))  # type: ignore[misc]
+    works = [lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)]  # type: ignore[misc]
+    together(*works, lambda: asyncio.run(loop()))
     assert_empty(llm)
 
 
@@ -132,26 +138,6 @@ def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
     assert found == [alone(i) for i in range(4)]
     ((stream, deltas),) = opened
     assert tokens_of([*deltas, *stream]) == said_alone(1)
-    assert_empty(llm)
-
-
-def test_threads_need_not_wait_for_each_others_streams_to_end() -> None:
-    """A short answer comes while an endless one is read in another thread."""
-    llm, stop = shared(), threading.Event()
-
-    def endless() -> None:
-        for _ in llm.stream(PROMPTS[0], asking(0, max_tokens=None, ignore_eos=True)):
-            if stop.is_set():
-                return
-
-    def short() -> object:
-        try:
-            return [seen(llm.generate(PROMPTS[i], asking(i))[0]) for i in (1, 2, 3)]
-        finally:
-            stop.set()
-
-    _, found = together(endless, short)
-    assert found == [alone(i) for i in (1, 2, 3)]
     assert_empty(llm)
 
 
@@ -245,24 +231,6 @@ def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pyt
 
     together(unlucky, lucky)
     assert raised
-    assert_empty(llm)
-
-
-def test_an_event_loop_and_threads_share_one_llm() -> None:
-    llm = shared()
-
-    async def loop() -> None:
-        async with AsyncLLM(llm) as front:
-            found = await asyncio.gather(*(front.generate(PROMPTS[i % 5], asking(i)) for i in range(6)))
-            assert [seen(each) for each in found] == [alone(i) for i in range(6)]
-
-    def thread() -> None:
-        for i in range(4):
-            assert seen(llm.generate(PROMPTS[i], asking(i))[0]) == alone(i)
-
-    for i in range(6):
-        alone(i)
-    together(lambda: asyncio.run(loop()), thread, thread)
     assert_empty(llm)
 
 

@@ -12,7 +12,7 @@ from forerun.control.controller import FixedDepth, Load
 from forerun.draft.base import Budget, Outlook
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
-from forerun.engine.sequence import Sequence, Status
+from forerun.engine.sequence import Sequence
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.request import Request
@@ -126,36 +126,6 @@ def test_a_full_cache_has_no_room_for_guesses_but_goes_on() -> None:
     refused = [given == [0] and wished != [0] for given, wished in zip(watched.given, watched.wished, strict=True)]
     assert [7] in watched.given
     assert any(refused), "it never got tight"
-
-
-def test_leaving_between_rounds() -> None:
-    """Whoever is cancelled, read or waiting, half a prompt in or drafting: nothing is left of them."""
-    asked = some(7, 3)
-    oracle, answers = taught(asked)
-    engine, maker = engine_of(600, oracle, max_num_seqs=4, chunk_tokens=9), requests()
-    texts = [s for p, q in asked for s in maker.sequences(Request.of(p, q))]
-    for sequence in texts:
-        engine.submit(sequence)
-    gone = []
-    for number in range(200):
-        if number in (0, 2, 5):
-            victim = [*engine.scheduler.running, *engine.scheduler.waiting][-1]
-            gone.append(victim.id)
-            engine.cancel(victim.request_id)
-            engine.cancel(victim.request_id)
-            engine.cancel(12345)
-            assert victim.status is Status.FINISHED
-            assert victim.id not in engine.runner.cache
-            assert victim.id not in oracle.known
-        deltas = engine.step()
-        assert not {delta.seq_id for delta in deltas} & set(gone)
-    assert len(set(gone)) == 3
-    assert not engine.has_work
-    assert engine.step() == []
-    for sequence, answer in zip(texts, answers, strict=True):
-        if sequence.id not in gone:
-            assert sequence.tokens == answer
-    assert engine.runner.cache.num_rows == 0
 
 
 def test_counters_add_up() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 
 from forerun.async_llm import AsyncLLM
+from forerun.config import Verification
 from forerun.control.controller import FixedDepth
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
-from forerun.draft.text.ngram import NgramDrafter
+from forerun.draft.base import Committed
 from forerun.engine import engine as engine_module
 from forerun.engine.recovery import STRIKES
 from forerun.engine.sequence import ActiveSequences, Status
 from forerun.engine.sequence import Sequence as TextSequence
-from forerun.errors import ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
+from forerun.errors import ModelError, ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
 from forerun.llm import LLM
 from forerun.models.decoder import States
 from forerun.models.runner import Read, Runner
 from forerun.output import RequestOutput
 from forerun.request import Request
-from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
@@ -49,6 +48,8 @@ When = Callable[[int], bool]
 ONCE: When = lambda call: call == 4  # noqa: E731
 NOW_AND_THEN: When = lambda call: call % 5 == 4  # noqa: E731
 ALWAYS: When = lambda call: True  # noqa: E731
+ENDS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), StopIteration(), BaseException()]
+OWN = [Sabotage("mine"), StopAsyncIteration(), *ENDS]
 TIMES = {"once": ONCE, "now and then": NOW_AND_THEN, "always": ALWAYS}
 
 
@@ -86,39 +87,6 @@ class Fault:
         return faulty
 
 
-class Saboteur:
-    """A drafter of which one method raises."""
-
-    names: tuple[str, ...] = ("saboteur",)
-
-    def __init__(self, drafter: Drafter, where: str, fault: Fault) -> None:
-        self.drafter, self.where, self.fault = drafter, where, fault
-        self.taps = drafter.taps
-
-    def call(self, name: str, *args: Any) -> Any:
-        method = getattr(self.drafter, name)
-        return (self.fault.after(method) if self.where == name else method)(*args)
-
-    def observe(self, news: Committed) -> None:
-        self.call("observe", news)
-
-    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        return adoptable(self.drafter, text, most, salt)
-
-    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        return self.call("propose", draws, budgets, tail)  # type: ignore[no-any-return]
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return self.call("outlook", seq_ids)  # type: ignore[no-any-return]
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        self.call("forget", seq_ids)
-
-
-def sabotaged(where: str, fault: Fault) -> LLM:
-    return LLM(str(TARGET), Saboteur(NgramDrafter(), where, fault), dtype="float32", max_num_seqs=4, speculation=4)
-
-
 Answers = list[RequestOutput | BaseException]
 
 
@@ -144,89 +112,92 @@ def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
         assert seen(answer) == expected
 
 
-@pytest.mark.short("propose-once", "forget-always")
-@pytest.mark.parametrize("when", TIMES)
-@pytest.mark.parametrize("where", ["propose", "observe", "forget", "outlook"])
-def test_a_drafter_that_fails_costs_nobody_a_token(where: str, when: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One that goes on failing is done without, which is said; so is one that cannot forget."""
-    fault = Fault(TIMES[when])
-    llm = sabotaged(where, fault)
-    assert_plain(answers(llm))
-    assert_plain(llm.generate([PROMPTS[i % 5] for i in range(NUM)], [asking(i) for i in range(NUM)]))
-    assert fault.num_raised > 0
-    dismissed = llm.engine.drafter is None
-    assert dismissed == (when != "once" or where == "forget")
-    assert fault.num_raised <= (1 if where == "forget" else STRIKES)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("forerun")]
-    assert len(said) == fault.num_raised
-    assert all("the drafter saboteur" in line or "The drafter saboteur" in line for line in said)
-    assert dismissed == ("switched off" in said[-1])
-    assert_empty(llm)
-
-
-def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    llm = sabotaged("propose", Fault(ONCE, UnsupportedModel("this will not do")))
-    assert_plain(answers(llm))
-    assert llm.engine.drafter is None
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-
-
-@pytest.mark.short("propose-error2", "observe-error3")
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
-@pytest.mark.parametrize("where", ["propose", "observe", "forget"])
-def test_a_drafter_cannot_end_the_engines_thread(where: str, error: BaseException) -> None:
-    assert_plain(answers(sabotaged(where, Fault(NOW_AND_THEN, error))))
-
-
-@pytest.mark.short("budgets-always", "admit-once", "record-now and then")
-@pytest.mark.parametrize("when", TIMES)
-@pytest.mark.parametrize("where", ["budgets", "admit", "record"])
-def test_a_controller_that_fails_costs_nobody_a_token(where: str, when: str) -> None:
-    fault, controller = Fault(TIMES[when]), FixedDepth()
-    setattr(controller, where, fault.before(getattr(controller, where)))
-    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, controller=controller)
-    assert_plain(answers(llm))
-    assert fault.num_raised > 0
-    assert_empty(llm)
-
-
-WORK = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta", "active.settle"]
-
-
-def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
-    """Have a step of the round raise, before its work or after."""
+def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, late: bool = True) -> None:
+    """Have a step of the round, its drafter or its controller raise, before its work or after."""
     owner: Any = llm.engine
     *parts, name = where.split(".")
     for part in parts:
         owner = getattr(owner, part)
     owners = {"verify": engine_module, "delta": TextSequence, "settle": ActiveSequences}
-    owner = owners.get(name, owner)
+    owner = type(owner) if parts == ["drafter"] else owners.get(name, owner)
     call = getattr(owner, name)
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
 
 
+ROUND = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta", "active.settle"]
+DRAFTING = [f"drafter.{name}" for name in ("propose", "observe", "forget", "outlook")]
+CONTROLLING = [f"controller.{name}" for name in ("budgets", "admit", "record")]
+
+
 @pytest.mark.short(
-    "plain-runner.read-after it",
-    "plain-accept-before its work",
-    "drafted-draft-after it",
-    "drafted-verify-before its work",
+    "None-runner.read-after it",
+    "None-accept-before its work",
+    "model:*-draft-after it",
+    "model:*-verify-before its work",
+    "model:*-controller.record-after it",
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before its work", "after it"])
-@pytest.mark.parametrize("where", WORK)
-@pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
+@pytest.mark.parametrize(
+    ("draft", "where"),
+    [*((None, where) for where in ROUND if where != "draft"), *((f"model:{SMALL}", w) for w in ROUND + CONTROLLING)],
+)
 def test_a_round_that_fails_once_is_as_if_it_had_not_been(
     draft: str | None, where: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it before anything was computed or when everything was, to the bit of every log-probability."""
-    if draft is None and where == "draft":
-        pytest.skip("plain rounds draft too, in name")
     fault = Fault(lambda call: call == 9)
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
     break_(llm, where, fault, monkeypatch, late)
     found = answers(llm)
     assert fault.num_raised == 1
     assert_plain(found)
+    assert_empty(llm)
+
+
+@pytest.mark.short(
+    "drafter.propose-once-Sabotage", "drafter.forget-always-Sabotage", "drafter.observe-now and then-CancelledError"
+)
+@pytest.mark.parametrize("error", [Sabotage("on purpose"), *ENDS], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("when", TIMES)
+@pytest.mark.parametrize("where", DRAFTING)
+def test_a_drafter_that_fails_costs_nobody_a_token(
+    where: str, when: str, error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that goes on failing is done without, which is said; so is one that cannot forget."""
+    fault = Fault(TIMES[when], error)
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, speculation=4)
+    break_(llm, where, fault, monkeypatch)
+    for _ in range(2):
+        assert_plain(answers(llm))
+    dismissed, cannot_forget = llm.engine.drafter is None, where == "drafter.forget"
+    assert dismissed == (cannot_forget or fault.num_raised == STRIKES)
+    assert 0 < fault.num_raised <= (1 if cannot_forget else STRIKES)
+    assert dismissed or when == "once"
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("forerun")]
+    assert len(said) == fault.num_raised
+    assert all("the drafter ngram" in line or "The drafter ngram" in line for line in said)
+    assert dismissed == ("switched off" in said[-1])
+    assert_empty(llm)
+
+
+def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, speculation=4)
+    break_(llm, "drafter.propose", Fault(ONCE, UnsupportedModel("this will not do")), monkeypatch)
+    assert_plain(answers(llm))
+    assert llm.engine.drafter is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+
+
+@pytest.mark.parametrize("where", CONTROLLING)
+def test_a_controller_that_always_fails_costs_nobody_a_token(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault(ALWAYS)
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, controller=FixedDepth())
+    break_(llm, where, fault, monkeypatch, late=False)
+    assert_plain(answers(llm))
+    assert fault.num_raised > 0
     assert_empty(llm)
 
 
@@ -266,34 +237,58 @@ def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
     assert_empty(llm)
 
 
-def test_nan_of_one_sequence_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though keys that are NaN reach every row beside them, masked or not, and a round names the first it meets."""
-    llm = LLM(str(TARGET), dtype="float32", max_num_seqs=4, kernels="torch", max_model_len=64)
-    bad, cache, honest = llm.tokenizer.encode(PROMPTS[2])[-1], llm.engine.runner.cache, llm.engine.runner.read
+NUM_GOOD = 5
+LOGITS = {"NaN": torch.nan, "nothing": -torch.inf}
 
-    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> States:
-        sick = [read.seq_id for read in reads if bad in read.tokens]
-        cache.reserve(sick, [0] * len(sick))
+
+@pytest.mark.short(
+    "None-coupled-greedy-NaN",
+    "model:*-coupled-top_p-nothing",
+    "model:*-token-plain-NaN",
+    "model:*-block-greedy-nothing",
+)
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("law", [{}, {"temperature": 0}, {"top_p": 0.9}], ids=["plain", "greedy", "top_p"])
+@pytest.mark.parametrize(
+    ("draft", "verification"),
+    [(None, "coupled"), *((f"model:{SMALL}", rule) for rule in ("coupled", "token", "block"))],
+)
+def test_a_model_without_a_law_for_one_sequence_ends_that_request_alone(
+    draft: str | None, verification: Verification, law: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though keys that are NaN reach every row beside them, masked or not, and a round names the first it meets."""
+    options: dict[str, Any] = {"kernels": "torch", "max_model_len": 96, "verification": verification}
+    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4, **options)
+    params, other = (SamplingParams(**{"max_tokens": 20, "seed": i, "ignore_eos": True} | law) for i in (4, 9))
+    expected, honest = (llm.generate(PROMPTS[0], each)[0].outputs[0].token_ids for each in (params, other))
+    cache, read, broken = llm.engine.runner.cache, Runner.read, list[int]()
+
+    def poisoned(self: Runner, reads: Sequence[Read], *others: Any, **named: Any) -> States:
+        late = [s.id for s in llm.engine.sequences.values() if s.request_id in broken and s.num_output >= NUM_GOOD]
+        sick = [own.seq_id for own in reads if own.seq_id in late and self is llm.engine.runner]
         for seq_id in sick:
-            run = cache.blocks.run(seq_id)
-            size = cache.blocks.block_size
+            run, size = cache.blocks.run(seq_id), cache.blocks.block_size
             for tensor in (cache.keys, cache.values):
-                tensor[:, :, run.start * size : run.end * size] = torch.nan
-        states = honest(reads, *args, **kwargs)
-        rows = [row for row, read in enumerate(r for r in reads for _ in r.judged) if read.seq_id in sick]
-        states.logits[rows] = torch.nan
+                tensor[:, :, run.start * size : run.end * size] = LOGITS[kind]
+        states = read(self, reads, *others, **named)
+        rows = [row for row, own in enumerate(each for each in reads for _ in each.judged) if own.seq_id in sick]
+        states.logits[rows] = LOGITS[kind]
         return states
 
-    expected = [dict(seen(answer)) for answer in llm.generate(list(PROMPTS), asking(0))]
-    healthy = [i for i in range(5) if bad not in (*expected[i]["prompt"], *expected[i]["samples"][0][1])]
-    assert len(healthy) > 2
-    monkeypatch.setattr(llm.engine.runner, "read", read)
-    found = answers(llm, [asking(0)] * 5)
-    assert isinstance(found[2], ModelOutputInvalid)
-    for i in healthy:
-        answer = found[i]
-        assert isinstance(answer, RequestOutput), repr(answer)
-        assert seen(answer) == expected[i]
+    monkeypatch.setattr(Runner, "read", poisoned)
+    mate, culprit = llm.stream(PROMPTS[0], other), llm.stream(PROMPTS[0], params)
+    first = next(culprit)
+    broken.append(first.request_id)
+    said = [*first.token_ids]
+    with pytest.raises(ModelOutputInvalid, match="NaN or no number at all: check that its files are whole") as caught:
+        said.extend(token for delta in culprit for token in delta.token_ids)
+    assert isinstance(caught.value, ModelError)
+    assert NUM_GOOD <= len(said) < 20
+    tokens = tuple(token for delta in mate for token in delta.token_ids)
+    assert len(tokens) == 20
+    if verification == "coupled":
+        assert tuple(said) == expected[: len(said)]
+        assert tokens == honest
     assert cache.keys.isfinite().all()
     assert_empty(llm)
 
@@ -431,10 +426,6 @@ def test_a_batch_that_breaks_where_each_alone_does_not_goes_on_to_the_end(monkey
     monkeypatch.setattr(llm.engine.runner, "read", read)
     assert_plain(answers(llm))
     assert llm.engine.drafter is not None
-
-
-ENDS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), StopIteration(), BaseException()]
-OWN = [Sabotage("mine"), StopAsyncIteration(), *ENDS]
 
 
 def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tensor], Tensor]:

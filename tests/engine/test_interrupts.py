@@ -109,8 +109,30 @@ def beside(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_be
     assert_empty(llm)
 
 
-def interrupted(draft: str | None, seed: int, num_trials: int) -> None:
-    """So many streams interrupted at random places, half of them where requests enter and prompts are read."""
+@pytest.mark.parametrize("at", range(1, 9))
+def test_an_interrupt_where_a_sequence_leaves_leaves_nothing_that_nobody_finds(at: int) -> None:
+    """What is still known by its id is removed by the next attempt; nothing else may be left."""
+    active = ActiveSequences()
+    sequence: Any = SimpleNamespace(id=3, request_id=5)  # as much of one as a active asks for
+    with unchecked():
+        active.add(sequence, lambda delta: None)
+        Interrupt(at).during(lambda: active.remove(sequence))
+        for left in list(active.sequences.values()):
+            active.remove(left)
+    assert not active.readers
+    assert not active.samples
+
+
+FEW = [(draft, 0, 7) for draft in DRAFTS]
+MANY = [pytest.param(draft, seed, 150, marks=pytest.mark.full) for draft in DRAFTS for seed in range(1, 4)]
+
+
+@pytest.mark.short("None-0-7", "early-exit:2-0-7")
+@pytest.mark.parametrize(("draft", "seed", "num_trials"), [*FEW, *MANY])
+def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(
+    draft: str | None, seed: int, num_trials: int
+) -> None:
+    """At random places, half of them where requests enter and prompts are read."""
     llm, rng, whole = llm_with(draft), random.Random(seed), Interrupt(0)
     with unchecked():
         beside(llm, whole.during, 3)
@@ -120,33 +142,6 @@ def interrupted(draft: str | None, seed: int, num_trials: int) -> None:
             beside(llm, Interrupt(at).during, rng.randrange(7))
         assert seen(llm.generate(PROMPTS[4], asking(4))[0]) == seen(llm_with(None).generate(PROMPTS[4], asking(4))[0])
     assert llm.engine.drafter is llm.drafter
-
-
-@pytest.mark.parametrize("at", range(1, 9))
-def test_an_interrupt_where_a_sequence_leaves_leaves_nothing_that_nobody_finds(at: int) -> None:
-    """What is still known by its id is removed by the next attempt; nothing else may be left."""
-    roster = ActiveSequences()
-    sequence: Any = SimpleNamespace(id=3, request_id=5)  # as much of one as a roster asks for
-    with unchecked():
-        roster.add(sequence, lambda delta: None)
-        Interrupt(at).during(lambda: roster.remove(sequence))
-        for left in list(roster.sequences.values()):
-            roster.remove(left)
-    assert not roster.readers
-    assert not roster.samples
-
-
-@pytest.mark.short("None", "early-exit:2")
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(draft: str | None) -> None:
-    interrupted(draft, seed=0, num_trials=7)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("draft", DRAFTS, ids=str)
-def test_many_interrupts_anywhere_in_rounds(draft: str | None, seed: int) -> None:
-    interrupted(draft, seed, num_trials=150)
 
 
 def signalled(delays_s: Sequence[float]) -> Callable[[Callable[[], object]], bool]:

@@ -3,13 +3,13 @@
 This file decides which drafters these are and how each is built for a target.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from documented import PHRASES, phrase_drafter, similar_place_drafter
 
 from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
@@ -21,7 +21,7 @@ from forerun.models.runner import Runner
 from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
-from kit.checkpoints import SMALL, TARGET
+from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.drafters import FixedLength
 from kit.sparse import write_sparse
 from kit.texts import story
@@ -73,13 +73,48 @@ def context(dtype: str = "float32") -> DraftContext:
     return DraftContext(target, target.tokenizer())
 
 
+PAGE = ROOT / "docs" / "write-a-drafter.md"
+PHRASES = (
+    "Once upon a time, there was a little girl named Lily. She loved to play with her toys.",
+    "Once upon a time, in a big forest, there lived a group of",
+    "They were very happy.",
+    "The bird was very happy.",
+    "The dog saw a big ball.",
+    "Don't worry, we can be",
+    "came to the park.",
+)
+
+
+@cache
+def definitions() -> dict[str, object]:
+    """What the page's defining blocks define: what readers copy is what is tested."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {"__name__": "write_a_drafter"}
+    for start in ("class PhraseDrafter", "class SimilarPlaceDrafter"):
+        (body,) = (block for block in blocks if start in block)
+        exec(compile(body, str(PAGE), "exec"), names)
+    return names
+
+
+def documented(name: str, *arguments: object) -> Drafter:
+    """A fresh drafter of a class on that page."""
+    kind = definitions()[name]
+    assert isinstance(kind, type), f"{name} is no class"
+    drafter = kind(*arguments)
+    assert isinstance(drafter, Drafter), "the page's drafter does not fulfil the protocol"
+    return drafter
+
+
 def phrases() -> Drafter:
     """The documentation's first drafter. It knows phrases of the target's, and pieces of made-up stories."""
     pieces = [story(300, seed)[start : start + 9] for seed in range(4) for start in range(0, 290, 4)]
-    return phrase_drafter([context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
+    return documented("PhraseDrafter", [context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
 
 
-DOCUMENTED: Mapping[str, Callable[[], Drafter]] = {"documented": phrases, "documented:taps": similar_place_drafter}
+DOCUMENTED: Mapping[str, Callable[[], Drafter]] = {
+    "documented": phrases,
+    "documented:taps": partial(documented, "SimilarPlaceDrafter"),
+}
 
 
 @cache

@@ -201,10 +201,6 @@ class Emissions:
         empty = torch.zeros(self.vocab**length, dtype=torch.float64)
         self.mass.setdefault(length, empty).index_add_(0, codes, weights)
 
-    def join(self, other: Emissions) -> None:
-        for length, mass in other.mass.items():
-            self.add(length, torch.arange(len(mass)), mass)
-
     def strings(self) -> Iterator[tuple[Context, float]]:
         for length, mass in sorted(self.mass.items()):
             for text, weight in zip(itertools.product(range(self.vocab), repeat=length), mass.tolist(), strict=True):
@@ -292,21 +288,15 @@ def batched(drafts: Sequence[Draft], target: Model, vocab: int) -> Batch:
     )
 
 
-def judged(
-    drafts: Sequence[Draft], target: Model, vocab: int, rule: Rule, heads: Callable[[Tensor], Tensor] = lambda law: law
-) -> Emissions:
-    """What one round emits under an acceptance law: all coins through `walk`, all next tokens by `after`.
-
-    `heads` gives P(coin below law.accept) where the coins are not fresh.
-    """
+def judged(drafts: Sequence[Draft], target: Model, vocab: int, rule: Rule) -> Emissions:
+    """What one round emits under an acceptance law: all coins through `walk`, all next tokens by `after`."""
     batch = batched(drafts, target, vocab)
     law = rule(batch.tree, batch.p, batch.row)
     coins = tosses(batch.tree.tokens.shape[1])
     batch = batch.repeated(len(coins))
     law = replace(law, accept=law.accept.repeat_interleave(len(coins), 0), row=batch.row)
     coins = coins.repeat(len(drafts), 1)
-    taken = heads(law.accept)
-    chance = torch.where(coins == 0, taken, 1 - taken)[:, 1:].prod(1) * batch.weight
+    chance = torch.where(coins == 0, law.accept, 1 - law.accept)[:, 1:].prod(1) * batch.weight
     walked = walk(batch.tree, law, coins)
     rows = batch.row.gather(1, walked.node[:, None])[:, 0]
     outcomes = Emissions(vocab)
@@ -333,27 +323,6 @@ def followed(drafts: Sequence[Draft], target: Model, vocab: int) -> Emissions:
     outcomes = Emissions(vocab)
     record(outcomes, batch, verdict.path, after)
     return outcomes
-
-
-@dataclass
-class Script:
-    """One way in which everything drawn may come out: `taken` is what was picked at every turn so far."""
-
-    given: list[int]
-    taken: list[int] = field(default_factory=list)
-    others: list[list[int]] = field(default_factory=list)  # ways that branch off
-    weight: float = 1.0
-
-    def pick(self, chances: Sequence[float]) -> int:
-        """As given; beyond that the first possible, the rest noted."""
-        possible = [i for i, chance in enumerate(chances) if chance > 0]
-        turn = len(self.taken)
-        choice = self.given[turn] if turn < len(self.given) else possible[0]
-        if turn >= len(self.given):
-            self.others += [[*self.taken, other] for other in possible[1:]]
-        self.taken.append(choice)
-        self.weight *= chances[choice]
-        return choice
 
 
 Judge = Callable[[Sequence[Draft], Model, int], Emissions]

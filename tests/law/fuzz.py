@@ -16,7 +16,6 @@ from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantizat
 from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.draft.model.model import ModelDrafter
-from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.models.loading import Blueprint
@@ -159,32 +158,35 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run(engine: Engine, sequences: Sequence[object], hear: Callable[[Delta], None] | None = None) -> list[list[int]]:
+def run(
+    engine: Engine,
+    sequences: Sequence[object],
+    hear: Callable[[Delta], None] = lambda _: None,
+    after_round: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
     """Run sequences to their ends; all their tokens. `hear` is told what they gain."""
     with unchecked():
         for sequence in sequences:
             engine.submit(sequence)  # type: ignore[arg-type]
         while engine.has_work:
             for delta in engine.step():
-                if hear is not None:
-                    hear(delta)
+                hear(delta)
+            after_round()
     return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
 
 
 def run_checked(bench: Bench, engine: Engine, sequences: Sequence[object]) -> list[list[int]]:
-    """The same, where after each round the cache holds what a fresh reading of the committed tokens would leave."""
-    with unchecked():
-        for sequence in sequences:
-            engine.submit(sequence)  # type: ignore[arg-type]
-        while engine.has_work:
-            engine.step()
-            assert not engine.runner.tails
-            engine.runner.cache.check()
-            for text in engine.sequences.values():
-                if text.id in engine.runner.cache and text.num_read:
-                    anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
-                    assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
-    return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
+    """As `run`, and after each round the cache holds what a fresh reading of the committed tokens would leave."""
+
+    def check() -> None:
+        assert not engine.runner.tails
+        engine.runner.cache.check()
+        for text in engine.sequences.values():
+            if text.id in engine.runner.cache and text.num_read:
+                anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
+                assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
+
+    return run(engine, sequences, after_round=check)
 
 
 def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,6 +205,3 @@ def rows_of(runner: Runner, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     first = runner.cache.start(seq_id)
     run = slice(first, first + runner.cache.length(seq_id))
     return runner.cache.keys[:, :, run], runner.cache.values[:, :, run]
-
-
-__all__ = ["Bench", "NgramDrafter", "RandomlyRight", "read_anew", "rows_of", "run", "run_checked", "threads"]

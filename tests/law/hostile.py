@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,14 +73,8 @@ def drafted(make: Callable[[Situation], DraftTree | Draft], now: Situation) -> D
 def tree_of(tokens: Tensor, parents: Tensor, depth: int, width: int = 1, q: DraftLaw | None = None) -> DraftTree:
     """A DraftTree without the checks of its constructor."""
     tree = object.__new__(DraftTree)
-    for name, value in (
-        ("tokens", tokens),
-        ("parents", parents),
-        ("depth", depth),
-        ("width", width),
-        ("q", q),
-        ("known", None),
-    ):
+    fields = {"tokens": tokens, "parents": parents, "depth": depth, "width": width, "q": q, "known": None}
+    for name, value in fields.items():
         object.__setattr__(tree, name, value)
     return tree
 
@@ -167,16 +162,6 @@ def holes(now: Situation) -> DraftTree:
     return chains(now, guesses)
 
 
-def one_row_short(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(tree.tokens[1:], tree.parents[1:], tree.depth)
-
-
-def one_row_over(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(torch.cat([tree.tokens, tree.tokens[:1]]), torch.cat([tree.parents, tree.parents[:1]]), tree.depth)
-
-
 def no_columns(now: Situation) -> DraftTree:
     nothing = torch.empty(len(now.budgets), 0, dtype=torch.long)
     return tree_of(nothing, nothing, 4)
@@ -193,29 +178,27 @@ def floats(now: Situation) -> DraftTree:
     return tree_of(tokens, tree.parents, tree.depth)
 
 
-def short_integers(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(tree.tokens.int(), tree.parents.int(), tree.depth)
+def altered(change: Callable[[Tensor, Tensor, int], tuple[Any, ...]]) -> Callable[[Situation], DraftTree]:
+    """The right guesses, but for what a function makes of their tokens, parents and depth."""
+
+    def make(now: Situation) -> DraftTree:
+        tree = oracle(now)
+        return tree_of(*change(tree.tokens, tree.parents, tree.depth))
+
+    return make
 
 
-def unequal_shapes(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(tree.tokens, tree.parents[:, :-1], tree.depth)
-
-
-def understated_depth(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(tree.tokens, tree.parents, 1)
-
-
-def absurd_bounds(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(tree.tokens, tree.parents, 10**6, 10**6)
-
-
-def negative_depth(now: Situation) -> DraftTree:
-    tree = oracle(now)
-    return tree_of(tree.tokens, tree.parents, -3, -1)
+ALTERED = {
+    "one_row_short": altered(lambda tokens, parents, depth: (tokens[1:], parents[1:], depth)),
+    "one_row_over": altered(
+        lambda tokens, parents, depth: (torch.cat([tokens, tokens[:1]]), torch.cat([parents, parents[:1]]), depth)
+    ),
+    "short_integers": altered(lambda tokens, parents, depth: (tokens.int(), parents.int(), depth)),
+    "unequal_shapes": altered(lambda tokens, parents, depth: (tokens, parents[:, :-1], depth)),
+    "understated_depth": altered(lambda tokens, parents, depth: (tokens, parents, 1)),
+    "absurd_bounds": altered(lambda tokens, parents, depth: (tokens, parents, 10**6, 10**6)),
+    "negative_depth": altered(lambda tokens, parents, depth: (tokens, parents, -3, -1)),
+}
 
 
 def nan_logits(now: Situation) -> DraftTree:
@@ -247,34 +230,31 @@ def law_out_of_range(now: Situation) -> DraftTree:
     return tree_of(tree.tokens, tree.parents, tree.depth, 1, DraftLaw(torch.full_like(tree.tokens, 99), probs))
 
 
-HOSTILE: dict[str, Callable[[Situation], DraftTree | Draft]] = {
-    make.__name__: make
-    for make in (
-        oracle,
-        always_wrong,
-        half_right,
-        empty,
-        too_deep,
-        too_wide,
-        twins,
-        ids_out_of_range,
-        just_out_of_range,
-        parents_at_random,
-        own_parent,
-        wrong_roots,
-        holes,
-        one_row_short,
-        one_row_over,
-        no_columns,
-        one_dimension,
-        floats,
-        short_integers,
-        unequal_shapes,
-        understated_depth,
-        absurd_bounds,
-        negative_depth,
-        nan_logits,
-        nan_confidence,
-        law_out_of_range,
-    )
-} | {f"law_of_{value}": laws(value) for value in (math.nan, math.inf, -1.0, 0.0, 7.0)}
+HOSTILE: dict[str, Callable[[Situation], DraftTree | Draft]] = (
+    {
+        make.__name__: make
+        for make in (
+            oracle,
+            always_wrong,
+            half_right,
+            empty,
+            too_deep,
+            too_wide,
+            twins,
+            ids_out_of_range,
+            just_out_of_range,
+            parents_at_random,
+            own_parent,
+            wrong_roots,
+            holes,
+            no_columns,
+            one_dimension,
+            floats,
+            nan_logits,
+            nan_confidence,
+            law_out_of_range,
+        )
+    }
+    | ALTERED
+    | {f"law_of_{value}": laws(value) for value in (math.nan, math.inf, -1.0, 0.0, 7.0)}
+)

@@ -97,24 +97,26 @@ def transitions(text: Tensor, root: int, position: int, vocab: int) -> Tensor:
     return torch.bincount(code, minlength=vocab * vocab).view(vocab, vocab)
 
 
-def continued(text: Tensor) -> list[list[int]]:
-    """What each sequence has gained, on the host."""
-    return [[token for token in line if token >= 0] for line in text.tolist()]
-
-
-def first_pairs(law: list[float], rule: Verification, propose: Callable[[Draws, list[list[int]]], DraftTree]) -> float:
-    """P-value of the first two tokens of 3,000 sequences of a target of this law, drafted and judged for two rounds.
+def first_pairs(
+    law: list[float],
+    rule: Verification,
+    propose: Callable[[Draws, list[list[int]]], DraftTree],
+    kind: type[Draws] = Draws,
+    count: int = 3_000,
+) -> float:
+    """P-value of the first two tokens of sequences of a target of this law, drafted and judged for two rounds.
 
     Each round is drafted from its draws and from what the sequences have said before it.
     """
-    count, vocab, p = 3_000, len(law), torch.tensor(law, dtype=torch.float64)
+    vocab, p = len(law), torch.tensor(law, dtype=torch.float64)
     target, rows = p.log().float().expand(vocab, vocab), sequences(count, SamplingParams(), 1, seed=2)
     gained: list[list[int]] = [[] for _ in rows]
     for _ in range(2):
         with unchecked():
-            draws = Draws(rows, vocab, rejection=rule != "coupled")
+            draws = kind(rows, vocab, rejection=rule != "coupled")
             tree = propose(draws, gained)
-            news = continued(emitted(tree, judged_round(draws, tree, target, rule)))
+            text = emitted(tree, judged_round(draws, tree, target, rule)).tolist()
+        news = [[token for token in line if token >= 0] for line in text]
         gained = [old + new for old, new in zip(gained, news, strict=True)]
         rows = [replace(row, tokens=[*row.tokens, *new]) for row, new in zip(rows, news, strict=True)]
     counts = torch.bincount(torch.tensor([vocab * text[0] + text[1] for text in gained]), minlength=vocab**2)

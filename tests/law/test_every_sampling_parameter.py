@@ -8,16 +8,13 @@ trees, n-grams, a model, and an oracle, under which long runs are accepted and e
 import itertools
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from drafters import DRAFTERS, DTYPES, as_draft
-from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.config import Speculation, Verification
@@ -29,6 +26,7 @@ from forerun.sampling.noise import gumbel, mix, signed
 from forerun.sampling.params import SamplingParams
 from kit.assertions import tokens_of
 from kit.checkpoints import SMALL, TARGET
+from kit.laws import Reals, narrowed, shaped
 from kit.oracles import Oracle, seen
 from kit.unchecked import unchecked
 
@@ -140,48 +138,9 @@ def plain(dtype: str = "float32") -> LLM:
     return LLM(str(TARGET), dtype=dtype, max_num_seqs=BATCH)
 
 
-Reals = NDArray[np.float64]
-
-
-def shaped(logits: Reals, text: list[int], num_prompt: int, params: SamplingParams) -> Reals:
-    """What comes before temperature, one token and one step at a time."""
-    logits = logits.copy()
-    for token in params.banned_tokens:
-        logits[token] = -np.inf
-    if len(text) - num_prompt < params.min_tokens:
-        for token in (EOS, *params.stop_token_ids):
-            logits[token] = -np.inf
-    for token, bias in (params.logit_bias or {}).items():
-        logits[token] += bias
-    for processor in params.logits_processors:
-        logits = processor(text, torch.from_numpy(logits)).numpy().copy()
-    for token in set(text):
-        by = params.repetition_penalty
-        logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
-    for token, count in Counter(text[num_prompt:]).items():
-        logits[token] -= params.frequency_penalty * count + params.presence_penalty
-    return logits
-
-
-def narrowed(logits: Reals, params: SamplingParams) -> Reals:
-    """Temperature, then the filters in their order."""
-    logits = logits / params.temperature
-    if params.min_p > 0:
-        likeliest = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-        logits = np.where(likeliest >= params.min_p * likeliest.max(), logits, -np.inf)
-    if 0 < params.top_k < VOCAB:
-        logits = np.where(logits >= np.sort(logits)[-params.top_k], logits, -np.inf)
-    if params.top_p < 1:
-        law = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-        ranked = np.sort(law)[::-1]
-        needed = next(i for i in range(VOCAB) if ranked[: i + 1].sum() >= params.top_p)
-        logits = np.where(law >= ranked[needed], logits, -np.inf)
-    return logits
-
-
 def reference_token(logits: Reals, text: list[int], num_prompt: int, params: SamplingParams) -> int:
     """The next token: the largest logit, or the largest under the noise of its position."""
-    logits = shaped(logits, text, num_prompt, params)
+    logits = shaped(logits, text, num_prompt, params, (EOS,))
     if params.temperature == 0:
         return int(logits.argmax())
     assert params.seed is not None
@@ -303,16 +262,3 @@ def test_greedy_transforms_under_rejection_rules(verification: Verification) -> 
         for shape in (CHAIN, TREE):
             assert list(map(seen, llm.generate(prompts, params, speculation=shape))) == list(map(seen, expected))
         assert llm.stats.num_accepted > 0
-
-
-@pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
-def test_batch_mates_do_not_change_a_row(draft: str | None) -> None:
-    """A request without any transform, alone and among rows that use them all."""
-    quiet = SamplingParams(temperature=1.0, seed=4, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
-    wild = [SamplingParams(seed=i, max_tokens=LENGTH, **(SHAPED[-1] | NARROWED[-1])) for i in range(BATCH - 1)]
-    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=BATCH)
-    solo = seen(llm.generate(PROMPTS[:1], quiet)[0])
-    for place in (0, 2, BATCH - 1):
-        params = [*wild[:place], quiet, *wild[place:]]
-        prompts = [PROMPTS[1]] * place + [PROMPTS[0]] + [PROMPTS[3]] * (BATCH - 1 - place)
-        assert seen(llm.generate(prompts, params)[place]) == solo

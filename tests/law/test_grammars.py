@@ -32,7 +32,7 @@ from forerun.sampling.constraint import Allowed, Constraint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
-from kit.checkpoints import SMALL, TARGET
+from kit.checkpoints import TARGET
 from kit.texts import PROMPTS, story
 from kit.unchecked import unchecked
 
@@ -309,10 +309,3 @@ def test_guesses_that_no_text_gets_to_do_not_change_the_law_of_those_before(rule
         text = emitted(tree, judged_round(draws, tree, target, rule))
     counts = transitions(text, ROOT, 0, VOCAB)
     assert chi_square(counts, target.double().softmax(1) * counts.sum(1, keepdim=True)) > 1e-4
-
-
-def test_deltas_of_a_stream_join_to_the_answer() -> None:
-    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32")
-    for params, result in itertools.islice(zip(asked(5), plain(), strict=False), 5):
-        deltas = list(llm.stream(PROMPTS[params.seed or 0], params, speculation=Speculation(4)))
-        assert "".join(delta.text for delta in deltas) == result.outputs[0].text

@@ -48,43 +48,10 @@ NUMBERS: tuple[Any, ...] = (
 STRANGE: tuple[Any, ...] = (None, True, "0", "x", b"", [], {}, (), object(), Decimal(1), 1j, [math.nan], {1: 2}, len)
 TEXTS: tuple[Any, ...] = ("the", " ", "\ud800", "\0", "é", "t" * 2000, "", b"x", 7, None)
 NO_PROMPTS: tuple[Any, ...] = (
-    *(
-        None,
-        5,
-        1.5,
-        math.nan,
-        b"text",
-        "",
-        [],
-        [[]],
-        [None],
-        [True],
-        [1.5],
-        ["a", 1],
-        [1, -1],
-        [VOCAB],
-        [2**70],
-        object(),
-    ),
-    *(
-        {},
-        {"prompt": 5},
-        {"prompt_token_ids": "a"},
-        {"prompt_token_ids": [10**9]},
-        {"text": "a"},
-        np.zeros(3),
-        range(3),
-    ),
-    *(
-        np.zeros(3),
-        np.array([[1, 2]]),
-        torch.tensor([1, 2]),
-        torch.tensor([math.nan]),
-        "\ud800",
-        "a\0b",
-        "a" * 10**6,
-        [1] * 10**5,
-    ),
+    *STRANGE,
+    *(5, math.nan, "", [], [[]], [None], [True], [1.5], ["a", 1], [1, -1], [VOCAB], [2**70], "\ud800", "a\0b"),
+    *({"prompt": 5}, {"prompt_token_ids": "a"}, {"prompt_token_ids": [10**9]}, {"text": "a"}, range(3), np.zeros(3)),
+    *(np.array([[1, 2]]), torch.tensor([1, 2]), torch.tensor([math.nan]), "a" * 10**6, [1] * 10**5),
 )
 
 

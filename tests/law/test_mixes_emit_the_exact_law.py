@@ -1,103 +1,27 @@
 """Mixes emit the exact law: everything their members may draw is enumerated, in rows of one member and in merged ones.
 
-`MixDrafter` runs as it serves, over members that draw by script, every way there is. What it drafts for each row goes
-through the target's rules as in `test_rules_emit_the_exact_law.py`. A merged tree keeps the likeliest of what was
-drawn, which no law survives: the mutant that declares one all the same must fail.
+A merged tree keeps the likeliest of what was drawn, which no law survives: the mutant that declares one all the same
+must fail.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
-from exact import RULES, TOLERANCE, Draft, Family, Model, Script, deviation, families
+from exact import RULES, TOLERANCE, Family, deviation, families
+from scripted import WRONG, Guesser, check, drafts_of
 
-from forerun.draft import base
-from forerun.draft.base import Budget, Committed
+from forerun.draft.base import Budget
 from forerun.draft.many.mix import MixDrafter
-from forerun.sampling.draws import Draws, RowSampling
-from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftLaw, DraftTree, HostTree
-from kit.drafters import Stateless
-from kit.unchecked import unchecked
+from forerun.sampling.draws import Draws
+from forerun.tree import HostTree
 
 FAMILIES = [family for family in families(16) if family.vocab == 3]
-WRONG = 1e-3
 MERGED = 2
 
 
-class Dice:
-    """What draws while a script is played."""
-
-    script = Script([])
-
-
-class Member(Stateless):
-    """Chains drawn from a model, or its likeliest ones; with their laws, and how likely each of them is."""
-
-    def __init__(self, model: Model, drawn: bool = True, sparse: bool = False) -> None:
-        self.model, self.drawn, self.sparse = model, drawn, sparse
-
-    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
-        texts, survival, rows, laws = [], [], [], list[list[float]]()
-        for sampling, budget in zip(draws.rows, budgets, strict=True):
-            text, chances, own = [sampling.tokens[-1]], [1.0], []
-            for _ in range(budget.depth):
-                law = [float(x) for x in self.model(tuple(text[1:]))]
-                own.append(len(laws))
-                laws.append(law)
-                text.append(Dice.script.pick(law) if self.drawn else law.index(max(law)))
-                chances.append(chances[-1] * law[text[-1]])
-            texts.append(text)
-            survival.append(chances)
-            rows.append(own)
-        tree, nodes = DraftTree.of_texts(texts), max(map(len, texts))
-        told = torch.tensor([chances + [0.0] * (nodes - len(chances)) for chances in survival])
-        if not self.drawn:
-            return base.Draft(tree, told)
-        row = torch.tensor([own + [-1] * (nodes - len(own)) for own in rows])
-        probs, ids = torch.tensor(laws, dtype=torch.float64), None
-        if self.sparse:
-            ids = torch.tensor([[2, 0, 1]]).repeat(len(laws), 1)
-            probs = probs.gather(1, ids)
-        return base.Draft(replace(tree, q=DraftLaw(row, probs, ids)), told)
-
-
-def drafts_of(make: Callable[[], MixDrafter], budgets: Sequence[Budget]) -> list[list[Draft]]:
-    """For each row everything that may be drafted, with its probability and the laws it declares."""
-    found: list[dict[tuple[object, ...], float]] = [{} for _ in budgets]
-    ways: list[list[int]] = [[]]
-    rows = [RowSampling(i, SamplingParams(), 1, 0, [0], 1) for i in range(len(budgets))]
-    with unchecked():
-        while ways:
-            Dice.script = Script(ways.pop())
-            tree = make().propose(Draws(rows, 3, rejection=True), budgets).tree
-            ways += Dice.script.others
-            for row, seen in enumerate(found):
-                key = declared(tree, row)
-                seen[key] = seen.get(key, 0.0) + Dice.script.weight
-    assert all(math.isclose(sum(seen.values()), 1) for seen in found)
-    return [[Draft(weight, *key) for key, weight in seen.items()] for seen in found]
-
-
-def declared(tree: DraftTree, row: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]:
-    """A row's guesses, their parents counted from the root as -1, and the law of each node's children."""
-    nodes = [i for i, token in enumerate(tree.tokens[row].tolist()) if token >= 0]
-    tokens, parents = (each[row, nodes].tolist()[1:] for each in (tree.tokens, tree.parents))
-    at = [-1] * len(nodes) if tree.q is None else tree.q.row[row, nodes].tolist()
-    laws = [] if tree.q is None else tree.q.dense(3).tolist()
-    return tuple(tokens), tuple(parent - 1 for parent in parents), tuple(tuple(laws[i]) if i >= 0 else None for i in at)
-
-
-def check(drafts: Sequence[Draft], family: Family, rules: Sequence[str] = ("token", "block")) -> None:
-    for rule in rules:
-        error = deviation(RULES[rule](drafts, family.p, family.vocab), family.p)
-        assert error < TOLERANCE, f"{rule}, family {family.seed}: the law is off by {error:.2e}"
-
-
 def mix_of(family: Family, kind: type[MixDrafter] = MixDrafter, drawn: bool = True, sparse: bool = False) -> MixDrafter:
-    return kind([Member(family.q, sparse=sparse), Member(family.mid, drawn)], ["low", "middle"])
+    return kind([Guesser(family.q, sparse=sparse), Guesser(family.mid, drawn)], ["low", "middle"])
 
 
 @pytest.mark.short("False")

@@ -23,7 +23,6 @@ from forerun.config import EngineOptions, Speculation, Verification
 from forerun.control.controller import Controller, FixedDepth, Load
 from forerun.draft.base import NO_DRAFT, Budget, Draft, Drafter, Judge, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
@@ -193,22 +192,3 @@ def test_every_drafter_keeps_the_law_in_the_engine(
     bench: Bench, exact: dict[tuple[int, ...], float], name: str, rule: Verification, wish: Speculation
 ) -> None:
     assert misfit(bench, exact, FixedDepth, rule, wish, partial(drawing, name)) > 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rule", ["block", pytest.param("token", marks=pytest.mark.full)])
-def test_an_early_exit_that_misdeclares_its_law_is_caught(
-    bench: Bench, exact: dict[tuple[int, ...], float], rule: Verification, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It draws from what its layers say and claims that every token was as likely."""
-    propose = EarlyExitDrafter.propose
-
-    def lying(self: EarlyExitDrafter, *asked: object) -> Draft:
-        draft = propose(self, *asked)  # type: ignore[arg-type]
-        q = draft.tree.q
-        assert q is not None
-        flat = replace(q, probs=(q.probs > 0).float() / (q.probs > 0).sum(1, keepdim=True))
-        return replace(draft, tree=replace(draft.tree, q=flat))
-
-    monkeypatch.setattr(EarlyExitDrafter, "propose", lying)
-    assert misfit(bench, exact, FixedDepth, rule, CHAIN, partial(drawing, "early-exit:4")) < 1e-5

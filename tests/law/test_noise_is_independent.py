@@ -9,7 +9,6 @@ from torch import Tensor
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel, hash_bits, mix, signed, uniform
 from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftTree
 
 VOCAB = 4096
 
@@ -89,44 +88,13 @@ def test_the_rare_end_is_not_cut_off() -> None:
     assert math.log(n) - 2 < g.max() < 23
 
 
-def row(seq: int, seed: int = 1, sample: int = 0, length: int = 4, **params: object) -> RowSampling:
-    text = [(7 * i + seq) % VOCAB for i in range(length)]
-    return RowSampling(seq, SamplingParams(**params), seed, sample, text, 2, (2,))
+def test_a_draw_depends_on_seed_sample_and_position_and_on_no_id() -> None:
+    def drawn(seq_id: int = 0, seed: int = 1, sample: int = 0, length: int = 4) -> int:
+        draws = Draws([RowSampling(seq_id, SamplingParams(), seed, sample, [7] * length, 2)], VOCAB)
+        return int(draws.draw(torch.zeros(1, VOCAB), draws.roots()).item())
 
-
-def test_draws_know_neither_batch_nor_tree_nor_drafter() -> None:
-    """What is drawn at a node is what plain decoding draws once the path is committed, in any company."""
-    rows = [row(0), row(1, seed=9, temperature=0.7), row(2, sample=3, top_k=20, top_p=0.9), row(3, temperature=0.0)]
-    draws = Draws(rows, VOCAB)
-    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-    guesses = draws.children(logits, draws.roots(), 1).tokens
-    tree = DraftTree.chains(draws.roots_tokens, torch.cat([guesses, (guesses + 1) % VOCAB], dim=1))
-    at = draws.nodes(tree)
-    judged = torch.randn(len(at.row), VOCAB, generator=torch.Generator().manual_seed(1)) * 2
-    drawn = draws.draw(judged, at)
-    for node, (index, path) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
-        text = [*rows[index].tokens, *(token for token in path if token >= 0)]
-        alone = RowSampling(50 + node, rows[index].params, rows[index].seed, rows[index].sample, text, 2, (2,))
-        fresh = Draws([alone], VOCAB)
-        assert fresh.draw(judged[node : node + 1], fresh.roots()).item() == drawn[node].item()
-
-
-def test_seed_sample_and_position_all_change_the_draw() -> None:
-    flat = torch.zeros(1, VOCAB)
-
-    def drawn(which: RowSampling) -> int:
-        draws = Draws([which], VOCAB)
-        return int(draws.draw(flat, draws.roots()).item())
-
-    assert drawn(row(0)) == drawn(row(0))
-    others = [row(0, seed=2), row(0, sample=1), row(0, length=5)]
-    assert len({drawn(r) for r in [row(0), *others]}) == 4
-
-
-def test_a_request_id_does_not_change_the_draw() -> None:
-    flat = torch.zeros(1, VOCAB)
-    one, other = (Draws([RowSampling(seq, SamplingParams(), 5, 0, [1, 2], 1)], VOCAB) for seq in (3, 99))
-    assert torch.equal(one.draw(flat, one.roots()), other.draw(flat, other.roots()))
+    assert drawn() == drawn(seq_id=99)
+    assert len({drawn(), drawn(seed=2), drawn(sample=1), drawn(length=5)}) == 4
 
 
 def test_rejection_noise_is_fresh_in_every_round() -> None:

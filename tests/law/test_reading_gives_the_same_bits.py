@@ -8,7 +8,6 @@ import torch
 from fuzz import threads
 from torch import Tensor
 
-from forerun.cache.blocks import OutOfBlocks
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.config import ExpertsConfig, ModelConfig, read_config
 from forerun.models.decoder import Decoder
@@ -232,27 +231,3 @@ def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
             fresh.read([Read(0, text)])
             fresh.keep([0], [range(len(text))])
             assert all(torch.equal(a, b) for a, b in zip(state(r, i), state(fresh, 0), strict=True))
-
-
-def test_want_of_room_changes_nothing(decoders: list[Decoder]) -> None:
-    r = Runner.of(decoders[0], 64, 16)
-    r.read([Read(0, [5] * 40)])
-    r.keep([0], [range(40)])
-    before = state(r, 0)[0].clone()
-    with pytest.raises(OutOfBlocks):
-        r.read([Read(0, [6] * 10), Read(1, [7] * 30)])
-    assert r.length(0) == 40
-    assert 1 not in r.cache
-    assert torch.equal(state(r, 0)[0], before)
-    r.read([Read(0, [6] * 10)])
-
-
-def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:
-    decoder = decoders[0]
-    states = Runner.of(decoder, 4096, 16).read(
-        [Read(0, [5, 6, 7], judged=range(3))], taps=(0, 2, decoder.config.layers, -1)
-    )
-    assert states.taps is not None
-    assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor([5, 6, 7])])
-    assert torch.equal(decoder.logits(states.taps[:, 2]), states.logits)
-    assert torch.equal(decoder.head(states.taps[:, 3]).float(), states.logits)

@@ -3,6 +3,7 @@
 `test_wrong_rules_are_noticed.py` shows that this checker notices what is commonly done wrong.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -23,7 +24,6 @@ from exact import (
     deviation,
     dropping,
     families,
-    followed,
     judged_next,
     trees,
     with_tail,
@@ -41,69 +41,65 @@ SHAPES = {
 }
 
 
+def unsure(law: Law, _: Context) -> bool:
+    return max(law) < Fraction(55, 100)
+
+
 def check(judge: Judge, drafts: list[Draft], family: Family) -> None:
     error = deviation(judge(drafts, family.p, family.vocab), family.p)
     assert error < TOLERANCE, f"family {family.seed}: the law is off by {error:.2e}"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("rule", RULES)
-def test_chains(rule: str, depth: int) -> None:
-    for family in FAMILIES:
-        check(RULES[rule], chains(family.q, depth), family)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_follow_on_drawn_chains(depth: int) -> None:
-    for family in FAMILIES:
-        check(followed, chains(family.q, depth), family)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_trees_drawn_without_replacement(shape: str) -> None:
-    for family in TERNARY if len(SHAPES[shape]) < 6 else TERNARY[:8]:
-        check(RULES["token"], trees(family.q, SHAPES[shape]), family)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_trees_chosen_without_chance(shape: str) -> None:
-    for family in TERNARY[:8]:
-        drafts = chosen_tree(family.q, SHAPES[shape])
-        check(RULES["token"], drafts, family)
-        check(followed, drafts, family)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_chains_chosen_without_chance(rule: str) -> None:
-    for family in FAMILIES:
-        check(RULES[rule], chosen_tree(family.q, (-1, 0, 1)), family)
-
-
-def test_a_chain_chosen_in_part() -> None:
+def chosen_and_drawn(family: Family) -> list[Draft]:
     """The first guess without chance, the second drawn: a one-hot law and a real one in the same path."""
-    for family in FAMILIES:
-        (first,) = chosen_tree(family.q, (-1,))
-        drafts = with_tail([first], family.q)
-        for judge in RULES.values():
-            check(judge, drafts, family)
+    return with_tail(chosen_tree(family.q, (-1,)), family.q)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_ragged_batches(rule: str) -> None:
+def ragged(family: Family) -> list[Draft]:
     """Rows of every length in one kernel call, whose lengths were settled by an outside coin."""
-    for family in FEW:
-        mixed: list[Draft] = []
-        for depth in range(4):
-            drafts = chains(family.q, depth) if depth else bare()
-            mixed += [draft.weighed(Fraction(1, 4)) for draft in drafts]
-        mixed = mixed[::2] + mixed[1::2]
-        check(RULES[rule], mixed, family)
+    drafts = [draft for depth in range(4) for draft in (chains(family.q, depth) if depth else bare())]
+    mixed = [draft.weighed(Fraction(1, 4)) for draft in drafts]
+    return mixed[::2] + mixed[1::2]
 
 
-def test_trees_beside_chains() -> None:
-    for family in TERNARY[:8]:
-        mixed = trees(family.q, (-1, -1, 0)) + chains(family.q, 3) + bare() + chosen_tree(family.q, (-1, -1))
-        check(RULES["token"], [draft.weighed(Fraction(1, 4)) for draft in mixed], family)
+def trees_and_chains(family: Family) -> list[Draft]:
+    mixed = trees(family.q, (-1, -1, 0)) + chains(family.q, 3) + bare() + chosen_tree(family.q, (-1, -1))
+    return [draft.weighed(Fraction(1, 4)) for draft in mixed]
+
+
+# What is drafted, for which families, and the rules that judge it.
+DRAFTED: dict[str, tuple[Callable[[Family], list[Draft]], list[Family], Sequence[str]]] = {
+    "chains of 1": (lambda family: chains(family.q, 1), FAMILIES, tuple(EVERY)),
+    "chains of 2": (lambda family: chains(family.q, 2), FAMILIES, tuple(EVERY)),
+    "chains of 3": (lambda family: chains(family.q, 3), FAMILIES, tuple(RULES)),
+    "chosen chains": (lambda family: chosen_tree(family.q, (-1, 0, 1)), FAMILIES, tuple(RULES)),
+    "chosen, then drawn": (chosen_and_drawn, FAMILIES, tuple(RULES)),
+    "ragged": (ragged, FEW, tuple(RULES)),
+    "stops before an unsure draw": (lambda family: chains(family.q, 3, stop=unsure), FAMILIES, tuple(RULES)),
+    "trees beside chains": (trees_and_chains, TERNARY[:8], ("token",)),
+    # Policies that look at the token that they drop are exact by equality, and where no law is believed.
+    "drops what is unlikely": (lambda family: dropping(family, 2, Fraction(35, 100)), FEW, ("follow",)),
+    "drops it, without a law": (
+        lambda family: [replace(d, q=(None,) * len(d.q)) for d in dropping(family, 3, Fraction(35, 100))],
+        FAMILIES,
+        tuple(RULES),
+    ),
+}
+for name, shape in SHAPES.items():
+    among = TERNARY if len(shape) < 6 else TERNARY[:8]
+    DRAFTED[f"drawn tree {name}"] = (lambda family, shape=shape: trees(family.q, shape), among, ("token",))
+    DRAFTED[f"chosen tree {name}"] = (
+        lambda family, shape=shape: chosen_tree(family.q, shape),
+        TERNARY[:8],
+        ("token", "follow"),
+    )
+
+
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, (*_, rules) in DRAFTED.items() for rule in rules])
+def test_whatever_is_drafted(name: str, rule: str) -> None:
+    make, among, _ = DRAFTED[name]
+    for family in among:
+        check(EVERY[rule], make(family), family)
 
 
 @pytest.mark.parametrize("tail", [False, True], ids=["", "tail"])
@@ -127,16 +123,6 @@ def test_cascades_of_two_middle_rounds(rule: str) -> None:
         check(RULES[rule], judged_next(second, family.mid), family)
 
 
-def unsure(law: Law, _: Context) -> bool:
-    return max(law) < Fraction(55, 100)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_stopping_before_an_unsure_draw(rule: str) -> None:
-    for family in FAMILIES:
-        check(RULES[rule], chains(family.q, 3, stop=unsure), family)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_keeping_an_unlikely_token_and_then_stopping(rule: str) -> None:
     stopped = 0
@@ -149,16 +135,3 @@ def test_keeping_an_unlikely_token_and_then_stopping(rule: str) -> None:
 
 def after_unlikely(family: Family, _: Law, context: Context) -> bool:
     return bool(context) and family.q(context[:-1])[context[-1]] < Fraction(35, 100)
-
-
-def test_follow_allows_policies_that_look_at_the_token_they_drop() -> None:
-    for family in FEW:
-        check(followed, dropping(family, 2, Fraction(35, 100)), family)
-
-
-def test_a_judge_without_q_allows_policies_that_look_at_the_token_they_drop() -> None:
-    """A draft whose law is not believed any more (row -1 throughout) is judged as it stands."""
-    for family in FAMILIES:
-        doubted = [replace(d, q=(None,) * len(d.q)) for d in dropping(family, 3, Fraction(35, 100))]
-        for judge in RULES.values():
-            check(judge, doubted, family)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from drafters import DRAFTERS, DTYPES, built
-from fuzz import Bench, NgramDrafter, RandomlyRight, read_anew, rows_of
+from fuzz import Bench, RandomlyRight, read_anew, rows_of
 from hostile import HOSTILE, Situation, drafted
 from rebuilt import reachable, size_of, without_past
 
@@ -24,6 +24,7 @@ from forerun.accept.outcome import Stats
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status

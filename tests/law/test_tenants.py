@@ -6,7 +6,6 @@ what is kept of an answer is all of it, once, however the sequence ended and wha
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from fuzz import Bench, run
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.text.suffix import SuffixDrafter
-from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
@@ -159,12 +157,6 @@ def test_tenants_at_every_front_door() -> None:
     assert owners == ["batch"] * 3 + ["stream"] + ["async"] * 2 + ["streamed", ""]
 
 
-@pytest.mark.parametrize("tenant", [None, 7, b"a", ["a"]])
-def test_what_is_no_tenant_is_refused(tenant: object) -> None:
-    with unchecked(), pytest.raises(InvalidRequest, match=r"tenant: .* must be a string that names whose"):
-        plain().generate(PROMPTS[0], tenant=tenant)  # type: ignore[arg-type]
-
-
 def test_no_draw_depends_on_the_tenant() -> None:
     """Nor does anything that a round makes once for equal rows."""
     params = asking(5, temperature=1.0, repetition_penalty=1.2, top_k=20)
@@ -172,20 +164,3 @@ def test_no_draw_depends_on_the_tenant() -> None:
     assert one.sampling() != other.sampling()
     assert astuple(one.sampling())[1:-1] == astuple(other.sampling())[1:-1]
     assert ask(plain(), PROMPTS[0], params, "a") == ask(plain(), PROMPTS[0], params, "b")
-
-
-def shared(prompts: Sequence[str]) -> LLM:
-    """An LLM that answers all prompts side by side, each for a tenant of its own."""
-    llm = suffix(max_num_seqs=len(prompts))
-    sequences = [
-        llm.requests.sequences(Request.of(prompt, asking(), DEEP, str(tenant)))[0]
-        for tenant, prompt in enumerate(prompts)
-    ]
-    assert len(list(llm.deltas(sequences))) > 3
-    return llm
-
-
-def test_tenants_in_one_batch_are_kept_apart() -> None:
-    llm = shared([PROMPTS[0]] * 3)
-    whole = ask(plain(), PROMPTS[0], asking())
-    assert sorted(past_of(llm)) == [(str(tenant), whole) for tenant in range(3)]

@@ -15,22 +15,19 @@ from exact import (
     Family,
     Rule,
     bare,
-    batched,
     chains,
     deviation,
     dropping,
     families,
     judged,
     judged_next,
-    record,
-    tosses,
     trees,
 )
 from torch import Tensor
 
 from forerun.tree import DraftTree
 from forerun.verify import rules
-from forerun.verify.rules import AcceptLaw, block_law, token_law, walk
+from forerun.verify.rules import AcceptLaw, block_law, token_law
 
 FAMILIES = families(16)
 WRONG = 1e-3
@@ -149,47 +146,6 @@ def test_a_cascade_that_declares_the_lowest_law(rule: str) -> None:
 
     assert worst(partial(cascade, honest=True)) < TOLERANCE
     assert worst(partial(cascade, honest=False)) > WRONG
-
-
-def two_rounds(family: Family, rule: Rule, *, reuse: bool) -> Emissions:
-    """A round of two guesses; where it accepts none, a second one, whose first guess stands where the second stood.
-
-    With `reuse` that position's coin is the one that was tossed before: noise keyed by position alone.
-    """
-    outcomes = Emissions(family.vocab)
-    batch = batched(chains(family.q, 2), family.p, family.vocab)
-    law = rule(batch.tree, batch.p, batch.row)
-    coins = tosses(3).repeat(len(law.accept), 1)
-    batch, accept = batch.repeated(4), law.accept.repeat_interleave(4, 0)
-    heads = coins == 0
-    chance = torch.where(heads, accept, 1 - accept)[:, 1:].prod(1) * batch.weight
-    walked = walk(batch.tree, replace(law, accept=accept, row=batch.row), coins)
-    after = law.after[batch.row.gather(1, walked.node[:, None])[:, 0]] * chance[:, None]
-    none = walked.length == 0
-    record(outcomes, batch, walked.path, torch.where(none[:, None], 0.0, after))
-    for index in (none & (chance > 0)).nonzero()[:, 0].tolist():
-        edge = accept[index, 2].item()
-        low, high = (0.0, edge) if heads[index, 2] else (edge, 1.0)
-        again = partial(tossed_before, low=low, high=high) if reuse else torch.clone
-        for token, weight in enumerate(after[index].tolist()):
-            drafts = [draft.weighed(weight) for draft in chains(family.q, 2, prefix=(token,))]
-            outcomes.join(judged(drafts, family.p, family.vocab, rule, heads=again))
-    return outcomes
-
-
-def tossed_before(accept: Tensor, low: float, high: float) -> Tensor:
-    """P(coin < accept) when the first guess's coin is known to lie in [low, high)."""
-    taken = accept.clone()
-    taken[:, 1] = (accept[:, 1].clamp_max(high) - low).clamp_min(0) / (high - low)
-    return taken
-
-
-def test_coins_keyed_by_position_alone() -> None:
-    """A block verdict has looked at the coins of positions it then gives up; a token verdict has not."""
-    few = FAMILIES[:6]
-    assert worst(lambda family: two_rounds(family, block_law, reuse=False), few) < TOLERANCE
-    assert worst(lambda family: two_rounds(family, block_law, reuse=True), few) > WRONG
-    assert worst(lambda family: two_rounds(family, token_law, reuse=True), few) < TOLERANCE
 
 
 def test_the_checker_fails_a_draft_that_is_not_drawn_from_what_it_declares() -> None:

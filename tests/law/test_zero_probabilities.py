@@ -51,25 +51,6 @@ def test_an_illegal_guess_is_rejected_by_every_coin(rule, dtype) -> None:  # typ
 
 @LAWS
 @DTYPES
-def test_disjoint_supports_reject_and_leave_the_target_law(rule, dtype) -> None:  # type: ignore[no-untyped-def]
-    p = [0.0, 0.25, 0.75, 0.0]
-    law = rule(*chain([p, [0.25] * 4], [[0.5, 0.0, 0.0, 0.5]], [3], dtype))
-    sound(law)
-    assert law.accept[0, 1] == 0
-    assert law.after[0].tolist() == p
-
-
-@LAWS
-@DTYPES
-def test_no_support_on_the_mode_of_the_target(rule, dtype) -> None:  # type: ignore[no-untyped-def]
-    law = rule(*chain([[0.8, 0.1, 0.1], [0.2, 0.3, 0.5]], [[0.0, 0.5, 0.5]], [1], dtype))
-    sound(law)
-    assert law.accept[0, 1].item() == pytest.approx(0.2)
-    assert law.after[0].tolist() == [1.0, 0.0, 0.0]
-
-
-@LAWS
-@DTYPES
 def test_equal_laws_accept_everything(rule, dtype) -> None:  # type: ignore[no-untyped-def]
     """The residual is empty; the law that stands in for it is the target's."""
     p = [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.5, 0.2, 0.3]]
@@ -79,46 +60,6 @@ def test_equal_laws_accept_everything(rule, dtype) -> None:  # type: ignore[no-u
     walked = walk(args[0], law, torch.full((1, 3), BELOW_ONE, dtype=torch.float64))
     assert walked.length.tolist() == [2]
     assert torch.equal(law.after, args[1])
-
-
-@LAWS
-@DTYPES
-@pytest.mark.parametrize("guess", [0, 1])
-def test_a_point_mass_target_accepts_its_token_alone(rule, dtype, guess: int) -> None:  # type: ignore[no-untyped-def]
-    law = rule(*chain([[0.0, 1.0, 0.0]] * 2, [[0.3, 0.3, 0.4]], [guess], dtype))
-    sound(law)
-    assert law.accept[0, 1].item() == float(guess == 1)
-    assert law.after.tolist() == [[0.0, 1.0, 0.0]] * 2
-
-
-@LAWS
-@DTYPES
-def test_a_point_mass_draft_is_judged_like_a_chosen_one(rule, dtype) -> None:  # type: ignore[no-untyped-def]
-    p = [[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]
-    tree, packed, row = chain(p, [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], [1, 0], dtype)
-    drawn = rule(tree, packed, row)
-    chosen = rule(tree.without_law(), packed, row)
-    sound(drawn)
-    assert drawn.accept[0, 1].item() == pytest.approx(0.2 if rule is token_law else 0.2 * 0.9 / (0.2 * 0.9 + 0.8))
-    torch.testing.assert_close(drawn.accept, chosen.accept)
-    torch.testing.assert_close(drawn.after, chosen.after)
-
-
-@DTYPES
-def test_siblings_beyond_the_support_are_judged_as_chosen(dtype: torch.dtype) -> None:
-    """q has one token; the second sibling was taken by no chance, and has what the first one left."""
-    tree = DraftTree(
-        tokens=torch.tensor([[0, 1, 2]]),
-        parents=torch.tensor([[-1, 0, 0]]),
-        depth=1,
-        width=2,
-        q=DraftLaw(torch.tensor([[0, -1, -1]]), torch.tensor([[0.0, 1.0, 0.0]], dtype=dtype)),
-    )
-    p = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]], dtype=dtype)
-    law = token_law(tree, p, torch.arange(3)[None])
-    sound(law)
-    assert law.accept[0].tolist() == pytest.approx([0.0, 0.2, 0.3 / 0.8])
-    assert law.after[0].tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rule", RULES)

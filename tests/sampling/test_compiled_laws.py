@@ -15,10 +15,11 @@ from test_sampling_kernels import trees
 from torch import Tensor
 
 from forerun.kernels.sampling import SamplingKernels
-from forerun.sampling.constraint import Allowed, Constraint, masks_of
+from forerun.sampling.constraint import Allowed, Constraint
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.transforms import masks_of
 from forerun.tree import DraftTree
 from forerun.verify.verify import verify
 from kit.compiled import LEVELS, compiled_for
@@ -143,6 +144,11 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
     children, offered = other.children(logits, nodes, width), own.offer(logits, at, paths, width)
     assert [list(tokens) for tokens in offered.tokens] == children.tokens.tolist()
     assert children.survival is not None
+    rejecting, plain = (Draws(rows, vocab, num_ids=num_ids, kernels=k, rejection=True) for k in (used, None))
+    alone, drawn_from = plain.children(logits, nodes, width), rejecting.offer(logits, at, paths, width)
+    assert [list(tokens) for tokens in drawn_from.tokens] == alone.tokens.tolist()
+    assert drawn_from.law is not None
+    assert torch.equal(drawn_from.law.nan_to_num(), alone.law.nan_to_num())
     # What may be outside of a nucleus counts as inside: with little certainty that is much.
     torch.testing.assert_close(
         torch.tensor(offered.survival), children.survival, rtol=2e-2 if sure else 1.0, atol=1e-2 if sure else 1.0

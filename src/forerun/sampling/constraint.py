@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -161,34 +161,6 @@ def num_common(one: Sequence[int], other: Sequence[int], likely: int) -> int:
     most = min(len(one), len(other))
     first = min(likely, most) if one[:likely] == other[:likely] else 0
     return next((i for i in range(first, most) if one[i] != other[i]), most)
-
-
-@runtime_checkable
-class ConstrainedRow(Protocol):
-    """A row of a round, as far as grammars go."""
-
-    @property
-    def constraint(self) -> Constraint | None: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-def masks_of(
-    rows: Sequence[ConstrainedRow], nodes: Sequence[tuple[int, Sequence[int]]], vocab: int
-) -> Int[Tensor, "nodes words"]:
-    """What may be drawn after each node, which is a row and the guesses behind its root, -1 after their end; `packed`.
-
-    All bits are set where a row has no grammar.
-    """
-
-    def allowed(row: int, path: Sequence[int]) -> Allowed:
-        constraint = rows[row].constraint
-        if constraint is None:
-            return ANYTHING
-        return constraint.after((*constraint.behind(rows[row].tokens), *(token for token in path if token >= 0)))
-
-    return packed([allowed(row, path) for row, path in nodes], vocab)
 
 
 def packed(places: Sequence[Allowed], vocab: int) -> Int[Tensor, "nodes words"]:

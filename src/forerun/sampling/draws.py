@@ -19,12 +19,10 @@ from torch import Tensor
 from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, softmax, upload
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, SamplingKernels, address
-from forerun.sampling.children import Children, HostChildren
-from forerun.sampling.constraint import masks_of
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
 from forerun.sampling.params import GREEDY_BELOW
-from forerun.sampling.transforms import Logits, PathState, RowSampling, Transforms
+from forerun.sampling.transforms import Children, HostChildren, Logits, PathState, RowSampling, Transforms, masks_of
 from forerun.sampling.winners import RoundNoise, first_largest, largest
 from forerun.tree import DraftTree
 

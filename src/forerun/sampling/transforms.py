@@ -29,7 +29,7 @@ from forerun.device import is_cpu, running_sum, softmax, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
 from forerun.limits import INT64
-from forerun.sampling.constraint import Constraint, constrained, masks_of
+from forerun.sampling.constraint import ANYTHING, Allowed, Constraint, constrained, packed
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
 
@@ -75,6 +75,29 @@ class PathState:
         return self.known or list(zip(self.row.tolist(), self.drawn.tolist(), strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Children:
+    """A drafter's guesses after some nodes: distinct tokens in draw order, -1 where there are fewer.
+
+    `survival` is the drafter's own probability that a child is what the target chooses there, given that its parent
+    was reached; 0 where there is none; None where it was not asked for. `law` are the probabilities the children were
+    drawn from, without replacement (rejection modes only; greedy rows choose, so their DraftLaw.row must be -1).
+    """
+
+    tokens: Int[Tensor, "nodes width"]
+    survival: Float[Tensor, "nodes width"] | None = None
+    law: Float[Tensor, "nodes vocab"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostChildren:
+    """Children as the host sees them: node by node tokens and survival, and their law on the device."""
+
+    tokens: Sequence[Sequence[int]]
+    survival: Sequence[Sequence[float]] | None = None
+    law: Float[Tensor, "nodes vocab"] | None = None
+
+
 Logits = Float[Tensor, "nodes vocab"]
 _PREFIX = 1024
 ANY, NEVER = -2, -3  # in the place of a token: what every text has there, and what none has
@@ -100,58 +123,36 @@ class Transforms:
     def _sampled(self) -> list[SamplingParams]:
         return [row.params for row in self.rows if not row.params.greedy]
 
-    @cached_property
-    def _biased(self) -> bool:
-        return any(row.params.banned_tokens or row.params.logit_bias for row in self.rows)
-
-    @cached_property
-    def _worded(self) -> bool:
-        return any(row.bad_words for row in self.rows)
-
-    @cached_property
-    def _processed(self) -> bool:
-        return any(row.params.logits_processors for row in self.rows)
-
-    @cached_property
-    def constrained(self) -> bool:
-        """Whether any row has a grammar."""
-        return any(row.constraint is not None for row in self.rows)
-
-    @cached_property
-    def _repeating(self) -> bool:
-        return any(row.params.repetition_penalty != 1 for row in self.rows)
-
-    @cached_property
-    def _counting(self) -> bool:
-        return any(row.params.presence_penalty != 0 or row.params.frequency_penalty != 0 for row in self.rows)
-
     def shape(self, logits: Logits, at: PathState, *, guessing: bool = False) -> Logits:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone.
 
         `guessing` leaves grammars out where the host would have to wait for the guesses that a device has drawn.
         """
-        kept = logits
+        rows, kept = self.rows, logits
+        biased = any(row.params.banned_tokens or row.params.logit_bias for row in rows)
+        worded = any(row.bad_words for row in rows)
         logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-        if logits is kept and (self.num_ids < self.vocab or self._biased or self._short or self._worded):
+        if logits is kept and (self.num_ids < self.vocab or biased or self._short or worded):
             logits = logits.clone()
         if self.num_ids < self.vocab:
             logits[:, self.num_ids :] = -math.inf
-        if self._biased:
+        if biased:
             self._bias(logits, at)
         if self._short:
             ids, until = self._table("short", self._short_table)
             still, ids = at.position[:, None] < until[at.row], ids[at.row]
             logits.scatter_(1, ids, torch.where(still, -math.inf, logits.gather(1, ids)))
-        if self._worded:
+        if worded:
             self._ban_words(logits, at)
-        if self._processed:
+        if any(row.params.logits_processors for row in rows):
             logits = self._process(logits, at)
-        if self.constrained and not (guessing and at.known is None and not is_cpu(self.device)):
-            masks = masks_of(self.rows, at.host(), logits.shape[1])
+        unseen = guessing and at.known is None and not is_cpu(self.device)
+        if not unseen and any(row.constraint is not None for row in rows):
+            masks = masks_of(rows, at.host(), logits.shape[1])
             logits = constrained(logits, upload_tensor(masks, self.device))
-        if self._repeating:
+        if any(row.params.repetition_penalty != 1 for row in rows):
             logits = self._penalise_repeats(logits, at)
-        if self._counting:
+        if any(row.params.presence_penalty != 0 or row.params.frequency_penalty != 0 for row in rows):
             logits = self._penalise_counts(logits, at)
         return logits
 
@@ -381,3 +382,20 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
         mass = running_sum(ranked)
     kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)  # the first is kept too, at rank 0
     return logits.masked_fill((probs < ranked.gather(1, kept)) & ~off, -math.inf)
+
+
+def masks_of(
+    rows: Sequence[RowSampling], nodes: Sequence[tuple[int, Sequence[int]]], vocab: int
+) -> Int[Tensor, "nodes words"]:
+    """What may be drawn after each node, which is a row and the guesses behind its root, -1 after their end; `packed`.
+
+    All bits are set where a row has no grammar.
+    """
+
+    def allowed(row: int, path: Sequence[int]) -> Allowed:
+        constraint = rows[row].constraint
+        if constraint is None:
+            return ANYTHING
+        return constraint.after((*constraint.behind(rows[row].tokens), *(token for token in path if token >= 0)))
+
+    return packed([allowed(row, path) for row, path in nodes], vocab)

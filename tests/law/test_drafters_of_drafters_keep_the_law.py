@@ -1,10 +1,12 @@
-"""Cascades keep the exact law over several rounds of the target, sampled with keyed noise of rounds inside rounds.
+"""Cascades and mixes keep the exact law over several rounds of the target, sampled with keyed noise.
 
-An inner round may begin behind a root at which an earlier inner round began too, one whose draws the target has judged
-since. Its noise must be another's all the same; mutants that do not see to it must fail.
+In a cascade an inner round may begin behind a root at which an earlier inner round began too, one whose draws the
+target has judged since: its noise must be another's all the same. A mix chooses its members by what earlier rounds
+gave. Mutants that do not see to it must fail.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,28 +16,35 @@ from torch import Tensor
 from forerun.config import Verification
 from forerun.draft.base import Budget, Committed, Draft, JudgeLogits, Question
 from forerun.draft.many.cascade import CascadeDrafter, Chain
+from forerun.draft.many.mix import MixDrafter
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength, Stateless
 
-VOCAB = 3
+VOCAB, MERGED = 3, 2
 P = [0.16, 0.44, 0.40]
 MIDDLE = torch.tensor([0.04, 0.25, 0.71]).log().expand(VOCAB, VOCAB)
 LOW = torch.tensor([0.4, 0.2, 0.4]).log().expand(VOCAB, VOCAB)
+LOWER = torch.tensor([0.6, 0.3, 0.1]).log().expand(VOCAB, VOCAB)
 
 
 class Table(Stateless):
-    """A model that is a table of logits, as lower member and as judge; tokens are independent of each other."""
+    """A model that is a table of logits, as member and as judge; tokens are independent of each other.
+
+    It is as sure of each guess as the table; where it does not draw it chooses the last token.
+    """
 
     def __init__(self, logits: Tensor, drawn: bool = True) -> None:
         self.logits, self.drawn = logits, drawn
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         depth = max(budget.depth for budget in budgets)
-        if self.drawn:
-            return Draft(drafted(draws, self.logits, depth))
-        return Draft(DraftTree.chains(draws.roots_tokens, torch.full((len(draws.rows), depth), 2)))
+        if not self.drawn:
+            return Draft(DraftTree.chains(draws.roots_tokens, torch.full((len(draws.rows), depth), 2)))
+        tree = drafted(draws, self.logits, depth)
+        chances = self.logits[0].exp()[tree.tokens[:, 1:]].cumprod(1)
+        return Draft(tree, torch.cat([torch.ones(len(chances), 1), chances], dim=1))
 
     def judge(self, questions: Sequence[Question]) -> JudgeLogits:
         last = [token for asked in questions for token in (asked.late[-1], *asked.guesses)]
@@ -109,3 +118,42 @@ def test_block_with_noise_that_was_looked_at_is_biased(
 ) -> None:
     mutant(monkeypatch)
     assert bias(CASCADES["judge alone, in rounds"](), "block") < 1e-6
+
+
+class Peeking(MixDrafter):
+    """The mutant: both members draft, and the one whose first guess is the larger token is taken, with its law."""
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        each = [
+            super(Peeking, self).propose(draws, [replace(b, drafter=number) for b in budgets]) for number in range(2)
+        ]
+        first, second = (draft.tree.tokens[:, 1] for draft in each)
+        taken = (second > first).long().tolist()
+        return super().propose(draws, [replace(b, drafter=number) for b, number in zip(budgets, taken, strict=True)])
+
+
+def mix_bias(mix: MixDrafter, rule: Verification, which: Sequence[int]) -> float:
+    """P-value of what is said where a row's drafter hangs on what it has said before the round."""
+
+    def propose(draws: Draws, gained: list[list[int]]) -> DraftTree:
+        taken = [which[(i + sum(text)) % len(which)] for i, text in enumerate(gained)]
+        return mix.propose(
+            draws, [Budget(2, 2, 3, each) if each == MERGED else Budget(2, drafter=each) for each in taken]
+        ).tree
+
+    return first_pairs(P, rule, propose)
+
+
+MEMBERS = [Table(LOWER), Table(MIDDLE)], ["low", "high"]
+
+
+@pytest.mark.short("token-(2,)")
+@pytest.mark.parametrize("which", [(0, 1), (MERGED,), (0, 1, MERGED)], ids=str)
+@pytest.mark.parametrize("rule", ["coupled", "token", "block"])
+def test_members_that_follow_from_the_past(rule: Verification, which: tuple[int, ...]) -> None:
+    assert mix_bias(MixDrafter(*MEMBERS), rule, which) > 1e-4
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_member_that_was_chosen_by_what_it_drew_is_noticed(rule: Verification) -> None:
+    assert mix_bias(Peeking(*MEMBERS), rule, (0,)) < 1e-6
