@@ -5,9 +5,10 @@ And what exits are asked for, with an adapter and without.
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,6 +39,14 @@ STRANGE = {  # another family, and other heads, widths and positions than any ta
     "rms_norm_eps": 1e-6,
     "rope_theta": 5000.0,
 }
+LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
+FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
+SHAPES = {
+    "chains": (Speculation(2), Speculation(5), Speculation(4)),
+    "trees": (Speculation(3, 2, 7),),
+    "mixed": (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2)),
+}
+Benches = Callable[[str], Bench]
 QUIET = ("self_attn.o_proj", "mlp.down_proj")
 
 

@@ -22,20 +22,25 @@ from forerun.errors import ForerunError, MissingWeights, ModelNotFound, UnknownD
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.runner import Read, Runner
+from forerun.models.runner import Runner
 from forerun.sampling.params import SamplingParams
-from heads.adapters import STRANGE, adapter_of, assert_same_guesses, silent_adapter, some_texts, strange_adapter
+from heads.adapters import (
+    FORMATS,
+    SHAPES,
+    STRANGE,
+    Benches,
+    adapter_of,
+    assert_same_guesses,
+    silent_adapter,
+    some_texts,
+    strange_adapter,
+)
 from kit.checkpoints import TARGET, written
-from kit.texts import random_text
+from kit.texts import VOCAB, random_text
 from kit.unchecked import unchecked
 from law.fuzz import Bench, rows_of
 
-VOCAB, LAYERS = 512, 5
-LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
-FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
-CHAINS = (Speculation(2), Speculation(5), Speculation(4))
-MIXED = (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2))
-Benches = Callable[[str], Bench]
+CHAINS, MIXED = SHAPES["chains"], SHAPES["mixed"]
 
 
 @pytest.fixture(scope="module")
@@ -91,57 +96,20 @@ def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
     assert assert_same_guesses(ours, theirs, rng, 8) > 20
 
 
-@pytest.mark.short("float32")
-@pytest.mark.parametrize("name", FORMATS)
-def test_after_any_history_it_holds_what_reading_anew_leaves(bench_of: Benches, name: str, tmp_path: Path) -> None:
-    """Chains and trees of which any path came true, drafts that were made twice, sequences that left and came back."""
-    rng, bench = random.Random(5), bench_of(name)
-    spec = f"early-exit:2:{strange_adapter(tmp_path / 'a', 2, layers=2)}"
-    drafter, read = beside(bench, spec), []
-    own = drafter.drafter
-    assert isinstance(own, EarlyExitDrafter)
-    assert own.adapter is not None
-    adapter = own.adapter
-    plain_read = adapter.read
-
-    def reading(reads: list[Read], **more: torch.Tensor) -> object:
-        read.append(sum(len(r.tokens) for r in reads))
-        return plain_read(reads, **more)
-
-    adapter.read = reading  # type: ignore[assignment,method-assign]
-    texts = {seq_id: random_text(2 + 30 * seq_id, seq_id) for seq_id in range(4)}
-    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
-    num_known = num_late = 0
-    for number in range(12):
-        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
-        for _ in range(rng.randint(1, 2)):
-            budgets = [Budget(rng.randint(1, 5), rng.choice([1, 1, 3]), rng.randint(5, 12)) for _ in rows]
-            draft = drafter.propose(draws_of(rows, VOCAB, temperature=number % 2), budgets)
-        children = draft.tree.children().tolist()
-        for b, row in enumerate(rows):
-            node = 0
-            while rng.random() < 0.8 and (below := [c for c in children[b][node] if c >= 0]):
-                node = rng.choice(below)
-                texts[row.seq_id].append(int(draft.tree.tokens[b, node]))
-            texts[row.seq_id].append(rng.randrange(3, VOCAB))
-        num_reads = len(read)
-        drafter.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows]))
-        num_late += sum(read[num_reads:])
-        num_known += sum(len(texts[r.seq_id]) - len(r.text) for r in rows) - sum(read[num_reads:])
-        assert not adapter.tails
-        assert not any(following.tail for following in own.sequences.values())
-        adapter.cache.check()
-        anew = beside(bench, spec)
-        anew.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows]))
-        for row in rows:
-            for found, expected in zip(adapter_rows(drafter, row.seq_id), adapter_rows(anew, row.seq_id), strict=True):
-                assert torch.equal(found, expected)
-        if number % 4 == 3:
-            gone = rng.choice(sorted(texts))
-            drafter.forget([gone])
-            assert gone not in adapter.cache
-            drafter.observe(committed([Row(gone, texts[gone])]))
-    assert num_known > num_late > 0  # most of what came true was not read again
+def test_what_came_true_is_not_read_again(bench_of: Benches, tmp_path: Path) -> None:
+    """Of a chain the guesses that were read; that the adapter's cache then holds what reading anew leaves is checked
+    with engines, below."""
+    drafter, text = (
+        beside(bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"),
+        random_text(30, 0),
+    )
+    adapter = drafter.drafter.adapter  # type: ignore[attr-defined]
+    drafter.observe(committed([Row(0, text)]))
+    guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
+    read, plain_read = list[int](), adapter.read
+    adapter.read = lambda reads, **more: (read.extend(len(r.tokens) for r in reads), plain_read(reads, **more))[1]
+    drafter.observe(committed([Row(0, [*text, *guesses, 7])], [len(text) - 1]))
+    assert sum(read) == 1, "the last guess"
 
 
 def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **options: object) -> Engine:
@@ -205,19 +173,6 @@ def test_tokens_are_those_of_plain_decoding(
     assert drafter.adapter is not None
     assert not any((drafter.sequences, drafter.lower.tails, drafter.adapter.tails))
     assert drafter.adapter.cache.num_rows == 0
-
-
-@pytest.mark.short("False-float32")
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("norm", [False, True])
-def test_all_that_is_left_of_the_target_is_always_right(
-    bench_of: Benches, name: str, norm: bool, tmp_path: Path
-) -> None:
-    """Greedy and sampled, in chains and trees: an adapter that is the target's upper layers is the target."""
-    bench, spec = bench_of(name), f"early-exit:3:{adapter_of(TARGET, tmp_path / 'a', 3, range(3, LAYERS), norm)}"
-    engine = engine_of(bench, spec, 4096, 4096)
-    assert run(engine, some_texts(bench, engine, 4, CHAINS)) == plain(bench, 4, CHAINS)
-    assert engine.stats.num_accepted == engine.stats.num_drafted > 0
 
 
 @pytest.mark.parametrize("num_tokens", [0, 64, 192])

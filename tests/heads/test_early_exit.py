@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
@@ -23,7 +23,6 @@ from forerun.drafters import draft_label
 from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget
 from forerun.heads.adapter.drafter import EarlyExitDrafter
-from forerun.llm import LLM
 from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.loading import Blueprint
@@ -32,21 +31,13 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from heads.adapters import assert_same_guesses, some_texts
+from heads.adapters import FORMATS, SHAPES, Benches, assert_same_guesses, some_texts
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
-from kit.texts import random_text
+from kit.texts import VOCAB, random_text
 from law.fuzz import Bench, number_format, run, run_checked
 
-VOCAB, LAYERS = 512, 5
-LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
-FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
-SHAPES = {
-    "chains": (Speculation(2), Speculation(5), Speculation(4)),
-    "trees": (Speculation(3, 2, 7),),
-    "mixed": (Speculation(1), Speculation(3, 3, 9), Speculation(6), Speculation(2, 2)),
-}
-Benches = Callable[[str], Bench]
+LAYERS = 5
 
 
 def edited(source: Path, folder: Path, layers: int, quiet: int = LAYERS) -> Path:
@@ -72,7 +63,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bench_of(target: Path) -> Callable[[str], Bench]:
+def bench_of(target: Path) -> Benches:
     return cache(lambda name: Bench.of(target, target, name))
 
 
@@ -117,14 +108,6 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
         assert run_checked(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
         assert not engine.drafter.sequences  # type: ignore[union-attr]
-
-
-def test_one_layer_less_is_right_half_the_time() -> None:
-    """Of a real model that nobody trained for it, on its own kind of text."""
-    llm = LLM(str(TARGET), "early-exit:4", dtype="float32", speculation=Speculation(4))
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=60, ignore_eos=True)
-    llm.generate(["Once upon a time", "Lily had a red ball", "One day, a big dog"], params)
-    assert sum(llm.stats.accepted_at_depth) > 0.45 * sum(llm.stats.offered_at_depth) > 0
 
 
 @dataclass(slots=True)
