@@ -1,6 +1,5 @@
 """Adapters against exits without one, against deeper exits, against plain decoding, and against reading all anew."""
 
-import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +17,7 @@ from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as TextSequence
-from forerun.errors import ForerunError, MissingWeights, ModelNotFound, UnknownDrafter, UnsupportedModel, WrongShape
+from forerun.errors import ForerunError, ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
 from forerun.models.backends.gpu.graphs import GraphRunner
@@ -27,7 +26,6 @@ from forerun.sampling.params import SamplingParams
 from heads.adapters import (
     FORMATS,
     SHAPES,
-    STRANGE,
     Benches,
     adapter_of,
     assert_same_guesses,
@@ -35,7 +33,7 @@ from heads.adapters import (
     some_texts,
     strange_adapter,
 )
-from kit.checkpoints import TARGET, written
+from kit.checkpoints import TARGET
 from kit.texts import VOCAB, random_text
 from kit.unchecked import unchecked
 from law.fuzz import Bench, rows_of
@@ -260,27 +258,6 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     assert adapter.decoder.dtype == target.decoder.dtype
     assert type(adapter.decoder.executor) is type(target.decoder.executor)
     assert adapter.cache.num_free_tokens == 128
-
-
-BAD = {
-    "another width": ({"hidden_size": 32}, UnsupportedModel, r"hidden_size is 32; .*has 64: name a drafter"),
-    "another exit": ({"exit_layer": 3}, UnsupportedModel, r"exit_layer is 3; .* write early-exit:3:.*/a, or name"),
-    "no exit": ({"exit_layer": None}, ModelNotFound, r"its config\.json has no exit_layer: name the folder"),
-    "a layer more": ({"num_hidden_layers": 2}, MissingWeights, r"no tensor model\.layers\.1\.input_layernorm\.weight"),
-    "other heads": ({"num_attention_heads": 4}, WrongShape, r"q_proj\.weight has shape \[96, 64\], .* \[64, 64\]"),
-    "no family": ({"architectures": ["T5Model"]}, UnsupportedModel, r"architectures is \['T5Model'\]; supported are"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_folder_that_cannot_be_used_is_refused(bench_of: Benches, name: str, tmp_path: Path) -> None:
-    keys, error, said = BAD[name]
-    folder = strange_adapter(tmp_path / "a", 2)
-    config = STRANGE | {"num_hidden_layers": 1, "exit_layer": 2} | keys
-    written(folder, config, load_file(folder / "model.safetensors"))
-    assert json.loads((folder / "config.json").read_text()) == config
-    with pytest.raises(error, match=said):
-        plan_drafter(f"early-exit:2:{folder}", context(bench_of("float32")))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Medusa heads: what they compute, that the engine asks them at the right places, and what is refused."""
+"""Medusa heads: rows that do not depend on each other, heads that add nothing, and what they take in memory."""
 
 import json
 from dataclasses import replace
@@ -7,20 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from forerun.config import VERIFICATIONS, Speculation, Verification
-from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnknownDrafter, UnsupportedModel
+from forerun.errors import ModelNotFound, UnknownDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa.drafter import MedusaBlueprint
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
-from forerun.shape import StaticTree
 from heads.trained import heads_of, states, texts, written_heads
-from kit.assertions import accepted_by_shape, assert_acceptance
-from kit.checkpoints import EMBEDDING, TARGET, rewritten
+from kit.checkpoints import TARGET
 
 HIDDEN, VOCAB, NUM_HEADS = 64, 512, 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
@@ -60,59 +56,6 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
     together = heads.logits(2, some, tokens)
     for i in range(rows):
         assert torch.equal(heads.logits(2, some[i : i + 1], tokens[i : i + 1])[0], together[i])
-
-
-@pytest.mark.full
-def test_an_engines_acceptance_is_that_of_the_heads_at_its_roots(folder: Path) -> None:
-    """Guess by guess: the heads' first choices, computed anew from whole texts, at the places where rounds began."""
-    llm = LLM(str(TARGET), f"medusa:{folder}", dtype="float32", speculation=Speculation(NUM_HEADS))
-    weights, table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
-
-    def guesses(text: list[int], taps: Tensor) -> list[int]:
-        drafted: list[int] = []
-        for head in range(NUM_HEADS):
-            x = taps[-1, 0]
-            if f"{head}.in.weight" in weights:
-                seen = table[torch.tensor([text[-1], *drafted])].flatten()
-                x = weights[f"{head}.in.weight"] @ torch.cat([x, seen])
-            drafted.append(int((weights[f"{head}.1.weight"] @ x).argmax()))
-        return drafted
-
-    assert assert_acceptance(TARGET, llm, NUM_HEADS, GREEDY, guesses) > 20
-
-
-@pytest.mark.short("medusa-coupled")
-@pytest.mark.parametrize(
-    "verification", ["coupled", *(pytest.param(rule, marks=pytest.mark.full) for rule in VERIFICATIONS[1:])]
-)
-def test_trees_of_any_form_are_plain_and_accepted_more_often(folder: Path, verification: Verification) -> None:
-    shapes = {
-        "chain": Speculation(NUM_HEADS),
-        "tree": Speculation(NUM_HEADS, 3, 12),
-        "deeper than heads": Speculation(9, 2, 20),
-        "static": Speculation(tree=StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])),
-    }
-    accepted = accepted_by_shape(TARGET, f"medusa:{folder}", shapes, GREEDY, verification)
-    if verification == "coupled":
-        assert accepted["tree"] > 1.2 * accepted["chain"] > 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "error", "told"),
-    [
-        ({"hidden_size": 128}, UnsupportedModel, "hidden_size is 128"),
-        ({"vocab_size": 4096}, UnsupportedModel, "vocab_size is 4096"),
-        ({"medusa_num_heads": 3}, MissingWeights, "2.0.linear.weight"),
-        ({"medusa_num_heads": 1}, UnsupportedModel, "1.0.linear.bias is none of 1 heads"),
-        ({"medusa_num_heads": 0}, UnsupportedModel, "medusa_num_heads is 0"),
-        ({"hydra": True}, MissingWeights, "0.in.weight"),
-    ],
-)
-def test_heads_that_do_not_fit_are_refused(
-    keys: dict[str, object], error: type[ModelError], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=told):
-        LLM(str(TARGET), f"medusa:{rewritten(silent(tmp_path), {}, keys)}", dtype="float32")
 
 
 def test_what_is_spelt_wrong_is_refused(tmp_path: Path) -> None:

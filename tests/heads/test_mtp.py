@@ -25,7 +25,7 @@ from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from heads.modules import NAMES, apart, shipped_with
-from kit.assertions import accepted_by_shape, num_accepted, tokens_of
+from kit.assertions import num_accepted, tokens_of
 from kit.checkpoints import TARGET, rewritten
 from kit.references import attention, normed, with_mlp
 from kit.sparse import write_sparse
@@ -213,14 +213,6 @@ def test_guesses_and_logits_are_those_of_transformers_own_modules(
         for depth in range(len(guesses)):
             assert torch.allclose(next(ours)[0], logits[0, depth], atol=2e-3)
     assert sum(len(guesses) for _, guesses in found) > 15 * count
-
-
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_trees_are_plain_and_accepted_more_often_and_nothing_is_left(count: int, tmp_path: Path) -> None:
-    folder = shipped_with(TARGET, tmp_path / "target", count, "mimo")
-    shapes = {"chain": Speculation(DEPTH), "tree": Speculation(DEPTH, 3, 12)}
-    accepted = accepted_by_shape(folder, "mtp", shapes, GREEDY)
-    assert accepted["tree"] > 1.1 * accepted["chain"] > 0
 
 
 @pytest.mark.parametrize("naming", NAMES)

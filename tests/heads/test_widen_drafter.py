@@ -19,31 +19,27 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan, Wider, widen
 from forerun.sampling.params import SamplingParams
-from heads.adapters import adapter_of, strange_adapter
-from heads.modules import apart
-from heads.trained import block_of, eagle_of, heads_of
+from heads.adapters import adapter_of
+from heads.references import FORMS
+from heads.trained import eagle_of
 from kit.checkpoints import TARGET
 from kit.texts import STARTS
 
 WAYS = {"exact": Wider(256, 7), "at the end": Wider(256, 7, spread=False), "by no power of 4": Wider(128, 5, heads=8)}
-BLOCK = {"markov_rank": 32, "enable_confidence_head": True, "sample_from_anchor": True}
+SAME = ("medusa", "hydra", "eagle-3", "mtp", "dspark", "adapter")
+P_EAGLE = {"num_hidden_layers": 2, "mask_token_id": 0}
 MAKERS: dict[str, Callable[[Path], str]] = {
-    "medusa": lambda folder: f"medusa:{heads_of(TARGET, folder, 3)}",
-    "hydra": lambda folder: f"medusa:{heads_of(TARGET, folder, 3, hydra=True)}",
-    "eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder)}",
-    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, num_hidden_layers=2, mask_token_id=0)}",
-    "mtp": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'mimo')}",
-    "block": lambda folder: f"block:{block_of(TARGET, folder, **BLOCK)}",  # type: ignore[arg-type]
+    **{form: lambda folder, form=form: FORMS[form].spelled.format(FORMS[form].make(folder)) for form in SAME},
+    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, **P_EAGLE)}",  # type: ignore[arg-type]
     "early-exit": lambda folder: f"early-exit:2:{adapter_of(TARGET, folder, 2, range(3, 5))}",
-    "early-exit, another family": lambda folder: f"early-exit:3:{strange_adapter(folder, 3)}",
 }
 SHORT = {
     ("medusa", "exact"),
     ("hydra", "by no power of 4"),
-    ("eagle", "exact"),
+    ("eagle-3", "exact"),
     ("p-eagle", "exact"),
     ("mtp", "exact"),
-    ("block", "by no power of 4"),
+    ("dspark", "by no power of 4"),
     ("early-exit", "at the end"),
 }
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
@@ -71,7 +67,7 @@ CASES = [
 ]
 
 
-@pytest.mark.short("eagle-by no power of 4")
+@pytest.mark.short("eagle-3-by no power of 4")
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_guesses_are_those_of_the_source(
     kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path
@@ -90,7 +86,7 @@ def test_the_guesses_are_those_of_the_source(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "early-exit", "block", "mtp"])
+@pytest.mark.parametrize("kind", ["hydra", "eagle-3", "early-exit", "dspark", "mtp"])
 def test_a_wrong_widening_guesses_otherwise(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

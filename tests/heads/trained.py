@@ -11,10 +11,12 @@ from forerun.heads.block.drafter import BlockBlueprint
 from forerun.heads.block.format import BlockTensors
 from forerun.heads.block.network import MASKED
 from forerun.heads.eagle.drafter import EagleBlueprint
+from forerun.heads.eagle.format import fitted_tensors
 from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
+from forerun.models.projections import Shapes
 from forerun.models.runner import Read, Runner
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import written
@@ -76,9 +78,8 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
     said = torch.tensor([token for text in texts(source) for token in text])
     ids = torch.bincount(said, minlength=vocab).argsort(descending=True, stable=True)[:num_ids].sort().values
     config = EAGLE_CONFIG | {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": num_ids} | keys
-    generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, Tensor] = {"d2t": ids - torch.arange(num_ids)}
-    written_eagle(folder, config, tensors | {"lm_head.weight": torch.zeros(num_ids, hidden)}, hidden, generator)
+    tensors = {"d2t": ids - torch.arange(num_ids), "lm_head.weight": torch.zeros(num_ids, hidden)}
+    written_eagle(folder, config, tensors, target.config)
     blueprint, host = EagleBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
     layers = blueprint.load(512, host.decoder)
     runner = Runner.of(layers, 4096)
@@ -93,7 +94,7 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
         runner.release([seq_id])
     sought = 20 * (torch.cat(wanted)[:, None] == ids).float()
     tensors["lm_head.weight"] = torch.linalg.lstsq(torch.cat(outputs), sought).solution.T
-    return written_eagle(folder, config, tensors, hidden, torch.Generator().manual_seed(0))
+    return written_eagle(folder, config, tensors, target.config)
 
 
 def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object) -> Path:
@@ -105,17 +106,12 @@ def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object
     read = torch.cat([embedding[tokens], torch.cat([own[:-1] for _, own in pairs])], dim=1)
     read = torch.cat([read, torch.ones(len(read), bias)], dim=1)
     fitted = torch.linalg.lstsq(read, torch.cat([own[1:] for _, own in pairs])).solution.T
-    generator = torch.Generator().manual_seed(0)
-    layer = {name: (64, hidden) if name[0] in "qo" else (32, hidden) for name in ("q", "k", "v", "o")}
-    shapes = {f"layers.0.self_attn.{name}_proj.weight": shape for name, shape in layer.items()}
-    shapes |= {f"layers.0.mlp.{name}_proj.weight": (96, hidden) for name in ("gate", "up")}
-    shapes["layers.0.mlp.down_proj.weight"] = (hidden, 96)
-    tensors = {name: torch.randn(shape, generator=generator) / shape[1] for name, shape in shapes.items()}
-    tensors |= {"layers.0.post_attention_layernorm.weight": torch.ones(hidden), "embed_tokens.weight": embedding}
-    tensors["fc.weight"] = fitted[:, : 2 * hidden].contiguous()
-    tensors |= {"fc.bias": fitted[:, -1].contiguous()} if bias else {}
+    tensors = {"fc.weight": fitted[:, : 2 * hidden], "embed_tokens.weight": embedding}
+    tensors |= {"layers.0.post_attention_layernorm.weight": torch.ones(hidden)}
+    tensors |= {"fc.bias": fitted[:, -1]} if bias else {}
     config = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "bias": bias}
-    return written(folder, config | {"vocab_size": target.config.vocab_size} | keys, tensors)
+    config |= {"vocab_size": target.config.vocab_size} | keys
+    return written_eagle(folder, config, tensors, target.config, 0.1)
 
 
 def block_of(source: Path, folder: Path, num_ids: int = 0, **keys: object) -> Path:
@@ -191,17 +187,23 @@ BLOCK_CONFIG = {
 }
 
 
+def drawn(shapes: Shapes, dice: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
+    """Random tensors: gains near 1, and matrices whose products are of the size of what they multiply, or `scale`."""
+    found = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=dice)
+        found[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else scale * noise / shape[-1] ** 0.5
+    return found
+
+
 def written_block(
     folder: Path, config: dict[str, object], tensors: dict[str, Tensor], of: ModelConfig, dice: torch.Generator
 ) -> dict[str, Tensor]:
-    """Write a folder with these fields; tensors that are not given are random, gains near 1. Gives all of them."""
+    """Write a folder with these fields; tensors that are not given are random. Gives all of them."""
     own = BlockTensors.of(Fields(folder, config), of, "the target", tensors)
-    drawn = {}
-    for name, shape in own.shapes().items():
-        noise = torch.randn(shape, generator=dice)
-        drawn[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise / shape[-1] ** 0.5
-    written(folder, config, drawn | tensors)
-    return drawn | tensors
+    every = drawn(own.shapes(), dice) | tensors
+    written(folder, config, every)
+    return every
 
 
 EAGLE_CONFIG = {
@@ -218,24 +220,9 @@ EAGLE_CONFIG = {
 
 
 def written_eagle(
-    folder: Path, config: dict[str, object], tensors: dict[str, Tensor], hidden: int, generator: torch.Generator
+    folder: Path, config: dict[str, object], tensors: dict[str, Tensor], of: ModelConfig, scale: float = 1.0
 ) -> Path:
-    """A folder in the authors' layout; tensors that are not given are random."""
-    wide = {"q_proj": (64, 2 * hidden), "k_proj": (32, 2 * hidden), "v_proj": (32, 2 * hidden), "o_proj": (hidden, 64)}
-    shapes = {f"midlayer.self_attn.{name}.weight": shape for name, shape in wide.items()}
-    shapes |= {f"midlayer.mlp.{name}_proj.weight": (96, hidden) for name in ("gate", "up")}
-    shapes |= {"midlayer.mlp.down_proj.weight": (hidden, 96), "fc.weight": (hidden, 3 * hidden)}
-    more = [f"layers.{index}" for index in range(1, int(str(config["num_hidden_layers"])))]
-    for name, (rows, width) in list(shapes.items()) if more else ():
-        is_double = name.startswith("midlayer.self_attn") and width == 2 * hidden
-        own = (rows, hidden if is_double else width)
-        shapes |= {name.replace("midlayer", place): own for place in more if name.startswith("midlayer")}
-    drawn = {name: torch.randn(shape, generator=generator) / shape[1] ** 0.5 for name, shape in shapes.items()}
-    gains = {f"midlayer.{name}": hidden for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    gains |= {f"{place}.{name}layernorm": hidden for place in more for name in ("input_", "post_attention_")}
-    gains |= {"norm": hidden} | ({"input_norm": 3 * hidden} if config.get("norm_before_fc") else {})
-    gains |= {f"fc_norm.{tap}": hidden for tap in range(3)} if config.get("fc_norm") else {}
-    drawn |= {f"{name}.weight": 0.5 + torch.rand(size, generator=generator) for name, size in gains.items()}
-    if config.get("mask_token_id") is not None:
-        drawn["mask_hidden"] = torch.randn(1, 1, 3 * hidden, generator=generator)
-    return written(folder, config, drawn | tensors)
+    """A folder in the authors' layout, of EAGLE-3 where it has a head; tensors that are not given are random."""
+    stored = [*tensors, *(["norm.weight"] if "lm_head.weight" in tensors else [])]
+    own = fitted_tensors(Fields(folder, config), stored, of, "the target")
+    return written(folder, config, drawn(own.shapes(), torch.Generator().manual_seed(0), scale) | tensors)

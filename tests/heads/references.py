@@ -1,0 +1,205 @@
+"""The forms of heads that tests make, and what they compute: written out from the papers over whole texts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forerun.sampling.params import SamplingParams
+from heads.adapters import strange_adapter
+from heads.modules import apart
+from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
+from kit.checkpoints import EMBEDDING, TARGET, read_json
+from kit.references import attention, normed, turned, with_mlp
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, DEPTH = 4, 2, 16, 2, 4
+OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+Guesses = Callable[[list[int], Tensor], list[int]]  # behind a text; the states are behind all of it but its last token
+
+
+class EagleReference:
+    """EAGLE-3 over a whole text, as the paper and the options of `speculators` define it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.w, self.table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
+        config = read_json(folder / "config.json")
+        self.options = {name for name in OPTIONS if config.get(name)}
+
+    def fused(self, taps: Tensor) -> Tensor:
+        """The target's states as one."""
+        if "fc_norm" in self.options:
+            gains = torch.stack([self.w[f"fc_norm.{tap}.weight"] for tap in range(3)])
+            taps = normed(taps, gains)
+        joined = taps.flatten(1)
+        joined = normed(joined, self.w["input_norm.weight"]) if "norm_before_fc" in self.options else joined
+        return joined @ self.w["fc.weight"].T
+
+    def output(self, embedded: Tensor, states: Tensor) -> Tensor:
+        """What later guesses read."""
+        own = normed(states, self.w["midlayer.hidden_norm.weight"])
+        read = torch.cat([normed(embedded, self.w["midlayer.input_layernorm.weight"]), own], -1)
+        residual = own if "norm_before_residual" in self.options else states
+        x = with_mlp(self.w, "midlayer.", residual + attention(self.w, "midlayer.", read, HEADS, KV_HEADS))
+        return normed(x, self.w["norm.weight"]) if "norm_output" in self.options else x
+
+    def token(self, output: Tensor) -> int:
+        """The likeliest."""
+        x = output if "norm_output" in self.options else normed(output, self.w["norm.weight"])
+        best = int((self.w["lm_head.weight"] @ x).argmax())
+        return best + int(self.w["d2t"][best])
+
+    def guesses(self, text: list[int], taps: Tensor) -> list[int]:
+        """The likeliest chain behind `text`, whose last token the target has not read; `taps` are behind the others."""
+        states, tokens, found = self.fused(taps), text[1:], list[int]()
+        for _ in range(DEPTH):
+            out = self.output(self.table[torch.tensor(tokens)], states)[-1]
+            found.append(self.token(out))
+            tokens, states = [*tokens, found[-1]], torch.cat([states, out[None]])
+        return found
+
+
+class FirstEagleReference(EagleReference):
+    """EAGLE-1 and EAGLE-2: embedding and state through one map, no norm before attention, the target's head."""
+
+    def fused(self, taps: Tensor) -> Tensor:
+        return taps[:, 0]
+
+    def output(self, embedded: Tensor, states: Tensor) -> Tensor:
+        x = torch.cat([embedded, states], -1) @ self.w["fc.weight"].T + self.w.get("fc.bias", torch.zeros(1))
+        return with_mlp(self.w, "layers.0.", x + attention(self.w, "layers.0.", x, HEADS, KV_HEADS))
+
+    def token(self, output: Tensor) -> int:
+        return int((self.table @ output).argmax())
+
+
+def block_states(w: dict[str, Tensor], places: Tensor, taps: Tensor, causal: bool) -> Tensor:
+    """The normed states behind a block's places: `places` are embeddings, `taps` the states of all text before it."""
+    context = normed(taps.flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x, root, count = places, len(taps), len(places)
+    for layer in range(LAYERS):
+        own = {name.removeprefix(f"layers.{layer}."): t for name, t in w.items() if name.startswith(f"layers.{layer}.")}
+        inner = normed(x, own["input_layernorm.weight"])
+        q = (inner @ own["self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
+        both = torch.cat([context, inner])
+        k, v = ((both @ own[f"self_attn.{name}_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM) for name in "kv")
+        q = turned(normed(q, own["self_attn.q_norm.weight"]), root)
+        k = turned(normed(k, own["self_attn.k_norm.weight"]), 0)
+        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1) for t in (k, v))
+        scores = q.transpose(0, 1) @ k.mT / math.sqrt(HEAD_DIM)
+        if causal:
+            scores = scores.masked_fill(torch.ones(count, root + count).triu(root + 1).bool(), -math.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        x = x + mixed @ own["self_attn.o_proj.weight"].T
+        inner = normed(x, own["post_attention_layernorm.weight"])
+        gate, up = (inner @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ own["mlp.down_proj.weight"].T
+    return normed(x, w["norm.weight"])
+
+
+def block_guesses(
+    w: dict[str, Tensor], config: dict[str, object], embedding: Tensor, text: list[int], taps: Tensor
+) -> tuple[list[int], list[float]]:
+    """The likeliest block behind `text`, whose last token the target has not read; and the confidence in each guess."""
+    inside = config["dflash_config"]
+    assert isinstance(inside, dict)
+    fields = config | inside
+    mask = w["mask_embedding"] if "mask_embedding" in w else embedding[int(str(fields["mask_token_id"]))]
+    places = torch.stack([embedding[text[-1]], *[mask] * (int(fields["block_size"]) - 1)])
+    states = block_states(w, places, taps, bool(fields.get("causal")))
+    states = states if fields.get("sample_from_anchor") else states[1:]
+    head, ids = w.get("lm_head.weight", embedding), torch.arange(len(embedding))
+    if "d2t" in w:
+        ids = torch.arange(len(head)) + w["d2t"]
+    before, guesses, chances = text[-1], list[int](), list[float]()
+    for state in states:
+        logits = head @ state
+        if "markov_head.markov_w1.weight" in w:
+            logits = logits + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][before]
+        if "candidate_selector.predecessor_codebook" in w:
+            candidates = logits.topk(int(fields["selector_top_k"])).indices
+            weighed = w["candidate_selector.predecessor_codebook"][before] * (
+                w["candidate_selector.hidden_projection.weight"] @ state
+            )
+            pairs = w["candidate_selector.successor_codebook"][candidates] @ weighed
+            best = int(candidates[(logits[candidates] + pairs).argmax()])
+        else:
+            best = int(ids[logits.argmax()])
+        if "confidence_head.proj.weight" in w:
+            read = torch.cat([state, w["markov_head.markov_w1.weight"][before]])
+            chances.append(float((w["confidence_head.proj.weight"] @ read + w["confidence_head.proj.bias"]).sigmoid()))
+        guesses.append(best)
+        before = best
+    return guesses, chances
+
+
+def block(folder: Path) -> Guesses:
+    """A block drafter's."""
+    weights, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
+    table = load_file(TARGET / "model.safetensors")[EMBEDDING]
+    return lambda text, taps: block_guesses(weights, config, table, text, taps)[0]
+
+
+def medusa(folder: Path) -> Guesses:
+    """Those of Medusa heads, which hydra's make one after the other."""
+    weights, table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
+
+    def guesses(text: list[int], taps: Tensor) -> list[int]:
+        drafted: list[int] = []
+        for head in range(3):
+            x = taps[-1, 0]
+            if f"{head}.in.weight" in weights:
+                seen = table[torch.tensor([text[-1], *drafted])].flatten()
+                x = weights[f"{head}.in.weight"] @ torch.cat([x, seen])
+            drafted.append(int((weights[f"{head}.1.weight"] @ x).argmax()))
+        return drafted
+
+    return guesses
+
+
+def eagle(folder: Path) -> Guesses:
+    """Those of a layer of EAGLE-3."""
+    return EagleReference(folder).guesses
+
+
+def first_eagle(folder: Path) -> Guesses:
+    """Those of a layer of EAGLE-1."""
+    return FirstEagleReference(folder).guesses
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+CAUSAL = {"num_ids": 512, "causal": True, "sample_from_anchor": True, "mask_token_id": 7}
+SPARK = {"markov_rank": 32, "enable_confidence_head": True, "sample_from_anchor": True}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of heads: how a folder is made and spelled, what it guesses, how deep, and how often it is right."""
+
+    spelled: str
+    make: Callable[[Path], Path]
+    reference: Callable[[Path], Guesses] | None = None
+    depth: int = 4
+    least: int = 20
+
+
+FORMS = {
+    "medusa": Form("medusa:{}", partial(heads_of, TARGET, num_heads=3), medusa, 3),
+    "hydra": Form("medusa:{}", partial(heads_of, TARGET, num_heads=3, hydra=True), medusa, 3),
+    "eagle-3": Form("eagle:{}", partial(eagle_of, TARGET), eagle, least=40),
+    "normed": Form("eagle:{}", partial(eagle_of, TARGET, norm_before_residual=True, norm_before_fc=True), eagle),
+    "eagle-3.1": Form("eagle:{}", partial(eagle_of, TARGET, fc_norm=True, norm_output=True), eagle),
+    "eagle-1": Form("eagle:{}", partial(first_eagle_of, TARGET), first_eagle),
+    "eagle-1 without bias": Form("eagle:{}", partial(first_eagle_of, TARGET, bias=False), first_eagle),
+    "dflash": Form("block:{}", partial(block_of, TARGET, num_ids=400), block),
+    "dspark": Form("block:{}", partial(block_of, TARGET, **SPARK), block),  # type: ignore[arg-type]
+    "causal": Form("block:{}", partial(block_of, TARGET, **CAUSAL), block),  # type: ignore[arg-type]
+    "selector": Form("block:{}", partial(block_of, TARGET, selector_rank=32, selector_top_k=200), block),
+    "mtp": Form("mtp:{}", partial(apart, TARGET, num_modules=1, naming="mimo"), depth=5),
+    "mtp of 3": Form("mtp:{}", partial(apart, TARGET, num_modules=3, naming="mimo"), depth=5),
+    "adapter": Form("early-exit:2:{}", partial(strange_adapter, exit_layer=2)),
+}

@@ -1,0 +1,195 @@
+"""What all kinds of heads claim: guesses as their papers define them, trees that bring more, folders that must fit."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forerun.config import Speculation
+from forerun.draft.plan import DraftContext
+from forerun.drafters import plan_drafter
+from forerun.errors import MissingWeights, ModelError, ModelNotFound, UnsupportedModel, WrongShape
+from forerun.heads.eagle.drafter import EagleBlueprint
+from forerun.heads.folder import HeadFolder
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.shape import StaticTree
+from heads.references import FORMS, GREEDY
+from heads.trained import eagle_of
+from kit.assertions import accepted_by_shape, assert_acceptance, num_accepted
+from kit.checkpoints import EMBEDDING, TARGET, rewritten
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder of each form, made once."""
+    folder = tmp_path_factory.mktemp("heads")
+    return cache(lambda form: FORMS[form].make(folder / form))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("form", "chunk_tokens"), [(form, 3) for form in FORMS if FORMS[form].reference] + [("eagle-3", 64), ("medusa", 64)]
+)
+def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(
+    form: str, chunk_tokens: int, made: Callable[[str], Path]
+) -> None:
+    own, folder = FORMS[form], made(form)
+    draft, shape = own.spelled.format(folder), Speculation(own.depth)
+    llm = LLM(str(TARGET), draft, dtype="float32", speculation=shape, chunk_tokens=chunk_tokens)
+    assert own.reference is not None
+    assert assert_acceptance(TARGET, llm, own.depth, GREEDY, own.reference(folder)) > own.least
+
+
+@pytest.mark.short("medusa", "eagle-3", "mtp of 3")
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "adapter"])
+def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(
+    form: str, made: Callable[[str], Path]
+) -> None:
+    depth = FORMS[form].depth
+    shapes = {
+        "chain": Speculation(depth),
+        "tree": Speculation(depth, 3, 12),
+        "deep": Speculation(9, 2, 20),
+        "static": Speculation(tree=StaticTree([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])),
+    }
+    accepted = accepted_by_shape(TARGET, FORMS[form].spelled.format(made(form)), shapes, GREEDY)
+    assert accepted["tree"] > 1.1 * accepted["chain"] > 0
+
+
+def with_tables(own: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
+    """The target's embedding and head, as the folder's own."""
+    return {"embed_tokens.weight": table, "lm_head.weight": table.clone()}
+
+
+def with_another_place(own: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
+    """The layer under another name, an embedding, and the table of ids that other programs read."""
+    layer = {name: tensor for name, tensor in own.items() if name.startswith("mid")}
+    moved = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layer.items()}
+    mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, torch.arange(400) + own["d2t"], True)
+    return {**dict.fromkeys(layer), **moved, "embed_tokens.weight": table, "t2d": mask}
+
+
+@pytest.mark.parametrize(("form", "change"), [("dspark", with_tables), ("eagle-3", with_another_place)])
+def test_what_a_folder_has_of_the_targets_and_other_names_change_nothing(
+    form: str,
+    change: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor | None]],
+    made: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    table = load_file(TARGET / "model.safetensors")[EMBEDDING]
+    other = rewritten(made(form), change(load_file(made(form) / "model.safetensors"), table), {}, tmp_path)
+    own, same = (num_accepted(TARGET, FORMS[form].spelled.format(each), 4, GREEDY) for each in (made(form), other))
+    assert own == same
+
+
+def test_a_layer_without_a_head_uses_the_targets(made: Callable[[str], Path], tmp_path: Path) -> None:
+    head = load_file(TARGET / "model.safetensors")[EMBEDDING]
+    whole: dict[str, object] = {"draft_vocab_size": 512}
+    ids = torch.zeros(512).long()
+    copied = rewritten(made("eagle-3"), {"lm_head.weight": head, "d2t": ids}, whole, tmp_path / "copied")
+    shared = rewritten(copied, {"lm_head.weight": None, "d2t": None}, whole, tmp_path / "shared")
+    own, same = (num_accepted(TARGET, f"eagle:{each}", 4, GREEDY) for each in (copied, shared))
+    assert own == same
+
+
+def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:
+    folder = HeadFolder.of(str(eagle_of(TARGET, tmp_path, mask_token_id=0)), Blueprint.of(str(TARGET), dtype="float32"))
+    assert EagleBlueprint.of(folder).tensors.form.mask_token == 0
+
+
+TAPS = [0, 2, 4]  # that block drafters of the tests read
+MASK = {"mask_hidden": torch.zeros(1, 1, 192)}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["sliding_attention"] * 2}
+NO_MARKOV = {"markov_rank": 0}
+REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[ModelError], str]] = [
+    ("medusa", {"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
+    ("medusa", {"vocab_size": 4096}, {}, UnsupportedModel, "vocab_size is 4096"),
+    ("medusa", {"medusa_num_heads": 4}, {}, MissingWeights, "3.0.linear.weight"),
+    ("medusa", {"medusa_num_heads": 2}, {}, UnsupportedModel, "2.0.linear.bias is none of 2 heads"),
+    ("medusa", {"medusa_num_heads": 0}, {}, UnsupportedModel, "medusa_num_heads is 0"),
+    ("medusa", {"hydra": True}, {}, MissingWeights, "0.in.weight"),
+    ("eagle-3", {"num_hidden_layers": 2}, {}, MissingWeights, "layers.1"),
+    ("eagle-3", {"mask_token_id": 7}, {}, MissingWeights, "mask_hidden"),
+    ("eagle-3", {"mask_token_id": 512}, {}, UnsupportedModel, "mask_token_id is 512"),
+    ("eagle-3", {}, MASK, UnsupportedModel, "mask_hidden is none of"),
+    ("eagle-3", {"norm_before_fc": True}, {}, MissingWeights, "input_norm.weight"),
+    ("eagle-3", {"fc_norm": True, "norm_before_fc": True}, {}, UnsupportedModel, "only one of them"),
+    ("eagle-3", {}, {"input_norm.weight": torch.ones(192)}, UnsupportedModel, "input_norm.weight is none of"),
+    ("eagle-3", {"vocab_size": 999}, {}, UnsupportedModel, "vocab_size is 999"),
+    ("eagle-3", {"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
+    ("eagle-3", {"draft_vocab_size": 300}, {}, ModelError, "promises"),
+    ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5.*for this target"),
+    ("eagle-3", {"eagle_aux_hidden_state_layer_ids": 5}, {}, UnsupportedModel, "from 0 to 5"),
+    ("eagle-3", {}, {"lm_head.weight": None}, UnsupportedModel, "no lm_head.weight for so many tokens"),
+    ("eagle-3", {}, {"fc.weight": None}, MissingWeights, "fc.weight"),
+    ("eagle-3", {}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias is none of"),
+    ("eagle-3", {}, {"d2t": None}, UnsupportedModel, "no tensor d2t"),
+    ("eagle-3", {}, {"d2t": torch.zeros(400)}, UnsupportedModel, "whole numbers"),
+    ("eagle-3", {}, {"d2t": -torch.arange(400)}, UnsupportedModel, "another one of the target's"),
+    ("eagle-1", {"bias": False}, {}, UnsupportedModel, "fc.bias is none of"),
+    ("eagle-1", {}, {"fc.bias": None}, MissingWeights, "fc.bias"),
+    ("eagle-1", {}, {"d2t": torch.zeros(400).long()}, UnsupportedModel, "d2t is none of"),
+    ("eagle-1", {}, {"layers.0.input_layernorm.weight": torch.ones(64)}, UnsupportedModel, "layernorm.weight is none"),
+    ("eagle-1", {"hidden_size": 128}, {}, UnsupportedModel, "no lm_head.weight: name a drafter that was trained"),
+    ("eagle-1", {"qkv_bias": True}, {}, MissingWeights, "q_proj.bias"),
+    ("dspark", {"vocab_size": 999}, {}, UnsupportedModel, "vocab_size is 999"),
+    ("dspark", {"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
+    ("dspark", {"num_hidden_layers": 3}, {}, MissingWeights, "layers.2.input_layernorm"),
+    ("dspark", {"num_hidden_layers": 1}, {}, UnsupportedModel, r"layers.1.*is none of a block drafter"),
+    ("dspark", {"model_type": "llama"}, {}, UnsupportedModel, "k_norm.weight is none of"),
+    ("dspark", {"draft_vocab_size": 300}, {}, UnsupportedModel, "draft_vocab_size is 300"),
+    ("dspark", {"target_layer_ids": None, "dflash_config": {}}, {}, UnsupportedModel, "from -1 to 4"),
+    ("dspark", {"dflash_config": {"target_layer_ids": [1, 5]}}, {}, UnsupportedModel, "from -1 to 4"),
+    ("dspark", {"dflash_config": {"target_layer_ids": [1, 1]}}, {}, UnsupportedModel, "different layers"),
+    ("dspark", {"dflash_config": {"target_layer_ids": [1]}}, {}, WrongShape, "fc.weight"),
+    ("dspark", {"dflash_config": {"target_layer_ids": TAPS, "block_size": 0}}, {}, UnsupportedModel, "size is 0"),
+    ("dspark", {"dflash_config": 5}, {}, UnsupportedModel, "dflash_config is 5"),
+    ("dspark", {"mask_token_id": 7}, {}, UnsupportedModel, "mask_embedding is none of"),
+    ("dspark", {"mask_token_id": 512}, {}, UnsupportedModel, "mask_token_id is 512"),
+    ("dspark", {"markov_rank": 16}, {}, WrongShape, "markov_w1"),
+    ("dspark", NO_MARKOV, {}, WrongShape, "confidence_head.proj.weight"),
+    ("dspark", NO_MARKOV | {"confidence_head_with_markov": True}, {}, UnsupportedModel, "give a markov_rank"),
+    (
+        "dspark",
+        NO_MARKOV | {"enable_confidence_head": False},
+        {},
+        UnsupportedModel,
+        "confidence_head.proj.bias is none",
+    ),
+    ("dspark", {"markov_head_type": "gated"}, {}, UnsupportedModel, "markov_head_type is 'gated'"),
+    ("dspark", {"final_logit_softcapping": 20.0}, {}, UnsupportedModel, "final_logit_softcapping is 20"),
+    ("dspark", {"conv_kernel_size": 2}, {}, UnsupportedModel, "conv_kernel_size is 2"),
+    ("dspark", {"selector_rank": 8}, {}, UnsupportedModel, "takes the place of a Markov head"),
+    ("dspark", {}, {"fc.weight": None}, MissingWeights, "fc.weight"),
+    ("dspark", {}, {"markov_head.markov_w2.weight": None}, MissingWeights, "markov_w2"),
+    ("dspark", {}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias is none of"),
+    ("dspark", {}, {"d2t": -torch.arange(512)}, UnsupportedModel, "another one of the target's"),
+    ("dspark", WINDOWS, {}, UnsupportedModel, "causal is None"),
+    ("adapter", {"hidden_size": 32}, {}, UnsupportedModel, r"hidden_size is 32; .*has 64: name a drafter"),
+    ("adapter", {"exit_layer": 3}, {}, UnsupportedModel, r"exit_layer is 3; .* write early-exit:3:.*, or name"),
+    ("adapter", {"exit_layer": None}, {}, ModelNotFound, r"its config\.json has no exit_layer: name the folder"),
+    ("adapter", {"num_hidden_layers": 2}, {}, MissingWeights, r"no tensor model\.layers\.1\.input_layernorm\.weight"),
+    ("adapter", {"num_attention_heads": 4}, {}, WrongShape, r"q_proj\.weight has shape \[96, 64\], .* \[64, 64\]"),
+    ("adapter", {"architectures": ["T5Model"]}, {}, UnsupportedModel, r"architectures is \['T5Model'\]; supported are"),
+]
+
+
+@pytest.mark.parametrize(("form", "keys", "tensors", "error", "told"), REFUSALS)
+def test_what_does_not_fit_is_refused(
+    form: str,
+    keys: dict[str, object],
+    tensors: dict[str, Tensor | None],
+    error: type[ModelError],
+    told: str,
+    made: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    target = Blueprint.of(str(TARGET), dtype="float32")
+    draft = FORMS[form].spelled.format(rewritten(made(form), tensors, keys, tmp_path))
+    with pytest.raises(error, match=told):
+        plan_drafter(draft, DraftContext(target, target.tokenizer()))
