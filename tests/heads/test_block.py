@@ -72,7 +72,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
 ) -> None:
     """To the bit: states, logits, and what the heads say."""
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
-    planned = BlockBlueprint.of(HeadFolder.of(str(made(kind)), target))
+    planned = BlockBlueprint.of(HeadFolder.at(made(kind), str(made(kind)), target))
     host, dice = target.load(64), torch.Generator().manual_seed(3)
     lengths, block = (4, 9, 40), planned.tensors.config
     features = [torch.randn(n, len(block.taps), target.config.hidden, generator=dice) for n in lengths]
@@ -107,7 +107,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
 
 def test_a_causal_block_is_read_as_far_as_the_draft_goes_and_another_as_a_whole(made: Callable[[str], Path]) -> None:
     for kind, depth, places in (("causal", 2, 2), ("dspark", 2, 5), ("selector", 2, 5)):
-        folder = HeadFolder.of(str(made(kind)), Blueprint.of(str(TARGET), dtype="float32"))
+        folder = HeadFolder.at(made(kind), str(made(kind)), Blueprint.of(str(TARGET), dtype="float32"))
         block = BlockBlueprint.of(folder).tensors.config
         assert block.num_places(depth) == places
         assert block.deepest(places - 1) < depth

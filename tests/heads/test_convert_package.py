@@ -55,7 +55,7 @@ def format_of(name: str) -> str:
 def own(folder: Path, states: Tensor, tokens: Tensor) -> Told:
     """What a drafter says here, in the form of `package.said`."""
     config, target = read_json(folder / "config.json"), Blueprint.of(str(TARGET), dtype="float32")
-    found, host = HeadFolder.of(str(folder), target), target.load(64).decoder
+    found, host = HeadFolder.at(folder, str(folder), target), target.load(64).decoder
     if "dflash_config" in config:
         return own_blocks(BlockBlueprint.of(found), host, states, tokens)
     is_eagle = "architectures" in config or "speculators_model_type" in config
@@ -230,7 +230,7 @@ def read_states(folder: Path) -> tuple[list[int], Tensor]:
     """The numbers that speculators would give a block's states, and the states that it is given here."""
     convert(str(folder), "speculators", folder / "theirs", str(TARGET))
     target = Blueprint.of(str(TARGET), dtype="float32")
-    taps = BlockBlueprint.of(HeadFolder.of(str(folder), target)).tensors.config.taps
+    taps = BlockBlueprint.of(HeadFolder.at(folder, str(folder), target)).tensors.config.taps
     found = target.load(64).read([Read(0, TEXT)], taps=taps).taps
     assert found is not None
     return json.loads((folder / "theirs" / "config.json").read_text())["aux_hidden_state_layer_ids"], found

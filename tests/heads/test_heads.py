@@ -98,7 +98,9 @@ def test_a_layer_without_a_head_uses_the_targets(made: Callable[[str], Path], tm
 
 
 def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:
-    folder = HeadFolder.of(str(eagle_of(TARGET, tmp_path, mask_token_id=0)), Blueprint.of(str(TARGET), dtype="float32"))
+    folder = HeadFolder.at(
+        eagle_of(TARGET, tmp_path, mask_token_id=0), "masked", Blueprint.of(str(TARGET), dtype="float32")
+    )
     assert EagleBlueprint.of(folder).tensors.form.mask_token == 0
 
 

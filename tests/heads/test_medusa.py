@@ -38,7 +38,7 @@ def silent(folder: Path, num_heads: int = 2, **keys: object) -> Path:
 def test_heads_of_zeros_say_what_the_target_says(options: dict[str, str], tmp_path: Path) -> None:
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
     runner = target.load(1024)
-    heads = MedusaBlueprint.of(HeadFolder.of(str(silent(tmp_path)), target)).build(0, runner).heads
+    heads = MedusaBlueprint.of(HeadFolder.at(silent(tmp_path), "silent", target)).build(0, runner).heads
     text = texts(TARGET)[0][:50]
     read = runner.read([Read(0, text, judged=range(50))], taps=(-1,))
     assert read.taps is not None
@@ -51,7 +51,7 @@ def test_heads_of_zeros_say_what_the_target_says(options: dict[str, str], tmp_pa
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
 def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
     target = Blueprint.of(str(TARGET), dtype="float32")
-    heads = MedusaBlueprint.of(HeadFolder.of(str(folder), target)).build(0, target.load(64)).heads
+    heads = MedusaBlueprint.of(HeadFolder.at(folder, str(folder), target)).build(0, target.load(64)).heads
     some, tokens = states(TARGET)[0][:rows], torch.tensor(texts(TARGET)[0])[: rows + 2].unfold(0, 3, 1)
     together = heads.logits(2, some, tokens)
     for i in range(rows):
@@ -77,7 +77,7 @@ def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Pa
     sizes = {}
     for quantize in (None, "int8", "int4"):
         quantized = replace(target, spec=replace(target.spec, quantize=quantize))
-        sizes[quantize] = MedusaBlueprint.of(HeadFolder.of(str(tmp_path), quantized)).memory
+        sizes[quantize] = MedusaBlueprint.of(HeadFolder.at(tmp_path, str(tmp_path), quantized)).memory
     assert sizes[None].weights_bytes == 4 * sum(tensor.numel() for tensor in tensors.values())
     assert 4 * sizes["int8"].weights_bytes == sizes[None].weights_bytes > 7 * sizes["int4"].weights_bytes
     llm = LLM(str(TARGET), f"medusa:{tmp_path}", dtype="float32")

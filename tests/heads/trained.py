@@ -80,7 +80,7 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
     config = EAGLE_CONFIG | {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": num_ids} | keys
     tensors = {"d2t": ids - torch.arange(num_ids), "lm_head.weight": torch.zeros(num_ids, hidden)}
     written_eagle(folder, config, tensors, target.config)
-    blueprint, host = EagleBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
+    blueprint, host = EagleBlueprint.of(HeadFolder.at(folder, str(folder), target)), target.load(4096)
     layers = blueprint.load(512, host.decoder)
     runner = Runner.of(layers, 4096)
     outputs, wanted = [], []
@@ -152,7 +152,7 @@ def paired(tensors: dict[str, Tensor], states: Tensor, before: Tensor) -> Tensor
 
 def seen_blocks(source: Path, folder: Path, target: Blueprint) -> tuple[Tensor, Tensor, Tensor]:
     """The states behind the guessing places of blocks in the target's texts, and the tokens before and after them."""
-    planned, host = BlockBlueprint.of(HeadFolder.of(str(folder), target)), target.load(4096)
+    planned, host = BlockBlueprint.of(HeadFolder.at(folder, str(folder), target)), target.load(4096)
     block, decoder = planned.tensors.config, planned.load(512, host.decoder)
     runner = Runner.of(decoder, 4096)
     found, before, after = [], [], []

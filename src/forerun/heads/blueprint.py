@@ -16,10 +16,12 @@ from typing import Any
 from forerun.annotations import ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Drafter
-from forerun.draft.plan import CacheTokens, DraftPlan
+from forerun.draft.plan import CacheTokens, DraftPlan, refuse
+from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.folder import HeadFolder
+from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.models.config import ModelConfig
+from forerun.models.loading import Blueprint
 from forerun.models.projections import Shapes
 from forerun.models.runner import Runner
 from forerun.models.widen import WRITERS, Plan, Wider
@@ -76,9 +78,41 @@ def widened_tap(plan: Plan, tap: int) -> int:
 
 
 class HeadBlueprint(ABC):
-    """Heads in a folder, for a target, whose tensors were checked to be there, but that are not loaded."""
+    """Heads that were found and checked for a target, but that are not loaded."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
+        """The heads of a specification. Raises UnknownDrafter for a wrong argument, ModelError for an unusable folder.
+
+        `open_folder` opens folders of their kind.
+        """
+
+    @abstractmethod
+    def plan(self, name: str) -> DraftPlan:
+        """The plan of their drafter, which is called so."""
+
+    @abstractmethod
+    def widened(self, plan: Plan) -> WideDrafter:
+        """What becomes of them when the target is widened. Raises InvalidRequest."""
+
+
+class FolderBlueprint(HeadBlueprint):
+    """Heads whose argument is their folder."""
 
     folder: HeadFolder
+
+    @classmethod
+    @abstractmethod
+    def of(cls, folder: HeadFolder) -> FolderBlueprint:
+        """The heads in a folder. Raises ModelError for one that cannot be used."""
+
+    @classmethod
+    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
+        """Those in the folder that the specification names."""
+        if spec.argument is None:
+            refuse(spec, f"name the folder with the heads, as in {spec.name}:DIR")
+        return cls.of(open_folder(spec.argument))
 
     @property
     @abstractmethod
@@ -89,12 +123,8 @@ class HeadBlueprint(ABC):
     def build(self, num_tokens: int, target: Runner) -> Drafter:
         """The drafter for engines on this runner, with a cache of `num_tokens`."""
 
-    @abstractmethod
-    def widened(self, plan: Plan) -> WideDrafter:
-        """What becomes of the heads. Raises InvalidRequest."""
-
     def plan(self, name: str) -> DraftPlan:
-        """The plan of this drafter, which is called so."""
+        """The plan of their drafter, with a cache that is called so."""
 
         def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> Drafter:
             return self.build(cache_tokens.get(name, 0), target)

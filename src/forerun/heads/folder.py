@@ -64,11 +64,6 @@ class HeadFolder:
     checkpoint: Checkpoint
 
     @classmethod
-    def of(cls, name: str, target: Blueprint) -> HeadFolder:
-        """The folder of this name, or a hub id's. Raises ModelError for one that is not there, or has no weights."""
-        return cls.at(find_heads(name), name, target)
-
-    @classmethod
     def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
         """A folder that was found, which may be the target's own. Raises ModelError for one that has no weights."""
         return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype))
@@ -170,6 +165,20 @@ def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
     for key, size in sizes.items():
         if fields.values.get(key) not in (None, size):
             raise fields.refuse(key, f"{target} has {size}: name a drafter that was trained for it")
+
+
+def refuse_missing_tables(
+    fields: Fields, target: str, of: ModelConfig, sizes: tuple[int, int], tables: Mapping[str, bool]
+) -> None:
+    """Raise UnsupportedModel for a drafter of another width or number of tokens than its target's (`sizes`), which has
+    not all of `tables`, an embedding and last a head, of its own."""
+    hidden, draft_vocab = sizes
+    missing = [name for name, is_own in tables.items() if not is_own]
+    if missing and hidden != of.hidden:
+        fix = "name a drafter that was trained for it, or add that tensor"
+        raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {missing[0]}: {fix}")
+    if draft_vocab != of.vocab_size and [*tables][-1] in missing:
+        raise fields.refuse("draft_vocab_size", f"the folder has no {missing[-1]} for so many tokens: add it")
 
 
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:

@@ -6,12 +6,11 @@ need. Nothing else lists kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
-from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
+from forerun.draft.plan import DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import ModelNotFound
 from forerun.fields import read_fields
@@ -22,7 +21,7 @@ from forerun.heads.block import format as block
 from forerun.heads.block.convert import LAYOUTS as BLOCK_LAYOUTS
 from forerun.heads.block.drafter import BlockBlueprint
 from forerun.heads.block.student import BlockStudent
-from forerun.heads.blueprint import WideDrafter
+from forerun.heads.blueprint import HeadBlueprint
 from forerun.heads.eagle import format as eagle
 from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.eagle.student import EagleStudent
@@ -36,70 +35,34 @@ from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.student import MakeStudent
 from forerun.models.loading import Blueprint
-from forerun.models.widen import Plan
-
-
-@runtime_checkable
-class FoundHeads(Protocol):
-    """Heads that were found and checked, but that are not loaded."""
-
-    def plan(self, name: str) -> DraftPlan:
-        """The plan of their drafter, which is called so."""
-        ...
-
-    def widened(self, plan: Plan) -> WideDrafter:
-        """What becomes of them when their target is widened. Raises InvalidRequest."""
-        ...
-
-
-ReadHeads = Callable[[DraftSpec, Blueprint, OpenFolder], FoundHeads]  # of a specification, for a target
 
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """A kind of heads. `read` finds those of a specification, `student` makes what is trained, and `layouts` are those
-    of its conversions. `read` raises UnknownDrafter for a wrong argument, and ModelError for an unusable folder.
-    """
+    """A kind of heads. `blueprint` finds and checks them, `student` makes what is trained, and `layouts` are those of
+    its conversions."""
 
     signs: HeadSigns
-    read: ReadHeads
+    blueprint: type[HeadBlueprint]
     student: MakeStudent
     layouts: tuple[DraftLayout, ...] = ()
 
-    def find(self, spec: DraftSpec, target: Blueprint) -> FoundHeads:
-        """The heads that are spelled so."""
+    def find(self, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
+        """The heads that are spelled so. Raises UnknownDrafter for a wrong argument, ModelError for a folder."""
         refuse_members(spec)
-        return self.read(spec, target, head_folders(spec.name, target))
+        return self.blueprint.read(spec, target, head_folders(spec.name, target))
 
     def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
         """The plan of the drafter that is spelled so."""
         return self.find(spec, context.target).plan(str(spec))
 
 
-def in_folder(of: Callable[[HeadFolder], FoundHeads]) -> ReadHeads:
-    """How heads are read whose argument is their folder."""
-
-    def read(spec: DraftSpec, _target: Blueprint, open_folder: OpenFolder) -> FoundHeads:
-        if spec.argument is None:
-            refuse(spec, f"name the folder with the heads, as in {spec.name}:DIR")
-        return of(open_folder(spec.argument))
-
-    return read
-
-
-def read_modules(spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> FoundHeads:
-    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder."""
-    if spec.argument is not None:
-        return MtpBlueprint.of(open_folder(spec.argument))
-    return MtpBlueprint.of(HeadFolder.at(target.folder, str(target.folder), target), ships=True)
-
-
 HEADS: Mapping[str, HeadKind] = {
-    "block": HeadKind(block.SIGNS, in_folder(BlockBlueprint.of), BlockStudent.fresh, BLOCK_LAYOUTS),
-    "eagle": HeadKind(eagle.SIGNS, in_folder(EagleBlueprint.of), EagleStudent.fresh, eagle.LAYOUTS),
-    "early-exit": HeadKind(adapter.SIGNS, ExitBlueprint.of, AdapterStudent.fresh),
-    "medusa": HeadKind(medusa.SIGNS, in_folder(MedusaBlueprint.of), make_medusa, medusa.LAYOUTS),
-    "mtp": HeadKind(mtp.SIGNS, read_modules, MtpStudent.fresh, mtp.LAYOUTS),
+    "block": HeadKind(block.SIGNS, BlockBlueprint, BlockStudent.fresh, BLOCK_LAYOUTS),
+    "eagle": HeadKind(eagle.SIGNS, EagleBlueprint, EagleStudent.fresh, eagle.LAYOUTS),
+    "early-exit": HeadKind(adapter.SIGNS, ExitBlueprint, AdapterStudent.fresh),
+    "medusa": HeadKind(medusa.SIGNS, MedusaBlueprint, make_medusa, medusa.LAYOUTS),
+    "mtp": HeadKind(mtp.SIGNS, MtpBlueprint, MtpStudent.fresh, mtp.LAYOUTS),
 }
 
 

@@ -9,7 +9,6 @@ blueprint of each kind. Models, which read no states, are widened alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.draft.auto import RECORD, DrafterRecord
@@ -26,6 +24,7 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.heads.blueprint import WideDrafter
+from forerun.heads.fresh import save_config, save_weights
 from forerun.heads.kinds import HEADS
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import WIDENED
@@ -35,7 +34,6 @@ from forerun.models.weights import Checkpoint
 from forerun.models.widen import HEAD_NORMED, Plan, Wider, shrinkage
 from forerun.store import whole_folder
 
-WEIGHTS = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
@@ -101,11 +99,9 @@ def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any])
         }
         if OFFSETS in checkpoint.stored:  # tokens have the ids that they had
             tensors[OFFSETS] = checkpoint.take_ids(OFFSETS, checkpoint.stored[OFFSETS].shape)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part / WEIGHTS, {"format": "pt"})
-        (part / WEIGHTS).chmod(0o644)  # safetensors leaves it to its owner alone
+        save_weights(tensors, plan.wide.dtype, part)
         counts = {"parameters_before": count(found.narrow), "parameters": count(found.wide)}
-        fields = {**found.folder.fields.values, **found.fields, WIDENED: {**made, **counts}}
-        (part / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+        save_config({**found.folder.fields.values, **found.fields, WIDENED: {**made, **counts}}, part)
         record = DrafterRecord.read(source)
         if record is not None:
             digest = Blueprint.of(str(folder.parent)).weights_digest()

@@ -30,7 +30,7 @@ from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
 from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
-from forerun.heads.blueprint import WideDrafter, widened_layers, widened_tap
+from forerun.heads.blueprint import HeadBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.models.chains import Chains, SameIds, Start
 from forerun.models.config import ModelConfig
@@ -168,15 +168,15 @@ class EarlyExitDrafter(Follower):
 
 
 @dataclass(frozen=True, slots=True)
-class ExitBlueprint:
+class ExitBlueprint(HeadBlueprint):
     """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
 
     layer: int
     adapter: tuple[HeadFolder, ModelConfig] | None = None  # the folder, and the layers in it
 
     @classmethod
-    def of(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> ExitBlueprint:
-        """The exit that is spelled so. Raises UnknownDrafter, and ModelError for a folder that cannot be used."""
+    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> ExitBlueprint:
+        """The exit that is spelled so."""
         layers = target.config.layers
         if layers < 2:
             refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")

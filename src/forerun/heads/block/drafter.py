@@ -25,7 +25,7 @@ from forerun.draft.model.follower import Follower
 from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
 from forerun.heads.block.format import HEADS, INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
 from forerun.heads.block.network import MASKED, BlockDecoder
-from forerun.heads.blueprint import INNER, HeadBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.blueprint import INNER, FolderBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
 from forerun.models.chains import IdExchange, SameIds
@@ -103,7 +103,7 @@ class BlockDrafter(Follower):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBlueprint(HeadBlueprint):
+class BlockBlueprint(FolderBlueprint):
     """`block:DIR`: a drafter that was checked, not loaded; `ids` are between those of its head and the target's."""
 
     folder: HeadFolder

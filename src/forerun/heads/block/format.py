@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns, model_fields, refuse_sizes
+from forerun.heads.folder import HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.speculators import SPECULATORS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import Shapes, layer_tensors
@@ -120,12 +120,8 @@ class BlockTensors:
         config = read_block(fields, of, target)
         draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
         tensors = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
-        if config.layers.hidden != of.hidden and not (tensors.own_embedding and tensors.own_head):
-            wanted = f"{target} has {of.hidden}, and {EMBEDDING} or {HEAD} is missing: name one that was trained for it"
-            raise fields.refuse("hidden_size", wanted)
-        if draft_vocab != of.vocab_size and not tensors.own_head:
-            wanted = f"the folder has no {HEAD} of its own, and {target} has {of.vocab_size} ids: correct it"
-            raise fields.refuse("draft_vocab_size", wanted)
+        tables = {EMBEDDING: tensors.own_embedding, HEAD: tensors.own_head}
+        refuse_missing_tables(fields, target, of, (config.layers.hidden, draft_vocab), tables)
         return tensors
 
     @property

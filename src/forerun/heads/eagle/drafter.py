@@ -21,7 +21,7 @@ from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import HeadBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.blueprint import FolderBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.eagle.format import (
     EMBEDDING,
     HEADS,
@@ -107,7 +107,7 @@ class ParallelEagleDrafter(EagleDrafter):
 
 
 @dataclass(frozen=True, slots=True)
-class EagleBlueprint(HeadBlueprint):
+class EagleBlueprint(FolderBlueprint):
     """`eagle:DIR`: a drafter that was checked, but that is not loaded; `ids` are the target's of its head's tokens."""
 
     folder: HeadFolder

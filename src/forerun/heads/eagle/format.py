@@ -22,7 +22,7 @@ import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns, model_fields, refuse_sizes
+from forerun.heads.folder import HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.heads.speculators import (
     KEPT,
@@ -147,12 +147,8 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
     fields = model_fields(author_fields(read), usual)
     refuse_sizes(fields, target, vocab_size=of.vocab_size, target_hidden_size=of.hidden)
     tensors = read_tensors(fields, stored, of)
-    for name, is_own in ((EMBEDDING, tensors.own_embedding), (HEAD, tensors.own_head)):
-        if not is_own and tensors.config.hidden != of.hidden:
-            fix = "name a drafter that was trained for it, or add that tensor"
-            raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {name}: {fix}")
-    if not tensors.own_head and tensors.draft_vocab != of.vocab_size:
-        raise fields.refuse("draft_vocab_size", f"the folder has no {HEAD} for so many tokens: add it")
+    tables = {EMBEDDING: tensors.own_embedding, HEAD: tensors.own_head}
+    refuse_missing_tables(fields, target, of, (tensors.config.hidden, tensors.draft_vocab), tables)
     return tensors
 
 

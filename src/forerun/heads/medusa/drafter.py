@@ -21,7 +21,7 @@ from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.parallel_heads import Paths, grow_ahead
 from forerun.errors import WrongTarget
-from forerun.heads.blueprint import HeadBlueprint, WideDrafter
+from forerun.heads.blueprint import FolderBlueprint, WideDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa.format import MedusaConfig, fitted_heads
 from forerun.heads.medusa.network import MedusaHeads
@@ -102,7 +102,7 @@ class MedusaDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaBlueprint(HeadBlueprint):
+class MedusaBlueprint(FolderBlueprint):
     """`medusa:DIR`: heads that were checked, but that are not loaded. They need no cache."""
 
     folder: HeadFolder

@@ -17,13 +17,15 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.plan import ModelMemory
 from forerun.draft.model.state_follower import StateFollower
+from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import HeadBlueprint, WideDrafter, widened_layers
-from forerun.heads.folder import HeadFolder
+from forerun.heads.blueprint import FolderBlueprint, HeadBlueprint, WideDrafter, widened_layers
+from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.heads.mtp.format import MtpTensors, check_modules
 from forerun.heads.mtp.network import UNKNOWN, MtpDecoder
 from forerun.models.chains import SameIds
 from forerun.models.decoder import Decoder
+from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.widen import Plan
 
@@ -67,7 +69,7 @@ class MtpDrafter(StateFollower):
 
 
 @dataclass(frozen=True, slots=True)
-class MtpBlueprint(HeadBlueprint):
+class MtpBlueprint(FolderBlueprint):
     """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
 
     folder: HeadFolder
@@ -78,6 +80,13 @@ class MtpBlueprint(HeadBlueprint):
         """The modules in a folder, which `ships` says is the target's own. Raises ModelError as `check_modules`."""
         folder.refuse_devices("MTP modules")
         return cls(folder, check_modules(folder, ships))
+
+    @classmethod
+    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
+        """The target's own, unless the specification names a folder."""
+        if spec.argument is not None:
+            return cls.of(open_folder(spec.argument))
+        return cls.of(HeadFolder.at(target.folder, str(target.folder), target), ships=True)
 
     @property
     def memory(self) -> ModelMemory:
