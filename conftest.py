@@ -19,7 +19,7 @@ os.environ.setdefault("FORERUN_DEVICE", "cpu")  # what is promised to the bit is
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
 import shape_checks
 from kit.checkpoints import ROOT, SMALL, SRC, TARGET
 
