@@ -101,15 +101,18 @@ def served_members(members: Mapping[str, Any], known: FieldTable, path: str, che
     """The served members of one object, at `path` of the body."""
     kept: dict[str, Any] = {}
     for name, value in members.items():
-        entry, param = known.get(name), joined(path, name)
+        entry = known.get(name)
         if entry is None:
             check.meet(path, name, known)
         elif entry.kind == "served":
-            if value is not None and not entry.takes(value):
-                kinds = " or ".join(TYPES[each] for each in entry.types)
+            if entry.types and value is not None and not entry.takes(value):
+                param, kinds = joined(path, name), " or ".join(TYPES[each] for each in entry.types)
                 raise refused(param, f"{param}: {shown(value)} must be {kinds}.")
-            kept[name] = value if entry.members is None else served_value(value, entry.members, param, check)
+            kept[name] = (
+                value if entry.members is None else served_value(value, entry.members, joined(path, name), check)
+            )
         elif entry.kind == "unserved" and value is not None and not entry.accepts(value):
+            param = joined(path, name)
             message = f"{param}: {shown(value)} is not served here: {entry.answer}."
             raise refused(param, message, "unsupported_parameter")
     return kept

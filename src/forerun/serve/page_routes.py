@@ -17,18 +17,13 @@ from fastapi.responses import Response
 from forerun.errors import TokenizerError
 from forerun.serve.service import Service
 
-HTML, SCRIPT, STYLE, ICON = "text/html", "text/javascript", "text/css", "image/svg+xml"
+SCRIPTS = ("app.js", "fields.js", "stream.js", "lane.js", "charts.js", "uplot.min.js")
+STYLES = ("style.css", "uplot.min.css")
 FILES = {  # by address: the file and its type
-    "/": ("index.html", HTML),
-    "/page/style.css": ("style.css", STYLE),
-    "/page/app.js": ("app.js", SCRIPT),
-    "/page/fields.js": ("fields.js", SCRIPT),
-    "/page/stream.js": ("stream.js", SCRIPT),
-    "/page/lane.js": ("lane.js", SCRIPT),
-    "/page/charts.js": ("charts.js", SCRIPT),
-    "/page/uplot.min.js": ("uplot.min.js", SCRIPT),
-    "/page/uplot.min.css": ("uplot.min.css", STYLE),
-    "/page/icon.svg": ("icon.svg", ICON),
+    "/": ("index.html", "text/html"),
+    **{f"/page/{name}": (name, "text/javascript") for name in SCRIPTS},
+    **{f"/page/{name}": (name, "text/css") for name in STYLES},
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

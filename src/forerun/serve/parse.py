@@ -66,11 +66,6 @@ class Asked:
     drafters: Seq[str] = ()
     body: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def num_samples(self) -> int:
-        """Of all prompts."""
-        return self.n * len(self.requests)
-
 
 def prepared(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
@@ -161,8 +156,8 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         drafters=llm.drafter_names,
         body=body,
     )
-    if asked.num_samples > MOST_SAMPLES_AT_ONCE:
-        problem = f"{asked.num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
+    if (num_samples := params.n * len(requests)) > MOST_SAMPLES_AT_ONCE:
+        problem = f"{num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
         raise refused("n", f"n: {problem}: ask for fewer at once.")
     return asked
 

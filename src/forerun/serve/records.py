@@ -89,7 +89,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One record."""
-        told = {
+        values = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -97,8 +97,8 @@ class JsonLines(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values)
 
 
 def log_to_stderr(form: LogFormat, access: bool) -> None:
@@ -151,9 +151,9 @@ class SpanSink:
         began_s = time.time() - record["total_s"]
         marks = [0.0, *(record[name] for name in ("queue_s", "first_token_s", "total_s"))]
         times = [None if mark is None else int((began_s + mark) * 1_000_000_000) for mark in marks]
-        told = {name: record[field] for name, field in ATTRIBUTES.items() if record[field] is not None}
+        attributes = {name: record[field] for name, field in ATTRIBUTES.items() if record[field] is not None}
         span = self.tracer.start_span(
-            "llm_request", context=above, kind=trace.SpanKind.SERVER, attributes=told, start_time=times[0]
+            "llm_request", context=above, kind=trace.SpanKind.SERVER, attributes=attributes, start_time=times[0]
         )
         if record["outcome"] != FINISHED:
             span.set_status(Status(StatusCode.ERROR, record["outcome"]))

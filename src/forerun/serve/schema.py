@@ -19,7 +19,7 @@ from forerun.serve.parameters import TYPES
 Endpoint = Literal["completions", "chat", "responses", "messages", "tokenize", "detokenize"]
 FieldClass = Literal["served", "idle", "unserved"]
 OBJECTS = "objects"  # stands for an array of them
-NUMBERS: tuple[tuple[str, ...], ...] = ((), ("integer",), ("number",))
+NUMBERS = (("integer",), ("number",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ JSON_TYPES = {
 
 def _parameters(values: type, *left_out: str) -> dict[str, BodyField]:
     """The fields of a dataclass of the library, with its names and meanings, by the types that it annotates."""
-    found: dict[str, BodyField] = {}
+    table: dict[str, BodyField] = {}
     for each in fields(values):
         types = [JSON_TYPES.get(kind.partition("[")[0], "") for kind in str(each.type).split(" | ")]
-        found |= {} if each.name in left_out else _served(" ".join(types), each.name)
-    return found
+        table |= {} if each.name in left_out else _served(" ".join(types), each.name)
+    return table
 
 
 MARKUP = _idle("name", "description", "strict") | _served("", "schema")  # of a schema, which always holds
