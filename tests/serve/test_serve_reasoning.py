@@ -102,12 +102,10 @@ def test_an_answer_goes_on_from_its_text_however_that_is_given(content: Any) -> 
 def test_tokens_are_counted_as_the_tags_fall(
     tags: ReasoningTags | None, texts: list[str], counts: tuple[int, int]
 ) -> None:
-    whole, stepwise = TokenCounter(AnswerForm(tags), Spelled(*texts)), TokenCounter(AnswerForm(tags), Spelled(*texts))
-    whole.feed(range(len(texts)))
-    for token in range(len(texts)):
-        stepwise.feed([token])
-    for each in (whole, stepwise):
-        assert (each.num_reasoning, each.num_content) == counts
+    for runs in ([range(len(texts))], [[token] for token in range(len(texts))]):
+        counter = TokenCounter(AnswerForm(tags), Spelled(*texts))
+        kinds = [kind for run in runs for kind in counter.feed(run)]
+        assert (counter.num_reasoning, kinds.count("content")) == counts
 
 
 @pytest.fixture

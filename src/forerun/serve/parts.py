@@ -211,13 +211,13 @@ class AnswerSplitter:
 
 
 class TokenCounter:
-    """Counts the tokens of one growing answer: of its reasoning, with tags and heads of messages, and of the rest."""
+    """Counts the tokens of one growing answer that are reasoning, with tags and heads of messages."""
 
     def __init__(self, form: AnswerForm, texts: TokenTexts) -> None:
         self.texts = texts
         self.splitter = AnswerSplitter(replace(form, calls=None, functions={}))
         self.special = frozenset(form.special.values())
-        self.num_undecided = self.num_reasoning = self.num_content = 0
+        self.num_undecided = self.num_reasoning = 0
 
     def feed(self, tokens: Seq[int]) -> list[SplitState]:
         """Count the next tokens; what those are that are now certain, for a tag may begin with several."""
@@ -232,5 +232,4 @@ class TokenCounter:
                 certain += [kind] * self.num_undecided
                 self.num_undecided = 0
         self.num_reasoning += certain.count("reasoning")
-        self.num_content += certain.count("content")
         return certain
