@@ -1,5 +1,6 @@
 """Where a round's time goes, on a GPU by stand-ins for its events, and whether a graph was captured in it."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -8,39 +9,6 @@ import torch
 from forerun.accept import outcome
 from forerun.accept.outcome import RoundClock
 from forerun.device import Captures
-
-
-class WorkingEvent:
-    """An event on a card that is still at work until somebody waits for it."""
-
-    recorded = 0
-    passed = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        self.number = 0
-
-    def record(self, stream: object) -> None:
-        WorkingEvent.recorded += 1
-        self.number = WorkingEvent.recorded
-
-    def synchronize(self) -> None:
-        WorkingEvent.passed = max(WorkingEvent.passed, self.number)
-
-    def elapsed_time(self, later: "WorkingEvent") -> float:
-        if later.number > WorkingEvent.passed:
-            raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return 1000.0 * (later.number - self.number)
-
-
-def test_times_of_a_round_without_a_verdict_wait_for_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round that reads a piece of a prompt alone draws nothing, so nothing of it is fetched."""
-    monkeypatch.setattr(torch.cuda, "Event", WorkingEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = RoundClock(torch.device("cuda", 0))
-    clock.mark()
-    clock.mark()
-    draft_s, _, pass_s, verdict_s = clock.times(0.0)
-    assert (draft_s, pass_s, verdict_s) == (1.0, 1.0, 0.0)
 
 
 def test_a_rounds_time_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,26 +20,32 @@ def test_a_rounds_time_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.times(draft_pass_s=0.125) == (0.25, 0.125, 1.75, 0.5)
 
 
+class Event:
+    """An event on a card that is still at work until somebody waits for it."""
+
+    places: Iterator[float] = iter(())  # ms
+    passed = -1.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.place = next(Event.places)
+
+    def synchronize(self) -> None:
+        Event.passed = max(Event.passed, self.place)
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert later.place <= Event.passed, "both events must be completed before their times are asked for"
+        return later.place - self.place
+
+
 def test_on_a_gpu_the_device_says_when_its_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls return at once. What drafters take behind theirs is theirs, and the verdict waits for the rest."""
-
-    class Event:
-        places = iter([0.0, 40.0, 100.0])  # ms
-
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: object) -> None:
-            self.place = next(self.places)
-
-        def synchronize(self) -> None:
-            """All is done."""
-
-        def elapsed_time(self, later: "Event") -> float:
-            return later.place - self.place
-
+    """Calls return at once. What drafters take behind theirs is theirs, and the verdict waits for the rest, also in a
+    round that reads a piece of a prompt alone: of that nothing is fetched."""
     times = iter([1.0, 1.01, 1.02, 1.125])
     monkeypatch.setattr(outcome, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr(Event, "places", iter([0.0, 40.0, 100.0]))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     clock = RoundClock(torch.device("cuda", 0))

@@ -8,7 +8,6 @@ import pytest
 
 from forerun.draft.many.lengths import FIRST, MeasuredLengths, RoundTiming
 from forerun.economy import MOST, best_depth, cost_per_token
-from kit.drafters import FixedLength
 
 
 def simulated(
@@ -66,7 +65,6 @@ def test_before_anything_was_measured() -> None:
     lengths.time(RoundTiming(0, 0.0, 3, 0.1))
     assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
     assert len(lengths.together.rates()) == MOST
-    assert FixedLength(5).best(range(3), (0, 5, 9)) == [0, 5, 5]
 
 
 def test_no_more_is_asked_for_than_is_of_use() -> None:

@@ -110,26 +110,6 @@ def test_confirmed_guesses_of_trees_are_not_read_again_whatever_was_left_out(blu
     assert left_out > 0
 
 
-def test_asking_again_gives_the_same(blueprint: Blueprint) -> None:
-    rows, budgets = [Row(0, random_text(20, 0)), Row(1, random_text(3, 1))], [Budget(3, 2, 6), Budget(5)]
-    drafter = make(blueprint)
-    drafter.observe(committed(rows))
-    first = propose(drafter, rows, budgets)
-    assert_same(propose(drafter, rows, budgets), first)
-    assert_same(propose(drafter, rows[::-1], budgets[::-1]), fresh(blueprint, rows[::-1], budgets[::-1]))
-
-
-def test_a_row_does_not_depend_on_its_batch_mates(blueprint: Blueprint) -> None:
-    rows = [Row(s, random_text(3 + 11 * s, s)) for s in range(5)]
-    budgets = [Budget(4), Budget(3, 3, 8), Budget(0), Budget(5, 2, 9), Budget(1)]
-    together = fresh(blueprint, rows, budgets)
-    for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
-        alone = fresh(blueprint, [row], [budget])
-        nodes = alone.tree.tokens.shape[1]
-        assert torch.equal(together.tree.tokens[b, :nodes], alone.tree.tokens[0])
-        assert torch.equal(together.tree.parents[b, :nodes], alone.tree.parents[0])
-
-
 def test_long_prompts_are_read_in_chunks_to_the_same_bits(
     blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,12 +156,6 @@ def test_want_of_memory_makes_drafts_shallower_the_youngest_first(blueprint: Blu
     drafter.forget([row.seq_id for row in rows])
     assert drafter.runner.cache.num_rows == 0
     assert drafter.runner.cache.num_free_tokens == 256
-
-
-def test_unknown_sequences_get_a_root_alone(blueprint: Blueprint) -> None:
-    drafter, row = make(blueprint), Row(0, [1, 5, 6])
-    assert drafter.outlook([0]) == type(drafter.outlook([0]))([0], [0], [None], ends_early=True)
-    assert propose(drafter, [row], [Budget(4)]).tree.tokens.tolist() == [[6]]
 
 
 @pytest.mark.parametrize("vocab", [600, 450])

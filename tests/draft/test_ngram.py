@@ -4,7 +4,6 @@ import math
 import sys
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,21 +49,6 @@ def test_it_copies_from_the_latest_place_of_the_longest_suffix(
     expected = brute_force(text, min_n, max_n, depth)
     assert guesses(drafter, [row], [Budget(depth)]) == [expected]
     assert drafter.outlook([5]).limit == [sys.maxsize if expected else 0]
-
-
-@given(text=LETTERS, more=LETTERS, lengths=LENGTHS, depth=st.integers(1, 9))
-@settings(max_examples=200, deadline=None)
-def test_a_tail_counts_as_text_and_is_forgotten(
-    text: list[int], more: list[int], lengths: tuple[int, int], depth: int
-) -> None:
-    min_n, max_n = lengths
-    drafter, untouched = NgramDrafter(max_n, min_n), NgramDrafter(max_n, min_n)
-    for each in (drafter, untouched):
-        each.observe(committed([Row(0, text), Row(1, text)]))
-    tail = committed([Row(0, text + more)], [len(text) - 1])
-    found = guesses(drafter, [Row(0, text + more), Row(1, text)], [Budget(depth)] * 2, tail)
-    assert found == [brute_force(t, min_n, max_n, depth) for t in (text + more, text)]
-    assert drafter.histories == untouched.histories
 
 
 def matches(text: list[int], min_n: int, max_n: int) -> list[tuple[int, bool]]:
@@ -114,12 +98,3 @@ def test_it_expects_what_matches_of_a_length_have_given(
         assert draft.survival[0].tolist() == pytest.approx([1.0, *worth])
         assert (draft.tree.tokens[0, 1:] >= 0).sum() == len(worth)
     assert drafter.propose(draws_of([row], VOCAB), [Budget(depth)]).survival is None
-
-
-def test_rows_keep_their_own_budgets_and_unknown_rows_get_a_root_alone() -> None:
-    drafter = NgramDrafter()
-    rows = [Row(4, [5, 6, 5]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7])]
-    drafter.observe(committed([rows[2], rows[0]]))
-    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
-    assert tree.tokens.tolist() == [[5, 6, 5], [1, -1, -1], [7, -1, -1]]
-    assert tree.tokens.dtype == torch.long

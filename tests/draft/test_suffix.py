@@ -128,29 +128,6 @@ def test_the_outlook_is_what_a_chain_of_eight_would_bring(
             assert drafter.propose(draws_of([row], VOCAB), [budget]).tree.depth <= outlook.limit[0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(LETTERS, LETTERS, PAST, st.integers(0, 99))
-def test_state_is_that_of_one_rebuilt_from_the_text(
-    text: list[int], other: list[int], past: list[list[int]], seed: int
-) -> None:
-    """After any chunks, drafts, tails and outlooks; node by node."""
-    dice = random.Random(seed)
-    rows, budgets = [Row(0, text), Row(1, other)], [Budget(4), Budget(3, 2, 6)]
-    drafted, rebuilt = drafter_of(past, 6), drafter_of(past, 6)
-    with unchecked():
-        for piece in chunked(rows, seed):
-            drafted.observe(piece)
-            longer = [Row(r.seq_id, [*drafted.sequences[r.seq_id].tree.text, *other[:5]]) for r in rows]
-            told = [len(r.text) - min(len(other), 5) for r in longer]
-            tail = committed(longer, [n - 1 for n in told]) if dice.random() < 0.7 else None
-            drafted.propose(draws_of(rows, VOCAB), budgets, tail)
-            drafted.outlook([0, 1])
-        rebuilt.observe(committed(rows))
-        for drafter in (drafted, rebuilt):
-            drafter.propose(draws_of(rows, VOCAB), budgets)
-    assert drafted.sequences == rebuilt.sequences
-
-
 def test_an_answer_drafts_for_its_tenant_and_for_nobody_else() -> None:
     drafter = SuffixDrafter()
     said = [9, 8, 1, 2, 3, 4, 5, 6]
@@ -216,19 +193,6 @@ def test_who_is_preempted_and_comes_back_is_past_once() -> None:
         drafter.forget([0, 77])
     assert often.past.trees["a"].root == once.past.trees["a"].root
     assert [kept.tokens for kept in often.past.answers.values()] == [[1, 2, 3, 4, 5]]
-
-
-def test_rows_keep_their_own_budgets_and_strangers_get_a_root_alone() -> None:
-    drafter = SuffixDrafter()
-    rows = [Row(4, [5, 6, 5, 6, 5, 6]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7, 7])]
-    drafter.observe(committed([rows[2], rows[0]]))
-    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
-    assert tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, -1, -1]]
-    branching = drafter.propose(draws_of(rows, VOCAB), [Budget(2, 2, 4), Budget(3), Budget(1)])
-    assert branching.tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, 7, -1]]
-    assert branching.tree.depth == 2
-    assert branching.survival is not None
-    assert branching.survival.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
 
 
 @pytest.mark.parametrize("letters", [2, 4000])

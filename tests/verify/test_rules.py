@@ -45,17 +45,6 @@ def survival(law: AcceptLaw) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-@BOTH
-def test_one_guess_is_accepted_as_often_as_the_laws_overlap(rule, seed: int) -> None:  # type: ignore[no-untyped-def]
-    p, q = laws(2, seed), laws(1, seed + 100)
-    tree, chance, row = all_chains(q, 1)
-    law = rule(tree, p.repeat(len(chance), 1), row)
-    overlap = torch.minimum(p[0], q[0]).sum()
-    assert torch.isclose((chance * law.accept[:, 1]).sum(), overlap, atol=1e-12)
-    assert torch.isclose(overlap, 1 - (p[0] - q[0]).abs().sum() / 2, atol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(20))
 def test_block_is_token_for_one_guess(seed: int) -> None:
     p, q = laws(2, seed), laws(1, seed + 100)
     tree, _, row = all_chains(q, 1)

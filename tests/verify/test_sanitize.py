@@ -184,19 +184,20 @@ def test_a_child_of_padding_is_no_honest_guess() -> None:
     assert believed(changed("parents", 1, 3, 2)) == [True, False, False]
 
 
-def test_q_stays_where_a_limit_known_before_the_draw_cuts() -> None:
-    depth = [Limit(1, 9, 99)] * 3
-    width = [Limit(9, 1, 99)] * 3
-    assert believed(example(), depth) == [True, True, False]
-    assert believed(example(), width) == [True, True, False]
-    chains = replace(example(), width=1)
-    assert believed(chains, [Limit(9, 1, 1)] * 3) == [True, True, False]
-
-
-def test_q_goes_where_a_tree_is_cut_by_number() -> None:
-    """Which guesses come late may depend on what was drawn."""
-    assert believed(example(), [Limit(9, 9, 3), Limit(9, 9, 9), Limit(9, 9, 9)]) == [False, True, False]
-    assert believed(example(), [Limit(9, 9, 3)] * 3)[0] is False
+@pytest.mark.parametrize(
+    ("width", "limits", "stays"),
+    [
+        (2, [Limit(1, 9, 99)] * 3, True),
+        (2, [Limit(9, 1, 99)] * 3, True),
+        (1, [Limit(9, 1, 1)] * 3, True),
+        (2, [Limit(9, 9, 3), Limit(9, 9, 9), Limit(9, 9, 9)], False),
+        (2, [Limit(9, 9, 3)] * 3, False),
+    ],
+    ids=["depth", "width", "a chain's number", "a tree's number", "that of all trees"],
+)
+def test_q_stays_where_a_limit_known_before_the_draw_cuts(width: int, limits: list[Limit], stays: bool) -> None:
+    """Which guesses of a tree come late may depend on what was drawn."""
+    assert believed(replace(example(), width=width), limits)[0] == stays
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -0.25, 0.5, float("inf")])
@@ -210,19 +211,14 @@ def test_q_goes_where_a_row_is_no_law(bad: float) -> None:
     assert believed(replace(tree, q=alone)) == [True, False, False]
 
 
-def test_q_goes_where_its_ids_repeat_or_do_not_exist() -> None:
-    tree = example()
-    assert tree.q is not None
-    for ids in ([[1, 1, 0], [4, 1, 2]], [[VOCAB, 2, 0], [4, 1, 2]], [[-1, 2, 0], [4, 1, 2]]):
-        assert believed(replace(tree, q=replace(tree.q, ids=torch.tensor(ids)))) == [False, False, False]
-
-
-def test_q_goes_where_its_row_does_not_exist() -> None:
-    tree = example()
-    assert tree.q is not None
-    row = tree.q.row.clone()
+@pytest.mark.parametrize("ids", [[1, 1, 0], [VOCAB, 2, 0], [-1, 2, 0]])
+def test_q_goes_where_its_ids_repeat_or_do_not_exist(ids: list[int]) -> None:
+    q = example().q
+    assert q is not None
+    assert believed(replace(example(), q=replace(q, ids=torch.tensor([ids, [4, 1, 2]])))) == [False, False, False]
+    row = q.row.clone()
     row[1, 0] = 2
-    assert believed(replace(tree, q=replace(tree.q, row=row))) == [True, False, False]
+    assert believed(replace(example(), q=replace(q, row=row))) == [True, False, False], "a row that does not exist"
 
 
 def unreadable_laws() -> list[DraftLaw]:
