@@ -1,6 +1,7 @@
 """A cascade drafts what its judge would draft alone, in fewer passes, after any history and in any want of memory."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Runner
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -188,6 +189,58 @@ def test_a_lower_model_reads_what_was_emitted_once(small: Runner, large: Runner)
     num_rounds = lower.runner.num_passes - passes
     assert num_rounds >= 6
     assert lower.runner.num_read - read <= 2 * num_rounds  # the root, and what stood in a wrong guess's place
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_any_history_it_is_as_if_told_at_once(small: Runner, large: Runner, temperature: float) -> None:
+    """Random rounds, tails among them; caches hold what reading the kept text anew would give."""
+    rng = random.Random(5)
+
+    def fresh() -> CascadeDrafter:
+        return CascadeDrafter(cascade(NgramDrafter(), model(small), 2), model(large), FixedLength(3))
+
+    drafter = fresh()
+    texts = {seq_id: story(5 + 9 * seq_id, seq_id) for seq_id in range(4)}
+    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
+    for _ in range(8):
+        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
+        budgets = [Budget(rng.randint(0, 6)) for _ in rows]
+        draft = drafter.propose(draws_of(rows, VOCAB, temperature=temperature), budgets)
+        expected = told(fresh(), rows).propose(draws_of(rows, VOCAB, temperature=temperature), budgets)
+        assert guesses(draft) == guesses(expected)
+        if rng.random() < 0.5:
+            behind_a_tail(drafter, fresh, rows, rng)
+        for row, chain in zip(rows, guesses(draft), strict=True):
+            texts[row.seq_id] += [*chain[1 : 1 + rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
+        news = [Row(row.seq_id, texts[row.seq_id]) for row in rows]
+        drafter.observe(committed(news, [len(row.text) - 1 for row in rows]))
+        for member, loaded in ((drafter.judge, large), (drafter.lower.judge, small)):
+            check_cache(member, loaded, texts)
+
+
+def behind_a_tail(
+    drafter: CascadeDrafter, fresh: Callable[[], CascadeDrafter], rows: Sequence[Row], rng: random.Random
+) -> None:
+    longer = [Row(row.seq_id, [*row.text, *story(rng.randint(1, 12), rng.randrange(99))]) for row in rows]
+    tail = committed(longer, [len(row.text) - 1 for row in rows])
+    found = drafter.propose(draws_of(longer, VOCAB, temperature=1.0), [Budget(5)] * len(rows), tail)
+    expected = told(fresh(), longer).propose(draws_of(longer, VOCAB, temperature=1.0), [Budget(5)] * len(rows))
+    assert guesses(found) == guesses(expected)
+
+
+def check_cache(member: ModelDrafter, loaded: Runner, texts: dict[int, list[int]]) -> None:
+    """K and V of what is kept are those of the text read in one go."""
+    member.runner.cache.check()
+    for seq_id, text in texts.items():
+        length = member.runner.length(seq_id)
+        if not length:
+            continue
+        runner = Runner.of(loaded.decoder, 512)
+        runner.read([Read(0, text[:length])])
+        runner.keep([0], [range(length)])
+        cache, start = member.runner.cache, member.runner.cache.start(seq_id)
+        for own, other in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
+            assert torch.equal(own[:, :, start : start + length], other[:, :, :length])
 
 
 def test_it_keeps_within_its_judges_context(small: Runner, large: Runner) -> None:
