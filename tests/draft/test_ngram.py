@@ -4,6 +4,7 @@ import math
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,3 +99,12 @@ def test_it_expects_what_matches_of_a_length_have_given(
         assert draft.survival[0].tolist() == pytest.approx([1.0, *worth])
         assert (draft.tree.tokens[0, 1:] >= 0).sum() == len(worth)
     assert drafter.propose(draws_of([row], VOCAB), [Budget(depth)]).survival is None
+
+
+def test_rows_keep_their_own_budgets_and_unknown_rows_get_a_root_alone() -> None:
+    drafter = NgramDrafter()
+    rows = [Row(4, [5, 6, 5]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7])]
+    drafter.observe(committed([rows[2], rows[0]]))
+    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
+    assert tree.tokens.tolist() == [[5, 6, 5], [1, -1, -1], [7, -1, -1]]
+    assert tree.tokens.dtype == torch.long

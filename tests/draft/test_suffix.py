@@ -240,3 +240,16 @@ def test_a_round_costs_at_most_the_same_however_long_the_text_and_the_past(
         counts.clear()
         drafter.outlook([0])
         assert counts["after"] <= depth * (depth + 1) / 2  # a past that changed is walked again, by the last few tokens
+
+
+def test_rows_keep_their_own_budgets_and_strangers_get_a_root_alone() -> None:
+    drafter = SuffixDrafter()
+    rows = [Row(4, [5, 6, 5, 6, 5, 6]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7, 7])]
+    drafter.observe(committed([rows[2], rows[0]]))
+    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
+    assert tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, -1, -1]]
+    branching = drafter.propose(draws_of(rows, VOCAB), [Budget(2, 2, 4), Budget(3), Budget(1)])
+    assert branching.tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, 7, -1]]
+    assert branching.tree.depth == 2
+    assert branching.survival is not None
+    assert branching.survival.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
