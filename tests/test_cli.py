@@ -237,8 +237,6 @@ def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyP
     [
         (["--temperature", "-1"], "error: temperature: -1.0 cannot be served"),
         (["--max-tokens", "0"], "error: max_tokens: 0 cannot be served"),
-        (["--verification", "magic"], "'magic' is not one of 'coupled', 'token', 'block'"),
-        (["--depth", "-1"], "--depth"),
     ],
 )
 def test_mistakes_in_options_are_one_message_and_status_2(llm: ScriptedLLM, arguments: list[str], message: str) -> None:

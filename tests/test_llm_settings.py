@@ -86,6 +86,7 @@ def test_a_spec_and_keywords_say_the_same() -> None:
     one, other = LLM(spec), LLM(str(TARGET), dtype="float32", kernels="torch")
     assert (one.fingerprint, one.format, one.kernels) == (other.fingerprint, other.format, other.kernels)
     assert LLM(spec, dtype="bfloat16").format == "bfloat16"
+    assert LLM(str(SMALL), dtype="float32", kernels="torch").fingerprint != one.fingerprint
 
 
 def test_it_says_what_it_is() -> None:

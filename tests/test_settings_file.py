@@ -19,7 +19,7 @@ NEEDED = {
     "convert": ["source", "--to", "eagle", "--out", "out"],
 }
 TUNED = {
-    "model": 'a "model", of \\ mine',
+    "model": 'a "model",\x7f of \\ mine',
     "quantize": "int8",
     "kernels": "torch",
     "threads": 3,
