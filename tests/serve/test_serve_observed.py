@@ -204,10 +204,14 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
         with server.http(headers={"traceparent": caller}) as http:
             usage = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish"}).json()["usage"]
         server.post("/v1/completions", **OK)
+        stream = server.client().completions.create(model="stories", **OK | {"max_tokens": 400}, stream=True)
+        next(stream)
+        stream.close()
+        until(lambda: not server.server.service.gate.num_in)
         server.server.service.spans.provider.force_flush()
         spans = in_memory.get_finished_spans()
-    requests = [span for span in spans if span.name == "llm_request"]
-    first, second = requests
+    first, second, left = (span for span in spans if span.name == "llm_request")
+    assert [each.status.description for each in (first, second, left)] == [None, None, "client_left"]
     assert f"{first.context.trace_id:x}" == caller.split("-")[1].lstrip("0")
     assert f"{first.parent.span_id:x}" == caller.split("-")[2]
     assert second.parent is None
