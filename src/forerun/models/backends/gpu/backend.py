@@ -8,7 +8,7 @@ sums over the inputs in one order, so a row's bits depend on the row alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,17 +23,6 @@ from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.backend import TorchBackend, TorchExecutor
 from forerun.models.batch import EACH_ALONE
 from forerun.models.layer import Bias, Linear, WeightMatrix
-
-
-class DeviceLinear:
-    """The library's product on the weight as it is."""
-
-    def __init__(self, weight: WeightMatrix, bias: Bias | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        return functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +125,7 @@ class GpuBackend:
         assert quantize is None, "quantised weights are for CPUs: blueprints refuse them here"
         place = self.placement
         if not place.one_gemm:
-            return DeviceLinear(weight, bias)
+            return partial(functional.linear, weight=weight, bias=bias)
         return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
