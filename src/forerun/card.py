@@ -14,11 +14,11 @@ from typing import Any
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
+from forerun.figure_table import fact_table
 from forerun.models.generation import described
 
 STYLES = {
@@ -86,12 +86,6 @@ class Painter:
             self._console.file.write("\n")
 
 
-def show_error(error: Exception) -> None:
-    """One line on standard error: what is wrong and what to do."""
-    line = " ".join(str(error).split())
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", "bold red"), Text(line, "red"), sep="")
-
-
 def speed_line(timing: AnswerTiming, stats: Stats) -> str:
     """The short form of a card: "12.3 tokens/s, 2.41 tokens per round, 61 % accepted"."""
     parts = [f"{timing.tokens_per_s:.1f} tokens/s"]
@@ -115,9 +109,7 @@ def run_card(
 
     `ended` says why the answer ended, where there is one answer.
     """
-    card = Table.grid(padding=(0, 2))
-    card.add_column(style="dim", no_wrap=True)
-    card.add_column(overflow="fold")
+    card = fact_table()
     card.add_row("model", setting.model)
     drafts = f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding"
     card.add_row("draft", Text(drafts))  # brackets are no markup here

@@ -10,8 +10,9 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from operator import truediv
 
-from forerun.accept.outcome import Stats
 from forerun.bench.plan import Group, in_order
 from forerun.bench.run import BenchRun
 
@@ -122,9 +123,13 @@ def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str
 def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> CellFigures:
     """One depth's repetitions, each beside the plain run of the same repetition."""
     pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain]
-    stats = Stats()
-    for run in runs:
-        run.count_into(stats)
+    rounds, drafted, accepted = (
+        sum(getattr(run, name) for run in runs) for name in ("num_rounds", "num_drafted", "num_accepted")
+    )
+    offered_at_depth, accepted_at_depth = (
+        map(sum, zip_longest(*(getattr(run, name) for run in runs), fillvalue=0))
+        for name in ("offered_at_depth", "accepted_at_depth")
+    )
 
     def of(figure: Callable[[BenchRun], float | None]) -> Spread | None:
         return Spread.of(figure(run) for run in runs)
@@ -137,13 +142,13 @@ def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> Cel
         first_token_s=of(lambda run: run.first_s),
         tokens_per_s=of(lambda run: over(run.num_decoded, run.decode_s)),
         tokens_per_s_with_prompt=of(lambda run: over(run.num_tokens, run.total_s)),
-        tokens_per_round=stats.tokens_per_round,
-        guesses_per_round=over(stats.num_drafted, stats.num_rounds),
+        tokens_per_round=over(accepted + rounds, rounds),
+        guesses_per_round=over(drafted, rounds),
         experts=of(lambda run: run.full_experts),
         expected_experts=next((run.expected_experts for run in runs if run.expected_experts is not None), None),
         num_rounds_by_arm=dict(sum((Counter(dict(run.num_rounds_by_arm)) for run in runs), Counter[str]())),
-        acceptance_rate=stats.acceptance_rate,
-        acceptance_at_depth=stats.acceptance_at_depth,
+        acceptance_rate=over(accepted, drafted),
+        acceptance_at_depth=tuple(map(truediv, accepted_at_depth, offered_at_depth)),
         speed_up=beside(speed_up),
         pass_s=of(lambda run: run.full_pass_s),
         pass_ratio=beside(lambda run, other: over(run.full_pass_s, other.full_pass_s)),

@@ -17,9 +17,9 @@ from typing import Any
 
 from forerun.bench.plan import GENERATED, SHIPPED
 from forerun.errors import InvalidRequest, TokenizerError
-from forerun.limits import shown, shown_as_json
+from forerun.limits import shown
 from forerun.messages import ChatOptions, Conversation, with_text
-from forerun.prove.prompts import prompt_lines, prompt_of
+from forerun.prove.prompts import object_of, prompt_lines, prompt_of
 from forerun.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]
@@ -156,12 +156,7 @@ def read_passages(path: Path, recorded: bool = False) -> list[Passage]:
 
 def passage_of(line: str, place: str, recorded: bool) -> Passage:
     """One JSON line."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("prompts", f"{place}: not JSON ({error}): write one object a line") from error
-    if not isinstance(entry, dict):
-        raise InvalidRequest("prompts", f'{place}: {shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
+    entry = object_of(line, place)
     category = entry.get("category") or ""
     if not isinstance(category, str):
         raise InvalidRequest("prompts", f'{place}: "category" is {shown(category)}: it must be a word')
@@ -171,7 +166,7 @@ def passage_of(line: str, place: str, recorded: bool) -> Passage:
         prompt = messages_of(entry["messages"], place)
     else:
         ids = recorded and "turns" not in entry
-        prompt = words_of(entry, "prompt", place) if ids else prompt_of(line, place)
+        prompt = words_of(entry, "prompt", place) if ids else prompt_of(entry, place)
     return Passage(prompt, place, answer, category)
 
 

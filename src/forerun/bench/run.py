@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
-from forerun.accept.outcome import Stats
 from forerun.bench.lane import Clock, Lane, Pace, Timed
 from forerun.bench.material import Workload, hash_of
 from forerun.bench.plan import Group, Turn, depth_name
@@ -74,17 +72,6 @@ class BenchRun:
     def from_json(cls, entry: Mapping[str, Any]) -> BenchRun:
         """The run that JSON was made of; it knows lists alone."""
         return cls(**{name: as_tuple(value) for name, value in entry.items()})
-
-    def count_into(self, stats: Stats) -> None:
-        """Add what became of its guesses to those of other runs."""
-        stats.num_rounds += self.num_rounds
-        stats.num_drafted += self.num_drafted
-        stats.num_accepted += self.num_accepted
-        for counts, more in (
-            (stats.offered_at_depth, self.offered_at_depth),
-            (stats.accepted_at_depth, self.accepted_at_depth),
-        ):
-            counts[:] = map(sum, zip_longest(counts, more, fillvalue=0))
 
 
 @dataclass(slots=True)

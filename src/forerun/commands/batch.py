@@ -11,7 +11,6 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from forerun.llm import LLM
 from forerun.options import AnswerOptions, BatchOptions, ModelOptions
 from forerun.output import Answers
 from forerun.progress import LoadingBar
-from forerun.prove.prompts import file_lines, prompt_of, text_of
+from forerun.prove.prompts import file_lines, object_of, prompt_of, text_of
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
@@ -147,17 +146,14 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
     text = text_of(line, place)
     if path.suffix == ".txt":
         return Task(number, number, text)
-    entry: Any = None
-    with suppress(ValueError, RecursionError):  # prompt_of says what is wrong
-        entry = json.loads(text)
-    named = entry if isinstance(entry, dict) else {}
+    named = object_of(text, place)
     for field_name in named:
         if field_name in SAMPLING:
             told = f"{field_name} in a line does not count: leave it out, and give options of the command for all lines"
             raise InvalidRequest("prompts", f"{place}: {told}")
     ids = named.get("prompt_token_ids")
     if ids is None:
-        return Task(number, named.get("id", number), prompt_of(text, place))
+        return Task(number, named.get("id", number), prompt_of(named, place))
     try:
         request = Request.of({"prompt_token_ids": ids})
     except InvalidRequest as error:

@@ -6,9 +6,10 @@ This file decides which fields hold a prompt, and which error a line without one
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forerun.errors import InvalidRequest
 from forerun.limits import shown_as_json
@@ -33,7 +34,8 @@ def read_prompts(path: str | Path, most: int | None = None) -> list[FilePrompt]:
     """
     path = Path(path)
     lines = prompt_lines(path)[:most]
-    return [FilePrompt(line if path.suffix == ".txt" else prompt_of(line, place), place) for place, line in lines]
+    txt = path.suffix == ".txt"
+    return [FilePrompt(line if txt else prompt_of(object_of(line, place), place), place) for place, line in lines]
 
 
 def prompt_lines(path: Path) -> list[tuple[str, str]]:
@@ -67,14 +69,19 @@ def text_of(line: bytes, place: str) -> str:
         raise _invalid(place, f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
 
 
-def prompt_of(line: str, place: str) -> str:
-    """The prompt of one JSON line."""
+def object_of(line: str, place: str) -> dict[str, Any]:
+    """The object of one JSON line."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise _invalid(place, f"not JSON ({error}): write one object a line") from error
     if not isinstance(entry, dict):
         raise _invalid(place, f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
+    return entry
+
+
+def prompt_of(entry: Mapping[str, Any], place: str) -> str:
+    """The prompt of the object of one line."""
     name = next((name for name in FIELDS if name in entry), None)
     if name is None:
         raise _invalid(place, f'no field {", ".join(FIELDS)} (it has {", ".join(entry) or "none"}): add "prompt"')
