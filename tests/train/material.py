@@ -1,15 +1,24 @@
 """Prompts, settings and answers for tests of training, on the stories target."""
 
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.config import Speculation
 from forerun.heads.student import Student
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
+from forerun.sampling.params import SamplingParams
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.settings import TrainSettings
-from kit.checkpoints import TARGET
+from kit.checkpoints import SRC, TARGET
+from kit.unchecked import unchecked
 
 BEGINNINGS = (
     "Once upon a time",
@@ -43,3 +52,41 @@ def source_of(data: TrainingData, settings: TrainSettings, student: Student, **o
     """Answers of the stories target for this student; its LLM is to be closed."""
     llm = LLM(str(TARGET), max_model_len=256, max_num_seqs=8, **options)  # type: ignore[arg-type]
     return AnswerSource(llm, data, settings, student.taps)
+
+
+def source_for(student: Student, settings: TrainSettings, folder: Path) -> AnswerSource:
+    """Answers to the thirty prompts, which are put into this folder."""
+    return source_of(read_prompts([write_prompts(folder)], settings), settings, student)
+
+
+def invoke(*arguments: str) -> Result:
+    """The command, on one thread."""
+    before = torch.get_num_threads()
+    try:
+        with unchecked():
+            return CliRunner().invoke(cli.app, ["train", *arguments], env={"COLUMNS": "120"})
+    finally:
+        torch.set_num_threads(before)
+
+
+def answers(draft: str | None, model: Path = TARGET) -> tuple[list[tuple[int, ...]], float]:
+    """Answers to prompts that are not among the data, and how much was accepted of what was drafted."""
+    params = [SamplingParams(max_tokens=60, seed=i, temperature=float(i % 3 > 0), ignore_eos=True) for i in range(8)]
+    llm = LLM(str(model), draft, speculation=Speculation(2), max_model_len=256)
+    with unchecked():
+        found = llm.generate([f"{name} went to the" for name in ("Lucy", "Tim", "Spot", "Mia") * 2], params)
+    stats = llm.stats
+    llm.close()
+    return [answer.outputs[0].token_ids for answer in found], stats.num_accepted / max(1, stats.num_drafted)
+
+
+def environment() -> dict[str, str]:
+    """That of a command in a process of its own, on one thread."""
+    return os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+
+
+def finish(arguments: Sequence[str]) -> str:
+    """Run such a command to its end; what was said on standard output."""
+    run = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout

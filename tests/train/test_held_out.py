@@ -32,7 +32,7 @@ from forerun.train.speed import RoundTimes
 from heads.modules import module_tensors
 from heads.trained import block_of, eagle_of, heads_of
 from kit.checkpoints import SMALL, TARGET
-from train.material import quiet, read_prompts, source_of, write_prompts
+from train.material import quiet, source_for
 
 DEPTH = 4
 BLOCKS = {
@@ -77,9 +77,8 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
         steps=1, max_tokens=32, held_out=7, temperature=temperature, draft_depth=DEPTH, top_k=40, top_p=0.95
     )
     target = Blueprint.of(str(TARGET))
-    data = read_prompts([write_prompts(tmp_path)], settings)
     student = student_of(kind, target, tmp_path / "heads")
-    source = source_of(data, settings, student)
+    source = source_for(student, settings, tmp_path)
     texts = source.held_out(quiet)
     figures = judge_held_out(source.objective, student, texts, quiet)
     source.llm.close()

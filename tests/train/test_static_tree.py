@@ -18,7 +18,7 @@ from forerun.train.held_out import MOST_CHILDREN, judge_held_out, ranked, shares
 from forerun.train.settings import TrainSettings
 from heads.trained import heads_of
 from kit.checkpoints import TARGET
-from train.material import quiet, read_prompts, source_of, write_prompts
+from train.material import quiet, source_for
 from train.test_held_out import student_of
 
 
@@ -43,7 +43,7 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
     settings = TrainSettings(steps=1, max_tokens=32, held_out=6, temperature=temperature, draft_depth=3)
     target = Blueprint.of(str(TARGET))
     student = student_of("medusa", target, tmp_path / "heads")
-    source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
+    source = source_for(student, settings, tmp_path)
     objective, texts = source.objective, source.held_out(quiet)
     shares = shares_right(objective, student, texts)
     first = judge_held_out(objective, student, texts, quiet)
@@ -67,7 +67,7 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
 def test_a_guess_is_ranked_by_where_it_is_among_those_drawn(tmp_path: Path) -> None:
     settings = TrainSettings(steps=1, max_tokens=12, held_out=2, temperature=0.0)
     student = student_of("medusa", Blueprint.of(str(TARGET)), tmp_path / "heads")
-    source = source_of(read_prompts([write_prompts(tmp_path)], settings), settings, student)
+    source = source_for(student, settings, tmp_path)
     objective, text = source.objective, source.held_out(quiet)[0]
     source.llm.close()
     logits = torch.zeros(1, len(text.roots), objective.num_ids)

@@ -20,8 +20,8 @@ from forerun.train.report import series
 from forerun.train.settings import TrainSettings
 from forerun.train.state import CHECKPOINT, STATE
 from forerun.train.team import Team
-from kit.checkpoints import SRC, TARGET
-from train.material import write_prompts
+from kit.checkpoints import TARGET
+from train.material import environment, finish, write_prompts
 
 TOGETHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
 
@@ -32,17 +32,6 @@ def command(folder: Path, *more: str, together: bool) -> list[str]:
     options = ["-n", "24", "--held-out", "6", "--look-every", "3", "--batch", "4", "--heads", "2", "--json", *more]
     task = ["--model", str(TARGET), "--data", str(prompts), "--out", str(folder)]
     return [sys.executable, *(TOGETHER if together else ["-m"]), "forerun", "train", "medusa", *task, *options]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-
-
-def finish(arguments: list[str]) -> str:
-    """Run to the end; what was said on standard output."""
-    run = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 @pytest.mark.full

@@ -17,15 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from forerun import cli
-from forerun.config import Speculation
 from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
-from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 from forerun.store import Journal
 from forerun.train.answers import AnswerSource
@@ -35,9 +31,8 @@ from forerun.train.losses import LOSSES
 from forerun.train.report import series
 from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
-from kit.checkpoints import SRC, TARGET
-from kit.unchecked import unchecked
-from train.material import write_prompts
+from kit.checkpoints import TARGET
+from train.material import answers, environment, finish, invoke, write_prompts
 
 KINDS = {
     "block": ["--layers", "1", "--markov-rank", "16", "--rate", "0.005", "--steps", "60"],
@@ -48,17 +43,6 @@ KINDS = {
     "early-exit": ["--exit", "3", "--rate", "0.01", "--checkpoint-every", "4", "--steps", "16"],
 }
 QUICK = ["--model", str(TARGET), "-n", "24", "--held-out", "6", "--look-every", "15", "--threads", "1"]
-DEPTH = 2
-
-
-def invoke(*arguments: str) -> Result:
-    """The command, on one thread."""
-    before = torch.get_num_threads()
-    try:
-        with unchecked():
-            return CliRunner().invoke(cli.app, ["train", *arguments], env={"COLUMNS": "120"})
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +71,6 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         return made[kind]
 
     return train
-
-
-def answers(draft: str | None) -> tuple[list[tuple[int, ...]], float]:
-    """Answers to prompts that are not among the data, and how much was accepted of what was drafted."""
-    params = [SamplingParams(max_tokens=60, seed=i, temperature=1.0, ignore_eos=True) for i in range(8)]
-    llm = LLM(str(TARGET), draft, speculation=Speculation(DEPTH), max_model_len=256)
-    with unchecked():
-        found = llm.generate([f"{name} went to the" for name in ("Lucy", "Tim", "Spot", "Mia") * 2], params)
-    stats = llm.stats
-    llm.close()
-    return [answer.outputs[0].token_ids for answer in found], stats.num_accepted / max(1, stats.num_drafted)
 
 
 @pytest.mark.short("draft")
@@ -346,16 +319,6 @@ def command(prompts: Path, folder: Path) -> list[str]:
     return [sys.executable, "-m", "forerun", "train", "early-exit", *options]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-
-
-def finish(prompts: Path, folder: Path) -> None:
-    """Run the command to its end."""
-    run = subprocess.run(command(prompts, folder), env=environment(), capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-
-
 def kill_at(prompts: Path, folder: Path, ready: Callable[[float], bool]) -> bool:
     """Begin the command and kill it as soon as this says so, of the seconds so far; whether it was still running."""
     with open(os.devnull, "wb") as nowhere:
@@ -393,7 +356,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
     """
     folder, rng, num_killed = tmp_path / "out", random.Random(time.time_ns() + seed), 0
     started_s = time.monotonic()
-    finish(prompts, tmp_path / "timed")
+    finish(command(prompts, tmp_path / "timed"))
     whole_s = time.monotonic() - started_s
     expected = contents(tmp_path / "timed")
     assert expected == contents(trained("early-exit")[0])
@@ -410,7 +373,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
             assert contents(folder) == expected
             shutil.rmtree(folder)
     assert num_killed == 10
-    finish(prompts, folder)
+    finish(command(prompts, folder))
     assert contents(folder) == expected
 
 

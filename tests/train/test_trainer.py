@@ -25,7 +25,7 @@ from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
-from train.material import quiet, read_prompts, source_of, write_prompts
+from train.material import quiet, source_for
 
 IDS = 400
 
@@ -64,10 +64,6 @@ class TwoHeads(Student):
         logits = [functional.linear(state + functional.silu(h), self.table[self.vocabulary]) for h in heads]
         self.formats[dice is not None].update(each.dtype for each in logits)
         return Predictions(logits, batch.roots, {"small": 1e-4 * logits[1].square().mean()})
-
-
-def source_for(student: Student, settings: TrainSettings, folder: Path) -> AnswerSource:
-    return source_of(read_prompts([write_prompts(folder)], settings), settings, student)
 
 
 def trainer_in(folder: Path, student: Student, source: AnswerSource) -> Trainer:

@@ -17,16 +17,16 @@ from forerun.train.answers import AnswerSource, draft_vocabulary
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from kit.checkpoints import TARGET
-from train.material import quiet, read_prompts, source_of, write_prompts
-from train.test_train_command import QUICK, invoke
+from train.material import invoke, quiet, source_for, write_prompts
+from train.test_train_command import QUICK
 
 SETTINGS = TrainSettings(steps=3, batch=4, max_tokens=24, held_out=6)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> AnswerSource:
-    target, data = Blueprint.of(str(TARGET)), read_prompts([write_prompts(tmp_path)], SETTINGS)
-    return source_of(data, SETTINGS, EagleStudent.fresh(target, StudentSizes(mlp=64, draft_vocab=100), 0))
+    student = EagleStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(mlp=64, draft_vocab=100), 0)
+    return source_for(student, SETTINGS, tmp_path)
 
 
 def test_it_has_what_answers_say_most_often_then_prompts_and_then_the_low_ids(
