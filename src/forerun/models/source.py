@@ -17,6 +17,7 @@ from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import mistaken
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, BUNDLED_NAMES
 from forerun.models.foreign import told_of
+from forerun.models.gguf.folder import folder_of
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
@@ -49,6 +50,8 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         there, is_a_file = path.exists(), path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder that is locked
         raise ModelNotFound(f"{name[:200]!r} cannot be looked up ({error}): name another folder") from error
+    if is_a_file and path.suffix == ".gguf":
+        return folder_of(path)
     if is_a_file:
         raise ModelNotFound(f"{path} {mistaken(path) or f'is a file: name the folder that holds {needed}'}")
     if not there and name in BUNDLED:

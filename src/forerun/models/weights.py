@@ -22,11 +22,14 @@ from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import mistaken, read_fields, short
 from forerun.models.config import DTYPES, ModelConfig
 from forerun.models.foreign import BROKEN_OFF, ORIGINAL, foreign_tensors, told_of
+from forerun.models.gguf.file import READABLE
+from forerun.models.gguf.folder import INDEX, stored_tensors
+from forerun.models.gguf.tensors import GgufTensor
 from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors, promised_tensors
 from forerun.models.spec import dtype_name
 
-STORED = ("F64", "F32", "F16", "BF16")  # number formats that mean what they say, without scales beside them
+STORED = ("F64", *READABLE)  # number formats that need no scales beside them
 MOST_SHARDS = 10_000  # of any model
 WHOLE = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
@@ -65,6 +68,15 @@ class StoredTensor:
     shape: tuple[int, ...]
     format: str
 
+    def read(self) -> Tensor:
+        """Its numbers. Raises MissingWeights."""
+        with opened(self.file) as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
+
+
+Stored = StoredTensor | GgufTensor
+
 
 class Checkpoint:
     """The tensors of a Hugging Face folder, in safetensors, handed out one at a time in `dtype`.
@@ -97,8 +109,7 @@ class Checkpoint:
         it is stored in a quantised format or has numbers that float16, if that is `dtype`, does not have.
         """
         entry = self.find(name, shape)
-        with opened(entry.file) as file:
-            tensor = torch.empty(shape, dtype=self.dtype).copy_(file.get_tensor(entry.name))
+        tensor = torch.empty(shape, dtype=self.dtype).copy_(entry.read())
         if self.dtype == torch.float16 and entry.format != "F16" and tensor.isinf().any():
             raise UnsupportedModel(
                 f"{entry.file}: {name} has numbers above 65504, the largest of float16: use dtype bfloat16 or float32"
@@ -111,11 +122,9 @@ class Checkpoint:
         if entry is None or entry.shape != shape or entry.format not in WHOLE:
             found = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
             raise UnsupportedModel(f"{self.folder}: {name} {found}; it must be whole numbers of shape {list(shape)}")
-        with opened(entry.file) as file:
-            found_ids: Tensor = file.get_tensor(entry.name)
-            return found_ids.long()
+        return entry.read().long()
 
-    def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    def find(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Where a tensor lies, judged by its header."""
         entry = self.stored.get(name)
         if entry is None:
@@ -132,11 +141,13 @@ class Checkpoint:
         return entry
 
 
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
+def read_headers(folder: Path) -> dict[str, Stored]:
     """Every tensor of model.safetensors or, where that is absent, of the shards that the index lists.
 
     Shards without an index are known by their names, which say how many there are.
     """
+    if (folder / INDEX).exists():
+        return stored_tensors(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return read_header(single)
@@ -180,7 +191,7 @@ def require_files(files: Sequence[Path]) -> None:
         raise MissingWeights(f"{missing[0]} is missing{others}: {f'the folder {cause}' if cause else AGAIN}")
 
 
-def by_usual_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Tensors by the names that a model's have here, whatever stands in front of its embedding, layers and norm."""
     tables = [name for name in stored if name.endswith(TABLE.removeprefix(OUTER))]
     if TABLE in stored or len(tables) != 1:
@@ -192,7 +203,7 @@ def by_usual_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
     return {names[name]: entry for name, entry in stored.items()}
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file."""
     if not file.exists():
         raise MissingWeights(f"{file} is missing: {AGAIN}")

@@ -1,0 +1,119 @@
+"""The configuration of a GGUF file as config.json and generation_config.json would spell it.
+
+One table says which of Hugging Face's architectures an architecture of llama.cpp is. Keys are those of
+ggml-org/ggml's docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import UnsupportedModel
+from forerun.models.gguf.file import GgufFile
+from forerun.models.gguf.tensors import read_place
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+}
+WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # of architectures that share a name with dense ones
+SIZES = {  # keys of the metadata, behind the architecture's name, and of config.json
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+}
+OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # general.sampling.*
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def config_json(file: GgufFile) -> dict[str, Any]:
+    """What config.json would hold. Raises UnsupportedModel for an architecture that is not computed."""
+    name = ARCHITECTURES.get(file.architecture)
+    if name is None:
+        supported = f"supported are {', '.join(ARCHITECTURES)}: choose a model of one of these"
+        raise file.fields.refuse("general.architecture", supported)
+    fields = file.model_fields
+    config: dict[str, Any] = {json: fields.whole(key) for key, json in SIZES.items()}
+    config |= {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
+    experts = fields.whole("expert_count", 0, least=0)
+    if experts:
+        config |= {"num_experts": experts, "num_local_experts": experts, "norm_topk_prob": True}
+        name = WITH_EXPERTS.get(name, name)
+    config["architectures"] = [name]
+    config["intermediate_size"] = fields.whole("feed_forward_length", config.get("moe_intermediate_size"))
+    config["vocab_size"] = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["attention_bias"] = config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    config["dtype"] = "bfloat16"
+    scaling = rope_scaling(file, config)
+    if scaling:
+        config["rope_scaling"] = scaling
+    for key, json in (("bos", "bos_token_id"), ("eos", "eos_token_id")):
+        config[json] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return config
+
+
+def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How positions are scaled, as config.json spells it; None where they are not."""
+    fields = file.model_fields
+    kind = fields.text("rope.scaling.type")
+    if "rope_freqs.weight" in file.tensors:
+        return llama3_scaling(file, config)
+    if kind in (None, "none"):
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    if kind == "yarn":
+        original = fields.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
+        scaling |= {"original_max_position_embeddings": original, "truncate": file.architecture != "gpt-oss"}
+    return scaling
+
+
+def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling, which the file holds as one divisor for each frequency, by the numbers that give these."""
+    divisors = read_place(file.tensors["rope_freqs.weight"]).double()
+    factor = float(divisors.max())
+    scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    theta, original = float(config.get("rope_theta", 10_000.0)), LLAMA3["original_max_position_embeddings"]
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    size = 2 * len(divisors)
+    for i, divisor in enumerate(divisors.tolist()):
+        turns = original / (2 * math.pi * theta ** (2 * i / size))
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if not np.isclose(divisor, expected, rtol=1e-3):
+            raise UnsupportedModel(
+                f"{file.path}: rope_freqs.weight divides frequency {i} by {divisor:.4g}, and Llama 3's scaling by "
+                f"{factor:g} would by {expected:.4g}: use the model in safetensors"
+            )
+    return scaling
+
+
+def generation_json(file: GgufFile) -> dict[str, Any]:
+    """What generation_config.json would hold: all ids that end an answer, and sampling defaults where there are any."""
+    ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    values: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    for key, json in SAMPLING.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if value is not None:
+            values |= {json: value, "do_sample": True}
+    return values

@@ -1,0 +1,66 @@
+"""A GGUF file as a checkpoint's folder: its configuration and tokenizer in Hugging Face's files, its weights in place.
+
+The folder lies in forerun's cache and is written once for each state of the file. Everything that reads checkpoints
+reads it; the tensors stay in the file, and INDEX says where.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from forerun import __version__
+from forerun.errors import MissingWeights
+from forerun.fields import read_fields
+from forerun.models.families import FAMILIES
+from forerun.models.gguf.config import config_json, generation_json
+from forerun.models.gguf.file import GgufFile, Place, parts_of
+from forerun.models.gguf.tensors import GgufTensor, hugging_face_tensors
+from forerun.models.gguf.tokenizer import tokenizer_files
+from forerun.store import cache_folder, replace_file
+
+INDEX = "model.gguf.json"
+
+
+def folder_of(path: Path) -> Path:
+    """The folder that stands for a GGUF file, written if it is not there. Raises ModelError."""
+    states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.resolve())]
+    digest = sha256(json.dumps([__version__, states]).encode()).hexdigest()[:16]
+    folder = cache_folder("gguf") / f"{path.stem}-{digest}"
+    if not (folder / INDEX).exists():
+        file = GgufFile.read(path.resolve())
+        texts = files_of(file)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in sorted(texts, key=lambda name: name == INDEX):  # last, for it says that all are there
+            replace_file(folder / name, texts[name].encode())
+    return folder
+
+
+def files_of(file: GgufFile) -> dict[str, str]:
+    """The texts of the files in the folder, by their names."""
+    config = config_json(file)
+    sparse = FAMILIES[config["architectures"][0]].sparse
+    tensors = hugging_face_tensors(file, sparse.names if sparse else None)
+    return {
+        "config.json": json.dumps(config, indent=2),
+        "generation_config.json": json.dumps(generation_json(file), indent=2),
+        INDEX: json.dumps({name: asdict(tensor) for name, tensor in tensors.items()}, default=str),
+        **tokenizer_files(file),
+    }
+
+
+def stored_tensors(folder: Path) -> dict[str, GgufTensor]:
+    """The tensors of a file by Hugging Face's names, as the folder that stands for it says."""
+    entries = read_fields(folder / INDEX, MissingWeights, MissingWeights).values
+    return {name: tensor_of(entry) for name, entry in entries.items()}
+
+
+def tensor_of(entry: dict[str, Any]) -> GgufTensor:
+    """A tensor as INDEX describes it."""
+    places = tuple(
+        Place(**{**place, "file": Path(place["file"]), "shape": tuple(place["shape"])}) for place in entry["places"]
+    )
+    return GgufTensor(tuple(entry["shape"]), places, entry["heads"], entry["transposed"])

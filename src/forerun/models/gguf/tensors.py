@@ -1,0 +1,143 @@
+"""The tensors of a GGUF file under Hugging Face's names: what each is made of, and how its numbers are unpacked.
+
+The table of names is this file's. Blocks of numbers are unpacked to float32 by the package `gguf`, exactly. llama.cpp
+holds the rows of queries and keys in another order where it rotates neighbours; here they get their order back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import MissingPackage, MissingWeights
+from forerun.models.families import ExpertNames
+from forerun.models.gguf.file import AGAIN, GgufFile, Place
+
+ROTATED = ("llama", "mistral3")  # architectures that hold the halves of a query's or key's head by turns
+BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
+PLAIN = {"F32": np.float32, "F16": np.float16}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",  # of gpt-oss
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # keys of the metadata
+IDLE = ("rope_freqs.weight",)  # what config.json says instead
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor as Hugging Face has it: the numbers of one place, or of two whose outputs take turns.
+
+    `shape` is that of the result. With `heads` the rows are those of so many heads, the halves of each by turns.
+    `transposed`: the result has inputs before outputs.
+    """
+
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    heads: int = 0
+    transposed: bool = False
+
+    @property
+    def file(self) -> Path:
+        """Where it lies."""
+        return self.places[0].file
+
+    @property
+    def format(self) -> str:
+        """How its numbers are stored."""
+        return self.places[0].format
+
+    def read(self) -> Tensor:
+        """The numbers, in float32."""
+        tensor = torch.stack([read_place(place) for place in self.places], 2 if self.transposed else -1)
+        if self.transposed:
+            return tensor.flatten(1, 2).transpose(1, 2)
+        if self.heads:
+            tensor = tensor.view(self.heads, -1, 2, math.prod(self.shape[1:])).transpose(1, 2)
+        return tensor.reshape(self.shape)
+
+
+def read_place(place: Place) -> Tensor:
+    """The numbers of a stored tensor in float32, unpacked some rows at a time. Raises MissingWeights, MissingPackage."""
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError as error:
+        raise MissingPackage(f"{place.file} needs the package gguf: pip install 'forerun[gguf]'") from error
+    rows, width = math.prod(place.shape[:-1]), place.shape[-1]
+    try:
+        data = np.memmap(place.file, np.uint8, "r", place.offset, (rows, place.num_bytes // rows))
+    except (OSError, ValueError) as error:
+        raise MissingWeights(f"{place.file} is not as it was when its header was read ({error}): {AGAIN}") from error
+    result, step = torch.empty(rows, width), max(1, BLOCK_NUMBERS // width)
+    for first in range(0, rows, step):
+        part = data[first : first + step]
+        plain = PLAIN.get(place.format)
+        numbers = part.view(plain) if plain else dequantize(part, GGMLQuantizationType[place.format])
+        result[first : first + step] = torch.from_numpy(np.array(numbers, np.float32))
+    return result.view(place.shape)
+
+
+def hugging_face_tensors(file: GgufFile, experts: ExpertNames | None) -> dict[str, GgufTensor]:
+    """All tensors of a model by Hugging Face's names, experts by those of their family; others keep their own."""
+    tensors: dict[str, GgufTensor] = {}
+    for name, place in file.tensors.items():
+        *layer, part, kind = name.split(".")
+        prefix = f"model.layers.{layer[1]}." if len(layer) == 2 else ""
+        if name in IDLE:
+            continue
+        if experts is not None and part.endswith("_exps"):
+            tensors |= dict(experts_of(file, place, name, prefix, experts))
+        elif experts is not None and part == "ffn_gate_inp":
+            tensors[f"{prefix}{experts.router}.{kind}"] = GgufTensor(place.shape, (place,))
+        elif part == "attn_sinks":
+            tensors[f"{prefix}self_attn.sinks"] = GgufTensor(place.shape, (place,))
+        else:
+            heads = file.model_fields.whole(HEADS[part]) if part in HEADS and file.architecture in ROTATED else 0
+            known = (INNER if prefix else OUTER).get(part)
+            tensors[f"{prefix}{known}.{kind}" if known else name] = GgufTensor(place.shape, (place,), heads)
+    return tensors
+
+
+def experts_of(
+    file: GgufFile, place: Place, name: str, prefix: str, names: ExpertNames
+) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensors that come of one of the file's, which holds the gates, the ups or the downs of all experts of a layer.
+
+    Where a family has one tensor for gates and ups it comes with the gates.
+    """
+    *_, part, kind = name.split(".")
+    which, count = part.split("_")[1], place.shape[0]
+    if not names.is_stacked:
+        form = dict(zip(("gate", "up", "down"), (*names.gate_up, names.down), strict=True))[which]
+        for i in range(count):
+            yield f"{prefix}{form.format(i)}.{kind}", GgufTensor(place.shape[1:], (place.part(i),))
+    elif which != "up":
+        places = (place,) if which == "down" else (place, file.tensors[name.replace("_gate_", "_up_")])
+        own = names.down if which == "down" else names.gate_up[0]
+        outputs, inputs = len(places) * place.shape[1], place.shape[2:]
+        if kind == "bias":
+            yield f"{prefix}{own}_bias", GgufTensor((count, outputs), places)
+        else:
+            yield f"{prefix}{own}", GgufTensor((count, *inputs, outputs), places, transposed=True)

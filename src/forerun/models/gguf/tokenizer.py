@@ -1,0 +1,140 @@
+"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json would describe it.
+
+There are two kinds: byte-level BPE, whose rule for cutting a text into words has a name (`tokenizer.ggml.pre`), and
+SentencePiece with scores, whose merges follow from them. The expressions of PRE are those with which the models were
+trained, as their publishers' tokenizer.json have them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from forerun.errors import TokenizerError
+from forerun.limits import shown
+from forerun.models.gguf.file import AGAIN, GgufFile
+from forerun.text.files import damage_as_errors
+
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2, DIGITS = "gpt-2", "digits"  # the library's own rule; the same behind single digits
+PRE = {
+    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "phi-2", "roberta-bpe"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), QWEN2),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
+    "tekken": TEKKEN,
+}
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")  # a word in the vocabulary is not merged
+STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with bos unless the file says otherwise
+NFC = ("qwen2", "deepseek-r1-qwen")
+
+
+PRE_KEY = "tokenizer.ggml.pre"
+NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def tokenizer_files(file: GgufFile) -> dict[str, str]:
+    """The texts of tokenizer.json and tokenizer_config.json. Raises TokenizerError for a kind that is not read."""
+    tokens, kind = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.model")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise TokenizerError(f"{file.path} has no tokenizer that can be read: name another with --tokenizer")
+    if kind not in ("gpt2", "llama"):
+        known = "read are gpt2 and llama: name another tokenizer with --tokenizer"
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.model is {shown(kind)}; {known}")
+    backend = byte_level(file, tokens) if kind == "gpt2" else sentence_piece(file, tokens)
+    types = file.metadata.get("tokenizer.ggml.token_type") or []
+    for text, token_type in zip(tokens, types, strict=False):
+        if token_type in (CONTROL, USER_DEFINED):
+            special = token_type == CONTROL
+            token = AddedToken(text, special=special, normalized=False)
+            backend.add_special_tokens([token]) if special else backend.add_tokens([token])
+    starts = kind == "llama" or file.metadata.get(PRE_KEY) in STARTED
+    backend.post_processor = framing(file, tokens, starts)
+    config: dict[str, Any] = {name: named_token(file, tokens, key) for name, key in NAMED.items()}
+    config["chat_template"] = file.metadata.get("tokenizer.chat_template")
+    config = {name: value for name, value in config.items() if value is not None}
+    return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config)}
+
+
+def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """Byte-level BPE. Raises TokenizerError for a rule of cutting that has no row in the table."""
+    pre, merges = file.metadata.get(PRE_KEY, "default"), file.metadata.get("tokenizer.ggml.merges")
+    if pre not in PRE:
+        known = f"known are {', '.join(PRE)}: name the original's tokenizer with --tokenizer"
+        raise TokenizerError(f"{file.path}: {PRE_KEY} is {shown(pre)}; {known}")
+    if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.merges must be pairs of tokens: {AGAIN}")
+    vocab = {text: i for i, text in enumerate(tokens)}
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    with damage_as_errors(str(file.path)):
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in WHOLE_WORDS))
+    rule = PRE[pre]
+    if pre in NFC:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = {GPT2: [], DIGITS: [pre_tokenizers.Digits(individual_digits=True)]}.get(
+        rule, [pre_tokenizers.Split(Regex(rule), "isolated")]
+    )
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule in (GPT2, DIGITS)))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """SentencePiece's BPE: of two neighbours those are merged first whose token has the highest score."""
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.scores must be a number for each token: {AGAIN}")
+    vocab = {text: i for i, text in enumerate(tokens)}
+    ranked = []
+    for text, i in vocab.items():
+        for cut in range(1, len(text)):
+            left, right = vocab.get(text[:cut]), vocab.get(text[cut:])
+            if left is not None and right is not None:
+                ranked.append((-scores[i], left, right))
+    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
+    with damage_as_errors(str(file.path)):
+        unknown = named_token(file, tokens, "unknown")
+        model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        backend = Tokenizer(model)
+    lead = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    blanks = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if lead else blanks
+    ends = [decoders.Strip(" ", 1, 0)] if lead else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return backend
+
+
+def framing(file: GgufFile, tokens: list[str], starts: bool) -> Any:
+    """The tokens that every text begins and ends with."""
+    frame, described = ["$A"], []
+    for key, asked in (("bos", starts), ("eos", False)):
+        text = named_token(file, tokens, key)
+        if text is not None and file.metadata.get(f"tokenizer.ggml.add_{key}_token", asked):
+            frame = [text, *frame] if key == "bos" else [*frame, text]
+            described.append((text, file.metadata[f"tokenizer.ggml.{key}_token_id"]))
+    return processors.TemplateProcessing(single=frame, pair=[*frame, "$B"], special_tokens=described)
+
+
+def named_token(file: GgufFile, tokens: list[str], key: str) -> str | None:
+    """The text of a token that the metadata names by its id."""
+    number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
