@@ -27,6 +27,7 @@ LISTED = ("additional_special_tokens", "extra_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 MOST_IDS = 1 << 22  # several times what the largest vocabulary has
 AGAIN = "download or copy it again"
+PROBLEM = "tokenizer.problem.txt"  # why a folder that stands for a file has no tokenizer.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class TokenizerFiles:
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer that tokenizer.json describes."""
     if not path.exists():
+        problem = path.with_name(PROBLEM)
+        if problem.exists():
+            raise TokenizerError(problem.read_text(encoding="utf-8"))
         raise TokenizerError(
             f"{path} is missing: forerun reads tokenizers in this format only. Save it with transformers "
             "(AutoTokenizer.from_pretrained(model).save_pretrained(folder)), or give a folder that has it"

@@ -56,7 +56,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config |= {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
     experts = fields.whole("expert_count", 0, least=0)
     if experts:
-        config |= {"num_experts": experts, "num_local_experts": experts, "norm_topk_prob": True}
+        normed = fields.flag("expert_weights_norm", file.architecture != "qwen2moe")
+        config |= {"num_experts": experts, "num_local_experts": experts, "norm_topk_prob": normed}
         name = WITH_EXPERTS.get(name, name)
     config["architectures"] = [name]
     config["intermediate_size"] = fields.whole("feed_forward_length", config.get("moe_intermediate_size"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun import __version__
-from forerun.errors import MissingWeights
+from forerun.errors import MissingWeights, TokenizerError
 from forerun.fields import read_fields
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.config import config_json, generation_json
@@ -21,6 +21,7 @@ from forerun.models.gguf.file import GgufFile, Place, parts_of
 from forerun.models.gguf.tensors import GgufTensor, hugging_face_tensors
 from forerun.models.gguf.tokenizer import tokenizer_files
 from forerun.store import cache_folder, replace_file
+from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
 
@@ -48,8 +49,16 @@ def files_of(file: GgufFile) -> dict[str, str]:
         "config.json": json.dumps(config, indent=2),
         "generation_config.json": json.dumps(generation_json(file), indent=2),
         INDEX: json.dumps({name: asdict(tensor) for name, tensor in tensors.items()}, default=str),
-        **tokenizer_files(file),
+        **tokenizer_or_problem(file),
     }
+
+
+def tokenizer_or_problem(file: GgufFile) -> dict[str, str]:
+    """The files of its tokenizer or, where it cannot be read, what will be said when one is asked for."""
+    try:
+        return tokenizer_files(file)
+    except TokenizerError as error:
+        return {PROBLEM: str(error)}
 
 
 def stored_tensors(folder: Path) -> dict[str, GgufTensor]:

@@ -1,0 +1,97 @@
+"""GGUF files made from Hugging Face folders as llama.cpp's converter makes them, with the names that `gguf` knows."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+from torch import Tensor
+
+from kit.checkpoints import read_json, written
+
+EXPERT = re.compile(r"experts\.\d+\.")
+BLOCK = 32
+ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, in float32."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+
+
+def write_gguf(
+    folder: Path, path: Path, architecture: str, metadata: Mapping[str, Any], number_format: str = "F32"
+) -> Path:
+    """Write the model of a folder to `path`: matrices in this format where blocks fit their rows, all else in F32."""
+    config: dict[str, Any] = read_json(folder / "config.json")
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        getattr(writer, ADD[type(value)])(key.format(architecture), value)
+    arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(arch, config["num_hidden_layers"])
+    stacks: dict[str, list[Tensor]] = defaultdict(list)
+    for name, tensor in tensors_of(folder).items():
+        for part, numbers in file_parts(name, tensor):
+            own = names.get_name(EXPERT.sub("experts.", part), (".weight", ".bias"))
+            assert own is not None, f"{architecture} has no name for {part}"
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            turned = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
+            stacks[own].append(by_turns(numbers, heads) if turned else numbers)
+    for name, parts in stacks.items():
+        numbers = (torch.stack(parts) if "_exps" in name and len(parts) > 1 else parts[0]).contiguous()
+        kind = GGMLQuantizationType[number_format if fits(name, numbers) else "F32"]
+        writer.add_tensor(name, quantize(numbers.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def file_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor as files have it: gates and ups of gpt-oss apart, all its experts with outputs before inputs."""
+    if "experts.gate_up_proj" in name:
+        turned = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+        end = ".bias" if name.endswith("_bias") else ".weight"
+        prefix = name.partition("gate_up_proj")[0]
+        yield f"{prefix}gate_proj{end}", turned[:, ::2]
+        yield f"{prefix}up_proj{end}", turned[:, 1::2]
+    elif "experts.down_proj" in name and not name.endswith(".weight"):
+        bias = name.endswith("_bias")
+        yield f"{name.removesuffix('_bias')}{'.bias' if bias else '.weight'}", tensor if bias else tensor.transpose(1, 2)
+    else:
+        yield (f"{name}.weight" if name.endswith("sinks") else name), tensor
+
+
+def by_turns(rows: Tensor, heads: int) -> Tensor:
+    """Rows of queries or keys in the order in which neighbours are rotated together."""
+    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
+
+
+def fits(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is stored in blocks: a matrix whose rows they fill."""
+    return not name.endswith("bias") and tensor.dim() > 1 and tensor.shape[-1] % BLOCK == 0
+
+
+def write_rounded(folder: Path, into: Path, number_format: str) -> Path:
+    """The folder with its matrices rounded to a format of GGUF and back, as `write_gguf` stores them."""
+    kind = GGMLQuantizationType[number_format]
+
+    def rounded(name: str, tensor: Tensor) -> Tensor:
+        turned = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+        if not fits(name, turned):
+            return tensor
+        back = torch.from_numpy(dequantize(quantize(turned.contiguous().numpy(), kind), kind)).reshape(turned.shape)
+        return back.transpose(1, 2) if tensor.dim() == 3 else back
+
+    return written(
+        into, read_json(folder / "config.json"), {name: rounded(name, t) for name, t in tensors_of(folder).items()}
+    )

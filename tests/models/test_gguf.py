@@ -1,0 +1,79 @@
+"""A GGUF file is a model like any other: its answers have the bits of the Hugging Face folder that it was made of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.models.loading import Blueprint
+from kit.gguf_files import write_gguf, write_rounded
+from models.test_families import EXPERTS, GPT_OSS, LENGTH, LLAMA3, SHARED, VOCAB, YARN, Case, build, our_logits
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+BIASED = {"attention_bias": True, "mlp_bias": True, "head_dim": 24}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+CASES = {
+    "llama, tied": ("llama", "llama", {"tie_word_embeddings": True}),
+    "llama, biases, wide heads": ("llama", "llama", BIASED),
+    "llama, linear": ("llama", "llama", {"rope_parameters": LINEAR}),
+    "llama, yarn": ("llama", "llama", {"rope_parameters": YARN}),
+    "mixtral": ("llama", "mixtral", MIXTRAL),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen2, experts": ("qwen2moe", "qwen2_moe", EXPERTS | SHARED),
+    "qwen3, experts": ("qwen3moe", "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": ("gpt-oss", "gpt_oss", GPT_OSS),
+}
+KEYS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+
+
+def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of a model with this config.json; `{}` stands for the architecture."""
+    values = {f"{{}}.{key}": config[json] for key, json in KEYS.items() if config.get(json) is not None}
+    if "num_experts" in config:
+        values["{}.expert_count"] = config["num_experts"]
+    rope = config["rope_parameters"]
+    values["{}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"{}.rope.scaling.type": rope["rope_type"], "{}.rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        values["{}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if config["model_type"] == "gpt_oss":
+        values["{}.attention.sliding_window"] = config["sliding_window"]
+    return values
+
+
+def both(case: str, tmp_path: Path, number_format: str) -> tuple[Path, Path]:
+    """A folder, and a GGUF file of the same numbers."""
+    architecture, family, options = CASES[case]
+    source = tmp_path / "source"
+    build(Case(case, family, {"intermediate_size": 96} | options), source)
+    config = json.loads((source / "config.json").read_text())
+    file = write_gguf(source, tmp_path / "model.gguf", architecture, metadata_of(config), number_format)
+    return write_rounded(source, tmp_path / "folder", number_format), file
+
+
+@pytest.mark.parametrize("number_format", ["F32", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_gives_the_bits_of_the_folder_that_it_was_made_of(case: str, number_format: str, tmp_path: Path) -> None:
+    folder, file = both(case, tmp_path, number_format)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
+    expected, found = (
+        our_logits(Blueprint.of(str(path), dtype="float32", kernels="torch"), tokens, [LENGTH]) for path in (folder, file)
+    )
+    assert torch.equal(found, expected)
