@@ -17,7 +17,7 @@ from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import mistaken
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, BUNDLED_NAMES
 from forerun.models.foreign import told_of
-from forerun.models.gguf.folder import folder_of
+from forerun.models.gguf.folder import choose_file, folder_of
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
@@ -26,6 +26,8 @@ HUB_DUPLICATES = (  # the same weights in other layouts; in folders of a reposit
     *("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.json", "*/*.txt", "tokenizer*/*"),
     "consolidated*",
 )
+GGUF_NAME = re.compile(r"(.+):((?:I?Q\d|F16|F32|BF16|MXFP4|UD-)\w*)", re.IGNORECASE)  # NAME:FORMAT
+USUAL_FORMAT = "Q4_K_M"  # of the files that a repository has, where none is named
 MOST_SIBLINGS = 2000  # folders beside a missing one that are looked at for a similar name
 
 
@@ -44,8 +46,13 @@ def find_tokenizer(name: str) -> Path:
 
 
 def find_folder(name: str, revision: str | None, files: Sequence[str], needed: str) -> Path:
-    """The folder that a name stands for; it holds the `needed` file. `files` are fetched from the hub."""
+    """The folder that a name stands for; it holds the `needed` file. `files` are fetched from the hub.
+
+    A GGUF file stands for such a folder, and so does what holds one; `NAME:FORMAT` chooses among several.
+    """
     try:
+        in_gguf = None if Path(name).expanduser().exists() else GGUF_NAME.fullmatch(name)
+        name, number_format = (in_gguf[1], in_gguf[2]) if in_gguf else (name, None)
         path = Path(name).expanduser()
         there, is_a_file = path.exists(), path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder that is locked
@@ -59,13 +66,20 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         if not there:
             raise ModelNotFound(f"{name} should have come with the package, but {path} is missing: install it again")
     if not there:
-        folder = fetch(name, revision, files)
+        folder = path if number_format else fetch(name, revision, files)
         if not is_file(folder / needed):
-            problem = told_of(folder) or f"has no {needed} on the hub: choose a repository in Hugging Face's layout"
-            raise ModelNotFound(f"{name} {problem}")
+            folder = fetch(name, revision, (f"*{number_format or USUAL_FORMAT}*.gguf",))
+            file = choose_file(folder, number_format)
+            if file is not None:
+                return folder_of(file)
+            problem = told_of(folder) or f"has no {needed} on the hub, and no {number_format or USUAL_FORMAT} in GGUF"
+            raise ModelNotFound(f"{name} {problem}: choose another repository, or a format, as in {name}:Q8_0")
         return folder
     if revision is not None:
         raise InvalidRequest("revision", f"{revision!r} is for hub ids, and {name} is a folder: leave it out.")
+    file = None if is_file(path / needed) and number_format is None else choose_file(path, number_format)
+    if file is not None:
+        return folder_of(file)
     if not is_file(path / needed):
         beside = " and *.safetensors" if needed == "config.json" else ""
         kind = told_of(path)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from forerun import __version__
-from forerun.errors import MissingWeights, TokenizerError
+from forerun.errors import MissingWeights, ModelNotFound, TokenizerError
 from forerun.fields import read_fields
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.config import config_json, generation_json
-from forerun.models.gguf.file import GgufFile, Place, parts_of
+from forerun.models.gguf.file import PART, GgufFile, Place, parts_of
 from forerun.models.gguf.tensors import GgufTensor, hugging_face_tensors
 from forerun.models.gguf.tokenizer import tokenizer_files
 from forerun.store import cache_folder, replace_file
@@ -38,6 +38,20 @@ def folder_of(path: Path) -> Path:
         for name in sorted(texts, key=lambda name: name == INDEX):  # last, for it says that all are there
             replace_file(folder / name, texts[name].encode())
     return folder
+
+
+def choose_file(folder: Path, wanted: str | None) -> Path | None:
+    """The GGUF file in a folder whose name has the wanted format in it, such as "Q4_K_M"; None where there is none.
+
+    Of a model in parts it is the first. Raises ModelNotFound where there are several to choose from.
+    """
+    files = [path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith(("mmproj", "imatrix"))]
+    files = [path for path in files if (part := PART.fullmatch(path.name)) is None or int(part[2]) == 1]
+    matching = [path for path in files if wanted is None or wanted.lower() in path.name.lower()]
+    if len(matching) > 1 or (files and not matching):
+        names = ", ".join(path.name for path in files[:8])
+        raise ModelNotFound(f"{folder} has {names}: choose one by its format, as in {folder}:Q4_K_M, or name the file")
+    return matching[0] if matching else None
 
 
 def files_of(file: GgufFile) -> dict[str, str]:
