@@ -289,6 +289,15 @@ Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const vo
   return nullptr;
 }
 
+// A layer of weights in groups, as files have them; `least` may be null.
+Linear* forerun_grouped(const Groups* groups, int64_t outputs, int64_t inputs, const int8_t* numbers, const float* scales,
+                        const float* least, const float* bias) {
+  auto* linear = new Linear(*groups, outputs, inputs, numbers, scales, least, bias);
+  if (linear->panels.data) return linear;
+  delete linear;
+  return nullptr;
+}
+
 void forerun_free_linear(Linear* linear) { delete linear; }
 
 // x is [num_rows, inputs], out [num_rows, outputs padded to whole panels]; norm may be null.

@@ -23,11 +23,11 @@
 
 namespace forerun {
 
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT16 = 4 };
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT16 = 4, GROUPED = 5 };
 
 constexpr int PANELS = 4;  // are multiplied at once: WIDTH outputs
 constexpr int TILE = 16;   // rows of an AMX tile
-constexpr int GROUP = 32;  // inputs of an output that share a scale, int4 only
+constexpr int GROUP = 32;  // inputs of an output that share a scale: of int4; and of a row, for grouped weights
 constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, then their weights
 constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
 constexpr int64_t HUGE_PAGE = 2 << 20;
@@ -80,6 +80,12 @@ constexpr bool WORDS = true;  // int8 is widened to 16 bits and multiplied in pa
 constexpr bool WORDS = false;
 #endif
 
+#if defined(__AVX512VNNI__)
+constexpr bool UNSIGNED = true;  // one side of a product of bytes
+#else
+constexpr bool UNSIGNED = false;
+#endif
+
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool SHORT_SUMS = true;  // a group of int4 weights is summed in 16 bits: 16 * 15 * 127 fits if 8 is taken off
 #else
@@ -93,8 +99,19 @@ struct Rows {
   float* scales;
 };
 
+// Weights as files of quantised models have them: numbers of 4 or 8 bits, and for every `size` inputs of an output a
+// scale, and with `has_least` what is added to each. Both are float16 where that loses nothing, and float32 otherwise.
+struct Groups {
+  int64_t bits, size, has_least, wide;
+
+  int64_t line_bytes() const { return LANES * (wide ? 4 : 2); }  // scales of one group of 16 outputs
+  int64_t scale_bytes() const { return WIDTH / size * line_bytes(); }  // of the groups in WIDTH inputs
+  int64_t block_bytes() const { return (1 + has_least) * scale_bytes() + WIDTH * LANES * bits / 8; }
+};
+
 struct Linear {
   Format format;
+  Groups groups;                          // of GROUPED weights
   int64_t outputs, inputs, width, depth;  // the latter two padded: of the result, and of the sum
   Memory panels;
   float *bias, *scales;
@@ -102,22 +119,27 @@ struct Linear {
 
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 || f == FLOAT16 ? 2 : 1; }
   int64_t num_blocks() const { return depth / WIDTH; }  // of int4
-  int64_t panel_bytes() const { return format == INT4 ? num_blocks() * BLOCK_LINES * 64 : LANES * depth * size(format); }
+  int64_t panel_bytes() const {
+    if (format == GROUPED) return num_blocks() * groups.block_bytes();
+    return format == INT4 ? num_blocks() * BLOCK_LINES * 64 : LANES * depth * size(format);
+  }
   const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
   int64_t number_bytes() const {  // of a row, as prepared
+    if (format == GROUPED) return groups.bits == 8 && WORDS ? 2 : 1;
     return format == FLOAT16 || (format == BFLOAT16 && !PAIRS) ? 4 : format == INT8 && WORDS ? 2 : size(format);
   }
   int64_t row_bytes() const {
+    if (format == GROUPED) return depth * number_bytes() + padded(depth / GROUP * 4 + depth / groups.size * 8) + ROW_GAP;
     const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
     return depth * number_bytes() + starts + ROW_GAP;
   }
-  bool tiled() const { return format != FLOAT32 && format != FLOAT16 && has_amx(); }  // AMX multiplies neither of these
+  bool tiled() const { return (format == BFLOAT16 || format == INT8 || format == INT4) && has_amx(); }
 
   // `weight` is [outputs, inputs] in the format itself, a byte a number for int4. `scales` are floats, one for each
   // output, for int8, and bfloat16, one for each group of each output, for int4; `bias` may be null.
   Linear(Format f, int64_t n, int64_t k, const void* weight, const void* weight_scales, const float* b)
-      : format(f), outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width / LANES * panel_bytes()) {
+      : format(f), groups{}, outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width / LANES * panel_bytes()) {
     bias = static_cast<float*>(calloc(width, sizeof(float)));
     scales = static_cast<float*>(calloc(width, sizeof(float)));
     offsets = static_cast<int32_t*>(calloc(width, sizeof(int32_t)));
@@ -139,6 +161,14 @@ struct Linear {
         for (int64_t i = 0; i < k; i++) offsets[o] += 128 * reinterpret_cast<const int8_t*>(from)[i];
     }
   }
+  // `numbers` are bytes, [outputs, inputs]; `group_scales` and `least` floats, [outputs, groups], the latter or null.
+  Linear(Groups g, int64_t n, int64_t k, const int8_t* numbers, const float* group_scales, const float* least, const float* b)
+      : format(GROUPED), groups(g), outputs(n), inputs(k), width(padded(n)), depth(padded(k)),
+        panels(width / LANES * panel_bytes()), scales(nullptr), offsets(nullptr) {
+    bias = static_cast<float*>(calloc(width, sizeof(float)));
+    if (b) memcpy(bias, b, n * sizeof(float));
+    if (panels.data) pack_stored(numbers, group_scales, least);
+  }
   ~Linear() { free(bias), free(scales), free(offsets); }
 
   // Two numbers a byte, 8 added to each: of every eight inputs the first four in the low halves of a line, the last four
@@ -159,6 +189,40 @@ struct Linear {
       }
     }
   }
+
+  // Numbers of 4 bits as `pack_groups` packs them, 8 added where no least value says what the lowest stands for. Of 8
+  // bits: four inputs of an output side by side, 128 added where a processor takes one side unsigned; with AVX2 two.
+  void pack_stored(const int8_t* numbers, const float* group_scales, const float* least) {
+    const int64_t num_groups = (inputs + groups.size - 1) / groups.size, in_block = WIDTH / groups.size;
+    const uint8_t added = groups.bits == 4 ? (groups.has_least ? 0 : 8) : UNSIGNED ? 128 : 0;
+    const int64_t unit = groups.bits == 8 && WORDS ? 2 : 4;
+#pragma omp parallel for
+    for (int64_t o = 0; o < outputs; o++) {
+      const int8_t* const row = numbers + o * inputs;
+      const int64_t lane = o % LANES;
+      char* block = panels.data + o / LANES * panel_bytes();
+      for (int64_t first = 0; first < depth; first += WIDTH, block += groups.block_bytes()) {
+        const auto scale = [&](const float* values, int64_t g, char* to) {
+          if (groups.wide) memcpy(to + lane * 4, values + o * num_groups + g, 4);
+          else put(reinterpret_cast<float16*>(to) + lane, values + o * num_groups + g, 1);
+        };
+        for (int64_t j = 0; j < in_block && first / groups.size + j < num_groups; j++) {
+          char* const to = block + j * (1 + groups.has_least) * groups.line_bytes();
+          scale(group_scales, first / groups.size + j, to);
+          if (groups.has_least) scale(least, first / groups.size + j, to + groups.line_bytes());
+        }
+        char* const lines = block + (1 + groups.has_least) * groups.scale_bytes();
+        const auto number = [&](int64_t i) { return static_cast<uint8_t>((first + i < inputs ? row[first + i] : 0) + added); };
+        if (groups.bits == 4)
+          for (int64_t i = 0; i < WIDTH; i += 8)
+            for (int64_t j = 0; j < 4; j++)
+              lines[i * 8 + lane * 4 + j] = static_cast<char>(number(i + j) | number(i + 4 + j) << 4);
+        else
+          for (int64_t i = 0; i < WIDTH; i++)
+            lines[i / unit * unit * LANES + lane * unit + i % unit] = static_cast<char>(number(i));
+      }
+    }
+  }
 };
 
 // What the sums of a group of int4 weights start from. The weights are multiplied with 8 added to each, so this is -8
@@ -167,6 +231,35 @@ inline int32_t group_start(const int8_t* x) {
   int32_t low = 0, high = 0;
   for (int i = 0; i < GROUP; i += 4) low -= 8 * (x[i] + x[i + 1]), high -= 8 * (x[i + 2] + x[i + 3]);
   return SHORT_SUMS ? static_cast<int32_t>((low & 0xffff) | static_cast<uint32_t>(high) << 16) : low + high;
+}
+
+// A row for grouped weights: every GROUP inputs as whole numbers of at most 127 in size and a scale. Behind the numbers
+// lie the scales, then for each group of weights its inputs' sum times the scale, then what its sums start from.
+template <typename T>
+inline void prepare_groups(const Linear& l, const float* x, T* numbers) {
+  const int64_t size = l.groups.size;
+  float* const scales = reinterpret_cast<float*>(numbers + l.depth);
+  float* const totals = scales + l.depth / GROUP;
+  int32_t* const starts = reinterpret_cast<int32_t*>(totals + l.depth / size);
+  const Floats shift = all(12582912.0f);
+  for (int64_t first = 0; first < l.depth; first += GROUP) {
+    const Floats a = load(x + first), b = load(x + first + LANES);
+    const Floats top = larger(floats(bits(a) & 0x7fffffff), floats(bits(b) & 0x7fffffff));
+    const float spoilt = sum(a * 0.0f + b * 0.0f);  // 0, or not a number: then nothing of the row is one
+    const float scale = spoilt == 0 ? std::max(largest(top) / 127.0f, 1.17549435e-38f) : spoilt;
+    int32_t w[GROUP];
+    int8_t own[GROUP];
+    store(w, bits(a / scale + shift)), store(w + LANES, bits(b / scale + shift));
+    for (int j = 0; j < GROUP; j++) numbers[first + j] = own[j] = static_cast<int8_t>(w[j]);
+    scales[first / GROUP] = scale;
+    for (int64_t part = 0; part < GROUP; part += size) {
+      int32_t total = 0;
+      for (int64_t j = 0; j < size; j++) total += own[part + j];
+      totals[(first + part) / size] = scale * static_cast<float>(total);
+      starts[(first + part) / size] =
+          l.groups.bits == 4 ? (l.groups.has_least ? 0 : group_start(own)) : UNSIGNED ? -128 * total : 0;
+    }
+  }
 }
 
 // One row of floats (padded with zeros to the layer's depth) in the layer's format; for float16 it stays as it is, so
@@ -180,6 +273,9 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
       if (PAIRS) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));
       else store(reinterpret_cast<float*>(to) + i, floats(rounded(load(x + i)) << 16));
     }
+  } else if (l.format == GROUPED) {
+    if (WORDS && l.groups.bits == 8) prepare_groups(l, x, reinterpret_cast<int16_t*>(to));
+    else prepare_groups(l, x, reinterpret_cast<int8_t*>(to));
   } else {
     Floats top{}, finite{};
     for (int64_t i = 0; i < l.depth; i += LANES) {

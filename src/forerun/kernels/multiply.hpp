@@ -1,6 +1,7 @@
 // y = x @ weight.T: the share that one thread has in a product, by the processor's tiles or its vector registers.
 #pragma once
 #include "multiply_registers.hpp"
+#include "multiply_stored.hpp"
 #include "multiply_tiles.hpp"
 
 namespace forerun {
@@ -20,6 +21,7 @@ inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, float* o
 #endif
   for (int64_t g = first; g < end; g++)
     if (l.format == INT4) multiply_groups(l, g * WIDTH, rows, num_rows, out);
+    else if (l.format == GROUPED) multiply_stored(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == INT8) multiply_rows<INT8>(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == BFLOAT16) multiply_rows<BFLOAT16>(l, g * WIDTH, rows, num_rows, out);
     else if (l.format == FLOAT16) multiply_rows<FLOAT16>(l, g * WIDTH, rows, num_rows, out);

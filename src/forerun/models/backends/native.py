@@ -30,7 +30,8 @@ from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import RowLaws, address
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
 from forerun.models.backends.invariance import cancelling_product
-from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CLayer, CPass, CShape
+from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGroups, CLayer, CPass, CShape
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, quantize_groups, quantize_rows
 from forerun.models.batch import EACH_ALONE, AttentionPath, TokenBatch
 from forerun.models.layer import Bias, GatedMlp, Layer, Linear, Router, StateEntry, WeightMatrix
@@ -54,6 +55,8 @@ class NativeBackend:
         lib.forerun_instructions.restype = ctypes.c_char_p
         lib.forerun_linear.restype = lib.forerun_decoder.restype = c_void_p
         lib.forerun_linear.argtypes = [c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
+        lib.forerun_grouped.restype = c_void_p
+        lib.forerun_grouped.argtypes = [POINTER(CGroups), c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]
         lib.forerun_multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64]
         lib.forerun_decoder.argtypes = [POINTER(CShape), POINTER(CLayer), c_int64]
         lib.forerun_forward.argtypes = [c_void_p, POINTER(CPass)]
@@ -78,6 +81,10 @@ class NativeBackend:
     ) -> NativeLinear:
         """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, one of WEIGHTS."""
         return NativeLinear(self, weight, bias, quantize)
+
+    def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> NativeLinear:
+        """A packed layer of weights in groups."""
+        return NativeLinear.of_groups(self, weight, bias)
 
     def executor(self, parts: DecoderParts) -> NativeExecutor:
         """All layers as one call."""
@@ -140,11 +147,28 @@ class NativeLinear:
             weight, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
         number = INT4 if quantize == "int4" else FORMATS[weight.dtype]
         weight, bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
-        pointers = (None if tensor is None else tensor.data_ptr() for tensor in (weight, scales, bias))
-        self.pointer = self.lib.forerun_linear(number, self.outputs, self.inputs, *pointers)
-        if not self.pointer:
+        self.own(self.lib.forerun_linear(number, self.outputs, self.inputs, *addresses(weight, scales, bias)))
+
+    @classmethod
+    def of_groups(cls, kernels: NativeBackend, weight: GroupedWeight, bias: Tensor | None) -> NativeLinear:
+        """A layer of weights in groups; scales are held in float16 where that loses nothing."""
+        layer = cls.__new__(cls)
+        layer.outputs, layer.inputs = weight.numbers.shape
+        layer.lib = kernels.lib
+        values = [weight.scales, *(() if weight.least is None else (weight.least,))]
+        wide = any(not torch.equal(value.half().float(), value) for value in values)
+        groups = CGroups(bits=weight.bits, size=weight.size, has_least=weight.least is not None, wide=wide)
+        tensors = (weight.numbers, weight.scales, weight.least, None if bias is None else bias.float())
+        kept = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        layer.own(layer.lib.forerun_grouped(groups, layer.outputs, layer.inputs, *addresses(*kept)))
+        return layer
+
+    def own(self, pointer: int | None) -> None:
+        """Hold a layer of the library's, and free it in the end."""
+        if not pointer:
             raise MemoryError(f"no memory for a layer of {self.outputs} x {self.inputs} weights")
-        weakref.finalize(self, self.lib.forerun_free_linear, self.pointer)
+        self.pointer = pointer
+        weakref.finalize(self, self.lib.forerun_free_linear, pointer)
 
     def __call__(
         self, x: Float[Tensor, "rows inputs"], norm: Float[Tensor, " padded"] | None = None, eps: float = 0.0
@@ -350,6 +374,11 @@ class NativeExecutor:
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""
         return self.head(hidden.float(), self.norm, self.norm_eps)
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Where these tensors lie."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def gated(mlp: GatedMlp) -> CGated:

@@ -15,6 +15,12 @@ class CShape(Structure):
     ]
 
 
+class CGroups(Structure):
+    """`Groups` in linear.hpp."""
+
+    _fields_: ClassVar = [(name, c_int64) for name in ("bits", "size", "has_least", "wide")]
+
+
 class CGated(Structure):
     """`Gated` in decoder.hpp."""
 

@@ -1,0 +1,87 @@
+"""Weights in groups, as files of quantised models have them: what they are, and the product that kernels compute.
+
+A weight is a whole number times its group's scale, and for some formats plus the group's least value. A row's inputs
+are rounded to 8 bits in groups of 32, each with a scale of its own, so that one large number costs its neighbours
+alone. The sum of a group is exact; it is rounded to float32, multiplied by both scales and added to the sum of the
+groups before it, then comes the least value times the sum of the inputs. So every way to compute it gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float, Int8
+from forerun.models.layer import Bias
+
+ROW_GROUP = 32
+LARGEST_INT8 = 127
+FORMS = ((4, 32), (8, 32), (8, 16))  # bits and inputs of a group that kernels multiply
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """`weight[o, i] = scales[o, i // size] * numbers[o, i] + least[o, i // size]`.
+
+    Numbers of 4 bits are from -8 to 7 without `least`, and from 0 to 15 with it.
+    """
+
+    numbers: Int8[Tensor, "outputs inputs"]
+    scales: Float[Tensor, "outputs groups"]
+    least: Float[Tensor, "outputs groups"] | None
+    bits: int
+    size: int
+
+    def in_form(self, bits: int, size: int, has_least: bool) -> GroupedWeight:
+        """The same weights in numbers of at least as many bits and groups of at most as many inputs."""
+        repeats = self.size // size
+        scales = self.scales.repeat_interleave(repeats, 1)
+        least = None if self.least is None else self.least.repeat_interleave(repeats, 1)
+        numbers = self.numbers
+        if has_least and least is None:
+            moved = 8 if bits == 4 else 0
+            numbers, least = numbers + moved, -moved * scales
+        return GroupedWeight(numbers, scales, least, bits, size)
+
+    @classmethod
+    def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
+        """The outputs of several weights one after the other, in the form that fits them all."""
+        form = max(p.bits for p in parts), min(p.size for p in parts), any(p.least is not None for p in parts)
+        form = form if form[:2] in FORMS else (8, *form[1:])
+        alike = [part.in_form(*form) for part in parts]
+        least = torch.cat([p.least for p in alike if p.least is not None]) if form[2] else None
+        return cls(torch.cat([p.numbers for p in alike]), torch.cat([p.scales for p in alike]), least, *form[:2])
+
+    def dense(self) -> Float[Tensor, "outputs inputs"]:
+        """The weights in float32, as they are defined."""
+        scales = self.scales.repeat_interleave(self.size, 1)
+        weights = scales * self.numbers
+        return weights if self.least is None else weights + self.least.repeat_interleave(self.size, 1)
+
+
+class GroupedLinear:
+    """The definition of a product with weights in groups; the compiled kernels give its bits."""
+
+    def __init__(self, weight: GroupedWeight, bias: Bias | None) -> None:
+        self.weight = weight
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        w, rows = self.weight, functional.pad(x.float(), (0, -x.shape[1] % ROW_GROUP)).unflatten(1, (-1, ROW_GROUP))
+        tiny = torch.finfo(torch.float32).tiny
+        scales = (rows.abs().amax(2, keepdim=True) / LARGEST_INT8).clamp_min(tiny)
+        whole = (rows / scales).round_().flatten(1)[:, : x.shape[1]]
+        inputs = whole.double().unflatten(1, (-1, w.size)).transpose(0, 1)  # [groups, rows, size]
+        sums = torch.bmm(inputs, w.numbers.double().unflatten(1, (-1, w.size)).permute(1, 2, 0)).float()
+        shares = scales[:, :, 0].repeat_interleave(ROW_GROUP // w.size, 1).T  # [groups, rows]
+        totals = shares * inputs.sum(2).float()
+        product = torch.zeros(len(x), len(w.numbers))
+        for group, (own, share) in enumerate(zip(sums, shares, strict=False)):
+            product += own * (w.scales[:, group] * share[:, None])
+            if w.least is not None:
+                product += w.least[:, group] * totals[group][:, None]
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
