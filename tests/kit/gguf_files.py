@@ -66,7 +66,10 @@ def file_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield f"{prefix}up_proj{end}", turned[:, 1::2]
     elif "experts.down_proj" in name and not name.endswith(".weight"):
         bias = name.endswith("_bias")
-        yield f"{name.removesuffix('_bias')}{'.bias' if bias else '.weight'}", tensor if bias else tensor.transpose(1, 2)
+        yield (
+            f"{name.removesuffix('_bias')}{'.bias' if bias else '.weight'}",
+            tensor if bias else tensor.transpose(1, 2),
+        )
     else:
         yield (f"{name}.weight" if name.endswith("sinks") else name), tensor
 

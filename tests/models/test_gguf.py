@@ -9,7 +9,7 @@ import torch
 
 from forerun.models.loading import Blueprint
 from kit.gguf_files import write_gguf, write_rounded
-from models.test_families import EXPERTS, GPT_OSS, LENGTH, LLAMA3, SHARED, VOCAB, YARN, Case, build, our_logits
+from models.test_families import EXPERTS, GPT_OSS, LENGTH, SHARED, VOCAB, YARN, Case, build, our_logits
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 BIASED = {"attention_bias": True, "mlp_bias": True, "head_dim": 24}
@@ -74,6 +74,7 @@ def test_a_file_gives_the_bits_of_the_folder_that_it_was_made_of(case: str, numb
     folder, file = both(case, tmp_path, number_format)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
     expected, found = (
-        our_logits(Blueprint.of(str(path), dtype="float32", kernels="torch"), tokens, [LENGTH]) for path in (folder, file)
+        our_logits(Blueprint.of(str(path), dtype="float32", kernels="torch"), tokens, [LENGTH])
+        for path in (folder, file)
     )
     assert torch.equal(found, expected)

@@ -21,7 +21,7 @@ from forerun.models.backends.base import Backend, DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
-from forerun.models.packing import LayerMaker, MakeLinear, Take
+from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
 
@@ -49,7 +49,7 @@ class Decoder:
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms, attention and what
-    chooses experts are of `dtype`. Under a `host` these layers are read from its states: embedding and head are the
+    chooses experts are of `dtype`. With `take_groups` weights that it yields are kept as they are stored. Under a `host` these layers are read from its states: embedding and head are the
     host's own.
     """
 
@@ -61,23 +61,32 @@ class Decoder:
         backend: Backend,
         quantize: Quantization | None = None,
         host: Decoder | None = None,
+        take_groups: TakeGroups | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        layers = LayerMaker(config, dtype, partial(backend.linear, quantize=quantize), make_router=backend.linear)
+        layers = LayerMaker(
+            config, dtype, partial(backend.linear, quantize=quantize), backend.linear, backend.grouped, take_groups
+        )
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take("model.embed_tokens.weight", table).to(dtype)
         self.layers = [layers.load(take, i) for i in range(config.layers)]
         self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
         make_head = partial(backend.linear, quantize="int8" if quantize else None)
-        self.head: Linear = host.head if host else self.make_head(take, make_head)
+        self.head: Linear = host.head if host else self.make_head(take, make_head, backend.grouped, take_groups)
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope)
         self.executor = backend.executor(parts)
 
-    def make_head(self, take: Take, make: MakeLinear) -> Linear:
+    def make_head(
+        self, take: Take, make: MakeLinear, make_grouped: MakeLinear, take_groups: TakeGroups | None
+    ) -> Linear:
         """The head, the embedding's weights packed once more where the two are tied."""
         c = self.config
+        name = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
+        groups = take_groups(name, (c.vocab_size, c.hidden)) if take_groups else None
+        if groups is not None:
+            return make_grouped(groups)
         weight = self.embedding if c.tied else take("lm_head.weight", (c.vocab_size, c.hidden))
         return make(weight.to(self.dtype))
 

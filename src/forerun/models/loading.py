@@ -26,6 +26,7 @@ from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
@@ -108,6 +109,11 @@ class Blueprint:
     def kernels(self) -> KernelChoice:
         """What computes: "native" or "torch"."""
         return self.choice.backend.kernels
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether weights that the checkpoint has in groups stay so: where kernels multiply them, unless told otherwise."""
+        return self.kernels == "native" and self.quantize is None and self.spec.dtype == "auto"
 
     @property
     def format(self) -> str:
@@ -207,7 +213,11 @@ class Blueprint:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
             return tensor.to(self.placement.device)
 
-        decoder = Decoder(c, take, self.dtype, self.backend(progress), self.quantize, host)
+        def take_groups(name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
+            return checkpoint.groups(name, shape)
+
+        groups = take_groups if self.as_stored else None
+        decoder = Decoder(c, take, self.dtype, self.backend(progress), self.quantize, host, groups)
         return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
 
     def sampling_kernels(self) -> SamplingKernels | None:

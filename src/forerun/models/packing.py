@@ -8,29 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import Clamp, ModelConfig
 from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
 from forerun.models.projections import Fetch, GatedTable, LayerTable, Projection
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
+TakeGroups = Callable[[str, tuple[int, ...]], GroupedWeight | None]  # None where it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
-    """Makes layers of tensors in `dtype`: with `make` linear layers, with `make_router` those that choose experts."""
+    """Makes layers of tensors in `dtype`: with `make` linear layers, with `make_router` those that choose experts.
+
+    With `take_groups` linear layers whose weights are stored in groups stay so, made with `make_grouped`.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
     make: MakeLinear
     make_router: MakeLinear
+    make_grouped: MakeLinear | None = None
+    take_groups: TakeGroups | None = None
 
     def load(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
@@ -42,12 +49,22 @@ class LayerMaker:
         def vector(name: str) -> Tensor:
             return fetch(name, (table.vectors[name],))
 
-        qkv, out = (linear(p, self.make, fetch) for p in (table.qkv, table.out))
+        def groups(name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
+            return self.take_groups(f"model.layers.{index}.{name}", shape) if self.take_groups else None
+
+        def project(p: Projection, own: Fetch = fetch, outputs: int = 0, inputs: int = 0) -> Linear:
+            weight = None if outputs or inputs else stored_groups(p, groups)
+            if weight is None or self.make_grouped is None:
+                return linear(p, self.make, own, outputs, inputs)
+            biases = p.bias_of(own)
+            return self.make_grouped(weight, None if biases is None else torch.cat(biases))
+
+        qkv, out = project(table.qkv), project(table.out)
         router, experts = None, list[GatedMlp]()
         if table.router is not None and e is not None:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
             held = cache(fetch) if e.names.is_stacked else fetch
-            experts = [self.gated(expert, held, e.clamp) for expert in table.experts]
+            experts = [gated(expert, partial(project, own=held), e.clamp) for expert in table.experts]
         attention = Attention(
             norm=vector("input_layernorm.weight"),
             qkv=qkv,
@@ -57,17 +74,8 @@ class LayerMaker:
             window=c.windows[index],
         )
         norm = vector("post_attention_layernorm.weight")
-        return Layer(attention, Mlp(norm, self.every(table, fetch), router, tuple(experts)))
-
-    def every(self, table: LayerTable, fetch: Fetch) -> GatedMlp | None:
-        """The MLP that all tokens take."""
-        return None if table.every is None else self.gated(table.every, fetch, None)
-
-    def gated(self, table: GatedTable, fetch: Fetch, clamp: Clamp | None) -> GatedMlp:
-        """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
-        padding = -table.down.inputs % LANES
-        gate_up = linear(table.gate_up, self.make, fetch, outputs=padding)
-        return GatedMlp(gate_up, linear(table.down, self.make, fetch, inputs=padding), clamp)
+        every = None if table.every is None else gated(table.every, project, None)
+        return Layer(attention, Mlp(norm, every, router, tuple(experts)))
 
     def head_norms(self, vector: Callable[[str], Tensor]) -> Float[Tensor, "heads head_dim"]:
         """The norm gains of query and key heads, one row per head."""
@@ -75,6 +83,19 @@ class LayerMaker:
         q = vector("self_attn.q_norm.weight").expand(c.heads, -1)
         k = vector("self_attn.k_norm.weight").expand(c.kv_heads, -1)
         return torch.cat([q, k])
+
+
+def gated(table: GatedTable, project: Callable[..., Linear], clamp: Clamp | None) -> GatedMlp:
+    """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
+    padding = -table.down.inputs % LANES
+    return GatedMlp(project(table.gate_up, outputs=padding), project(table.down, inputs=padding), clamp)
+
+
+def stored_groups(projection: Projection, groups: TakeGroups) -> GroupedWeight | None:
+    """A projection's weight in groups, if all its parts are stored so."""
+    parts = [] if projection.stack else [groups(name, shape) for name, shape in projection.weights().items()]
+    found = [part for part in parts if part is not None]
+    return GroupedWeight.joined(found) if parts and len(found) == len(parts) else None
 
 
 def linear(projection: Projection, make: MakeLinear, fetch: Fetch, outputs: int = 0, inputs: int = 0) -> Linear:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import mistaken, read_fields, short
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import DTYPES, ModelConfig
 from forerun.models.foreign import BROKEN_OFF, ORIGINAL, foreign_tensors, told_of
 from forerun.models.gguf.file import READABLE
@@ -115,6 +116,11 @@ class Checkpoint:
                 f"{entry.file}: {name} has numbers above 65504, the largest of float16: use dtype bfloat16 or float32"
             )
         return tensor
+
+    def groups(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
+        """A matrix as it is stored in groups; None where it is stored otherwise. Raises as `take`."""
+        entry = self.find(name, shape)
+        return entry.groups() if isinstance(entry, GgufTensor) else None
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of whole numbers, as int64. Raises MissingWeights or UnsupportedModel."""

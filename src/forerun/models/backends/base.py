@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.batch import QueryRule, TokenBatch
 from forerun.models.chains import Start
 from forerun.models.config import ModelConfig
@@ -114,6 +115,10 @@ class Backend(Protocol):
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
         """A layer, packed: of so many bits, or in the weight's own format."""
+        ...
+
+    def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
+        """A layer of weights in groups, as they are; inputs are rounded to 8 bits."""
         ...
 
     def executor(self, parts: DecoderParts) -> Executor:

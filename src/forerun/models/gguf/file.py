@@ -119,7 +119,5 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
         if tensor.data_offset + tensor.n_bytes > size:
             raise MissingWeights(f"{path} is cut off inside the tensor {short(tensor.name)} ({size} bytes): {AGAIN}")
         shape = tuple(int(n) for n in reversed(tensor.shape))
-        tensors[tensor.name] = Place(
-            path, int(tensor.data_offset), int(tensor.n_bytes), tensor.tensor_type.name, shape
-        )
+        tensors[tensor.name] = Place(path, int(tensor.data_offset), int(tensor.n_bytes), tensor.tensor_type.name, shape)
     return metadata, tensors

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import MissingPackage, MissingWeights
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.families import ExpertNames
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
+from forerun.models.gguf.groups import GROUPED, grouped
 
 ROTATED = ("llama", "mistral3")  # architectures that hold the halves of a query's or key's head by turns
 BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
@@ -73,9 +76,32 @@ class GgufTensor:
         tensor = torch.stack([read_place(place) for place in self.places], 2 if self.transposed else -1)
         if self.transposed:
             return tensor.flatten(1, 2).transpose(1, 2)
-        if self.heads:
-            tensor = tensor.view(self.heads, -1, 2, math.prod(self.shape[1:])).transpose(1, 2)
-        return tensor.reshape(self.shape)
+        return self.in_order(tensor.squeeze(-1))
+
+    def groups(self) -> GroupedWeight | None:
+        """The matrix as it is stored, in groups; None where it is no matrix in a format that has any."""
+        place, *others = self.places
+        if others or self.transposed or place.format not in GROUPED or len(self.shape) != 2:
+            return None
+        weight = grouped(bytes_of(place), place.format, self.shape)
+        parts = (weight.numbers, weight.scales, weight.least)
+        numbers, scales, least = (None if part is None else self.in_order(part) for part in parts)
+        assert numbers is not None
+        assert scales is not None
+        return replace(weight, numbers=numbers, scales=scales, least=least)
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Rows, or what belongs to them, in Hugging Face's order."""
+        return rows.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(rows.shape) if self.heads else rows
+
+
+def bytes_of(place: Place) -> NDArray[np.uint8]:
+    """The bytes of a stored tensor, a row for each of its rows. Raises MissingWeights."""
+    rows = math.prod(place.shape[:-1])
+    try:
+        return np.memmap(place.file, np.uint8, "r", place.offset, (rows, place.num_bytes // rows))
+    except (OSError, ValueError) as error:
+        raise MissingWeights(f"{place.file} is not as it was when its header was read ({error}): {AGAIN}") from error
 
 
 def read_place(place: Place) -> Tensor:
@@ -85,13 +111,9 @@ def read_place(place: Place) -> Tensor:
         from gguf.quants import dequantize
     except ImportError as error:
         raise MissingPackage(f"{place.file} needs the package gguf: pip install 'forerun[gguf]'") from error
-    rows, width = math.prod(place.shape[:-1]), place.shape[-1]
-    try:
-        data = np.memmap(place.file, np.uint8, "r", place.offset, (rows, place.num_bytes // rows))
-    except (OSError, ValueError) as error:
-        raise MissingWeights(f"{place.file} is not as it was when its header was read ({error}): {AGAIN}") from error
-    result, step = torch.empty(rows, width), max(1, BLOCK_NUMBERS // width)
-    for first in range(0, rows, step):
+    data, width = bytes_of(place), place.shape[-1]
+    result, step = torch.empty(len(data), width), max(1, BLOCK_NUMBERS // width)
+    for first in range(0, len(data), step):
         part = data[first : first + step]
         plain = PLAIN.get(place.format)
         numbers = part.view(plain) if plain else dequantize(part, GGMLQuantizationType[place.format])

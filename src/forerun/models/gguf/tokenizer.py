@@ -42,7 +42,14 @@ PRE = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
     "tekken": TEKKEN,
 }
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")  # a word in the vocabulary is not merged
+WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "tekken",
+    "gpt-4o",
+    "llama4",
+)  # a word in the vocabulary is not merged
 STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with bos unless the file says otherwise
 NFC = ("qwen2", "deepseek-r1-qwen")
 

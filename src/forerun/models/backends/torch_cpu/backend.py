@@ -18,6 +18,7 @@ from forerun.config import Quantization
 from forerun.machine import order_of_sums
 from forerun.models.backends.base import ChainDrawer, DecoderParts, Entered, Stream
 from forerun.models.backends.torch_cpu.attention import attend, query_rule
+from forerun.models.backends.torch_cpu.grouped import GroupedLinear, GroupedWeight
 from forerun.models.backends.torch_cpu.linear import make_linear
 from forerun.models.backends.torch_cpu.mlp import run_mlp
 from forerun.models.batch import QueryRule, TokenBatch
@@ -42,6 +43,10 @@ class TorchBackend:
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
         """The fastest layer whose rows are independent on this machine."""
         return make_linear(weight, bias, quantize)
+
+    def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
+        """By the definition, which is slow: the loader unpacks such weights for this backend."""
+        return GroupedLinear(weight, bias)
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
         """The layers one after the other, queries by the rule for their shape."""
