@@ -32,6 +32,7 @@ SIZES = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
@@ -86,6 +87,28 @@ CASES = [
         {"windows": (WINDOW,) * 3},
     ),
     Case("yarn, tied", "qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}, {"rope": PLAIN_ROPE}),
+    Case(
+        "two bases, norms behind blocks",
+        "gemma3_text",
+        {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        {"local_rope": RopeConfig(1e6)},
+    ),
+    Case(
+        "scales",
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 0.5},
+        {"query_scale": 1.0},
+    ),
+    Case("layers that do not turn", "smollm3", {"no_rope_layers": [1, 0, 1]}, {"turned": ()}),
+    Case("fused tensors, a window", "phi3", {"sliding_window": WINDOW}, {"windows": (None,) * 3}),
+    Case(
+        "three quarters of a head",
+        "phi3",
+        {"head_dim": 32, "partial_rotary_factor": 0.75, "sliding_window": None},
+        {"rotary_dim": 0},
+    ),
+    Case("half of a head, neighbours", "glm4", {"head_dim": 32, "attention_bias": True}, {"interleaved": False}),
     Case("head norms", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {"qk_norm": False}),
     Case(
         "listed windows, biases",
@@ -186,7 +209,11 @@ def old_spelling(raw: dict[str, Any]) -> dict[str, Any]:
     """The same config.json as transformers 4 wrote it."""
     old = {k: v for k, v in raw.items() if k not in ("rope_parameters", "dtype")}
     rope = dict(raw["rope_parameters"])
+    if "full_attention" in rope:
+        old["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], dict(rope["full_attention"])
     old["torch_dtype"], old["rope_theta"] = raw["dtype"], rope.pop("rope_theta")
+    if share := rope.pop("partial_rotary_factor", None):
+        old["partial_rotary_factor"] = share
     kind = rope.pop("rope_type")
     old["rope_scaling"] = None if kind == "default" else {"type": kind} | rope
     if raw.get("max_window_layers") == 1:

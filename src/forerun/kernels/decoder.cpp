@@ -109,7 +109,7 @@ class Worker {  // one thread's part of a pass
     T *keys = static_cast<T*>(pass.keys) + cache, *values = static_cast<T*>(pass.values) + cache;
     const bool reads = pass.read && index == pass.first_layer;
     each_row([&](int64_t r) {
-      if (!reads) norm_row(s.x + r * hidden, l.attention_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
+      if (!reads) norm_stream(r, l.attention_norm);
       prepare_row(*l.qkv, reads ? pass.read + r * l.qkv->depth : s.normed + r * hidden, rows, r);
     });
     product(*l.qkv, rows);
@@ -121,19 +121,20 @@ class Worker {  // one thread's part of a pass
     product(*l.out, rows);
     const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
     each_row([&](int64_t r) {
-      add(r);
-      norm_row(s.x + r * hidden, l.mlp_norm, c.norm_eps, c.hidden, s.normed + r * hidden);
+      add(r, l.attention_out_norm);
+      norm_stream(r, l.mlp_norm);
       prepare_row(next, s.normed + r * hidden, rows, r);
     });
     product(next, rows);
     if (l.experts) return sparse(l, *l.experts, rows);
     const int64_t inner = l.every.down->depth;
     each_row([&](int64_t r) {
-      activate_row(s.wide + r * next.width, l.every.down->inputs, s.normed + r * inner, Silu{});
+      if (c.gelu) activate_row(s.wide + r * next.width, l.every.down->inputs, s.normed + r * inner, Gelu{});
+      else activate_row(s.wide + r * next.width, l.every.down->inputs, s.normed + r * inner, Silu{});
       prepare_row(*l.every.down, s.normed + r * inner, rows, r);
     });
     product(*l.every.down, rows);
-    each_row([&](int64_t r) { add(r); });
+    each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
   }
 
   void sparse(const Layer& l, const Experts& e, Rows rows) {
@@ -191,17 +192,24 @@ class Worker {  // one thread's part of a pass
     wait();
   }
 
-  void add(int64_t row) {
+  void norm_stream(int64_t row, const float* gain) {
     const int64_t width = padded(c.hidden);
-    float* x = s.x + row * width;
-    for (int64_t i = 0; i < width; i += LANES) store(x + i, load(x + i) + load(s.wide + row * width + i));
+    if (gain) norm_row(s.x + row * width, gain, c.norm_eps, c.hidden, s.normed + row * width);
+    else memcpy(s.normed + row * width, s.x + row * width, width * sizeof(float));
+  }
+
+  void add(int64_t row, const float* gain) {  // what a product gave, normed where there are gains
+    const int64_t width = padded(c.hidden);
+    float *x = s.x + row * width, *given = s.wide + row * width;
+    if (gain) norm_row(given, gain, c.norm_eps, c.hidden, given);
+    for (int64_t i = 0; i < width; i += LANES) store(x + i, load(x + i) + load(given + i));
   }
 
   // Queries and keys are normed and rotated; keys and values go to their slots.
   void store_heads(const Layer& l, T* keys, T* values) {
     const int64_t num_heads = c.heads + 2 * c.kv_heads, count = pass.num_tokens * num_heads;
     for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++) {
-      const int64_t token = i / num_heads, head = i % num_heads, turn = pass.positions[token] * c.head_dim;
+      const int64_t token = i / num_heads, head = i % num_heads, turn = (l.first_turn + pass.positions[token]) * c.head_dim;
       float* x = s.wide + token * l.qkv->width + head * c.head_dim;
       if (head < c.heads + c.kv_heads) {
         const float* gain = l.qk_norm ? l.qk_norm + head * c.head_dim : nullptr;

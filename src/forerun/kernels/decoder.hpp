@@ -6,6 +6,7 @@ namespace forerun {
 
 struct Shape {
   int64_t hidden, heads, kv_heads, head_dim, cache_format;  // Format of keys and values
+  int64_t gelu;  // whether the activation is GELU by tanh; else it is SiLU
   float norm_eps;
 };
 
@@ -24,10 +25,12 @@ struct Layer {
   const Linear *qkv, *out;
   Gated every;             // what every token takes
   const Experts* experts;  // or null
-  const float *attention_norm, *mlp_norm;  // padded with zeros
+  const float *attention_norm, *mlp_norm;  // padded with zeros; null: what is read is not normed
+  const float *attention_out_norm, *mlp_out_norm;  // of what is added to the stream; or null
   const float* qk_norm;                    // gains of each query head, then of each key head; or null
   const float* sinks;                      // each query head's score of nothing; or null
   int64_t window;                          // 0: sees everything
+  int64_t first_turn;                      // of the tables of cosines and sines: the row of position 0
 
   int64_t per_token() const { return (experts ? experts->active : 0) + (every.down != nullptr); }  // MLPs that one takes
 };

@@ -20,6 +20,13 @@ struct Silu {
   FORERUN_INLINE Floats operator()(Floats gate, Floats up) const { return gate / (exponential(-gate) + 1.0f) * up; }
 };
 
+struct Gelu {  // x * Phi(x), Phi by a tanh, as models are trained with it (Hendrycks and Gimpel 1606.08415, section 2)
+  FORERUN_INLINE Floats operator()(Floats gate, Floats up) const {
+    const Floats inner = (gate * gate * gate * 0.044715f + gate) * 1.59576912160573f;  // 2 sqrt(2 / pi)
+    return gate / (exponential(-inner) + 1.0f) * up;
+  }
+};
+
 struct Bounded {  // gates up to the limit, the rest on both sides of 1
   float alpha, limit;
   FORERUN_INLINE Floats operator()(Floats gate, Floats up) const {

@@ -9,6 +9,7 @@ where they lie is in `projections.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
-from forerun.models.families import FAMILIES, ExpertNames, Family, Sparse, Windows
+from forerun.models.families import FAMILIES, ExpertNames, Family, LayerNorms, Sparse, Windows
 from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
 
 DTYPES = {
@@ -34,6 +35,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
 WIDENED = "forerun_widened"  # the key of config.json by which a widened checkpoint says what it is
 SILU = ("silu", "swish")  # two names of one function
+GELU = ("gelu_pytorch_tanh",)
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
 MOST_EXPERTS = 10_000  # of a layer; the tensors will say how many there are
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of one number
@@ -89,6 +91,14 @@ class ExpertsConfig:
     clamp: Clamp | None
 
 
+class Turned(IntEnum):
+    """By which table of angles a layer turns queries and keys."""
+
+    GLOBAL = 0
+    LOCAL = 1
+    NOT = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder-only transformer and how its checkpoint is stored.
@@ -97,7 +107,11 @@ class ModelConfig:
     checkpoint's. `eos_ids` end a generation, any of them; empty means that none does. `widened` is how a checkpoint
     that `forerun widen` made is to be called wherever a number measured with it is shown. `sinks`: each query head has
     a score of its own among those of its keys, which takes weight and adds nothing. `experts` are those of the sparse
-    layers, None where all layers are dense; `intermediate` is of dense ones.
+    layers, None where all layers are dense; `intermediate` is of dense ones. `norms` are a layer's, their gains stored
+    less 1 if `from_one`; `gelu`: the activation is GELU by tanh in place of SiLU. Scales multiply embeddings, what
+    layers add to the stream, queries beside the usual root of their width, and logits. `turned[i]` says by which angles
+    layer i turns queries and keys, all by `rope` where it is empty; `rotary_dim` of each head turn, all where it is 0,
+    neighbours together if `interleaved`.
     """
 
     family: str
@@ -123,6 +137,19 @@ class ModelConfig:
     widened: str | None = None
     sinks: bool = False
     experts: ExpertsConfig | None = None
+    norms: LayerNorms = LayerNorms()
+    from_one: bool = False
+    gelu: bool = False
+    embedding_scale: float = 1.0
+    added_scale: float = 1.0
+    query_scale: float = 1.0
+    logits_scale: float = 1.0
+    local_rope: RopeConfig | None = None
+    turned: tuple[Turned, ...] = ()
+    rotary_dim: int = 0
+    interleaved: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
 
     @property
     def group(self) -> int:
@@ -154,13 +181,14 @@ def read_config(folder: Path) -> ModelConfig:
 def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ()) -> ModelConfig:
     """The configuration that these fields of config.json spell, with these special ids."""
     family = find_family(fields)
-    refuse_options(fields)
+    refuse_options(fields, family)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers, vocab_size = fields.whole("num_hidden_layers", most=MOST_LAYERS), fields.whole("vocab_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}: correct it")
     positions = fields.whole("max_position_embeddings")
+    head_dim, windows = read_head_dim(fields, family, hidden, heads), read_windows(fields, family, layers)
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -168,23 +196,36 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=read_head_dim(fields, family, hidden, heads),
+        head_dim=head_dim,
         intermediate=fields.whole("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", family.norm_eps),
-        rope=read_rope(fields, family, positions),
-        tied=fields.flag("tie_word_embeddings"),
+        rope=read_rope(fields, family, positions, "full_attention"),
+        tied=fields.flag("tie_word_embeddings", family.tied),
         max_positions=positions,
         qkv_bias=has_bias(fields, family, family.qkv_bias),
         out_bias=has_bias(fields, family, family.out_bias),
         mlp_bias=has_bias(fields, family, family.mlp_bias),
         qk_norm=family.qk_norm,
-        windows=read_windows(fields, family, layers),
+        windows=windows,
         dtype=read_dtype(fields),
         bos_id=bos,
         eos_ids=tuple(i for i in eos if i < vocab_size),
         widened=read_widened(fields),
         sinks=family.sinks,
         experts=read_experts(fields, family.sparse, layers),
+        norms=family.norms,
+        from_one=family.from_one,
+        gelu=family.gelu,
+        embedding_scale=hidden**0.5 if family.scaled_embedding else read_scale(fields, family, "embedding"),
+        added_scale=read_scale(fields, family, "added"),
+        query_scale=read_query_scale(fields, family, head_dim),
+        logits_scale=1 / read_scale(fields, family, "logits"),
+        local_rope=read_rope(fields, family, positions, "sliding_attention") if family.local else None,
+        turned=read_turned(fields, family, windows),
+        rotary_dim=read_rotary_dim(fields, family, head_dim),
+        interleaved=family.interleaved,
+        fused_qkv=family.fused_qkv,
+        fused_gate_up=family.fused_gate_up,
     )
 
 
@@ -205,15 +246,56 @@ def find_family(fields: Fields) -> Family:
     raise fields.refuse(key, f"the folder {other}" if other else f"{supported}: choose a checkpoint of one of these")
 
 
-def refuse_options(fields: Fields) -> None:
+def refuse_options(fields: Fields, family: Family) -> None:
     """Raise UnsupportedModel for options that change what is computed and that the decoder does not have."""
     for key in ("quantization_config", "compression_config", "quantization"):
         if fields.values.get(key) is not None:
             raise fields.refuse(key, unquantised(fields.values[key]))
-    if fields.values.get("hidden_act", "silu") not in SILU:
-        raise fields.refuse("hidden_act", "supported is silu: choose a checkpoint with it")
-    if fields.values.get("partial_rotary_factor") not in (None, 1):
-        raise fields.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
+    key, known = ("hidden_activation", GELU) if family.gelu else ("hidden_act", SILU)
+    if fields.values.get(key, known[0]) not in known:
+        raise fields.refuse(key, f"supported is {known[0]}: choose a checkpoint with it")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.values.get(key) is not None:
+            raise fields.refuse(key, "logits that are capped are not computed: choose another checkpoint")
+    if fields.values.get("use_bidirectional_attention"):
+        raise fields.refuse("use_bidirectional_attention", "it must be false: choose a model that writes text")
+
+
+def read_scale(fields: Fields, family: Family, of: str) -> float:
+    """What multiplies `of`, where the family has a key for it."""
+    return fields.number(family.scales[of], 1.0) if of in family.scales else 1.0
+
+
+def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
+    """What multiplies queries beside the usual root of their width."""
+    if "scores" in family.scales:
+        return read_scale(fields, family, "scores") * head_dim**0.5
+    return float((head_dim / fields.number("query_pre_attn_scalar", float(head_dim))) ** 0.5)
+
+
+def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
+    """By which angles each layer turns; empty where all turn alike."""
+    if family.local:
+        return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
+    if not family.skips:
+        return ()
+    listed = fields.values.get("no_rope_layers")
+    interval = fields.whole("no_rope_layer_interval", 4)
+    listed = [(i + 1) % interval != 0 for i in range(len(windows))] if listed is None else listed
+    if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):
+        raise fields.refuse("no_rope_layers", f"it must give 0 or 1 for {len(windows)} layers: {AGAIN}")
+    return tuple(Turned.GLOBAL if each else Turned.NOT for each in listed)
+
+
+def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """How much of a head turns; 0: all of it."""
+    inside = fields.inside("rope_parameters").values.get("partial_rotary_factor")
+    share = fields.values.get("partial_rotary_factor", family.rotary) if inside is None else inside
+    share = family.rotary if share is None else share
+    width = int(head_dim * share) if isinstance(share, int | float) and not isinstance(share, bool) else 0
+    if not 2 <= width <= head_dim or width % 2:
+        raise fields.refuse("partial_rotary_factor", f"of {head_dim} it must be an even width: {AGAIN}")
+    return 0 if width == head_dim else width
 
 
 def has_bias(fields: Fields, family: Family, declared: bool | str) -> bool:
@@ -231,10 +313,17 @@ def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> in
     return head_dim
 
 
-def read_rope(fields: Fields, family: Family, positions: int) -> RopeConfig:
-    """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type."""
+def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeConfig:
+    """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type.
+
+    Families with two sets of parameters have them under the names of kinds of layers, or the base of local ones apart.
+    """
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
+    if family.local and isinstance(rope.values.get(of), dict):
+        rope = rope.inside(of)
+    elif family.local and of == "sliding_attention":
+        return RopeConfig(fields.number("rope_local_base_freq", 10_000.0))
     values = rope.values
     sets = [name for name, value in values.items() if isinstance(value, dict)]
     if sets:
@@ -245,8 +334,6 @@ def read_rope(fields: Fields, family: Family, positions: int) -> RopeConfig:
     if kind not in ROPE_KEYS:
         supported = ", ".join(ROPE_KEYS)
         raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
-    if rope.values.get("partial_rotary_factor") not in (None, 1):
-        raise rope.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
     theta = rope.number("rope_theta", fields.number("rope_theta", family.theta))
     if kind == "default":
         return RopeConfig(theta)
@@ -304,6 +391,9 @@ def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]
     """Which layers have a window by a family's rule, where the model has any and layer_types does not say."""
     if rule is Windows.LISTED:
         return [i >= fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
+    if rule is Windows.EVERY_SIXTH:
+        period = fields.whole("sliding_window_pattern", fields.whole("_sliding_window_pattern", 6))
+        return [(i + 1) % period != 0 for i in range(layers)]
     if rule is Windows.EVERY_OTHER:
         return [i % 2 == 0 for i in range(layers)]
     if rule is Windows.BELOW:

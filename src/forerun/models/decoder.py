@@ -21,7 +21,7 @@ from forerun.models.backends.base import Backend, DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
-from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups
+from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups, gains
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
 
@@ -71,9 +71,13 @@ class Decoder:
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take("model.embed_tokens.weight", table).to(dtype)
         self.layers = [layers.load(take, i) for i in range(config.layers)]
-        self.norm = take("model.norm.weight", (config.hidden,)).to(dtype)
+        self.norm = gains(take("model.norm.weight", (config.hidden,)).to(dtype), config.from_one)
+        if config.logits_scale != 1:
+            self.norm = self.norm.float() * config.logits_scale
         make_head = partial(backend.linear, quantize="int8" if quantize else None)
         self.head: Linear = host.head if host else self.make_head(take, make_head, backend.grouped, take_groups)
+        if config.embedding_scale != 1 and host is None:  # behind the head, which may be of the same numbers
+            self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope)
         self.executor = backend.executor(parts)

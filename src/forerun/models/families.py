@@ -18,6 +18,7 @@ class Windows(Enum):
     ALL = "every layer, where sliding_window is set"
     ASKED = "every layer, where use_sliding_window is set"
     LISTED = "those that layer_types lists or, without it, those from max_window_layers on"
+    EVERY_SIXTH = "those that layer_types lists or, without it, all but every sixth"
     EVERY_OTHER = "those that layer_types lists or, without it, every other one from the first on"
     BELOW = "the same, where use_sliding_window is set, and without layer_types below max_window_layers alone"
 
@@ -61,13 +62,28 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """The names of a layer's norms: of what attention and MLP read, and of what they add to the stream; None: no norm."""
+
+    attention: str | None = "input_layernorm"
+    mlp: str | None = "post_attention_layernorm"
+    attention_out: str | None = None
+    mlp_out: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One family's declared facts.
 
     A bias is there, is not, or is there where config.json sets the key named here; `biased` says what such a key means
     where it is absent. `head_dim`, `window`, `norm_eps`, `theta` and `rope`, the parameters of positions, are the
     family's values where config.json lacks the key; head_dim None divides the hidden size by the heads. `sinks`: each
-    query head has a score that no key has. `sparse` None: all MLPs are dense.
+    query head has a score that no key has. `sparse` None: all MLPs are dense. `norms` are a layer's, whose stored gains
+    are less 1 where they are `from_one`. `scales` names what multiplies embeddings, what layers add, and scores of
+    attention, and what divides logits, each by its key; `scaled_embedding`: embeddings are times the root of their
+    width. `local`: layers with a window turn by a base of their own. `skips`: config.json lists layers whose heads are
+    not turned. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the share of a head
+    that turns where config.json does not say. `fused_qkv`, `fused_gate_up`: one tensor holds all parts.
     """
 
     name: str
@@ -85,6 +101,18 @@ class Family:
     sinks: bool = False
     sparse: Sparse | None = None
     with_experts: str | None = None  # the architecture that is the same but for experts
+    norms: LayerNorms = LayerNorms()
+    from_one: bool = False
+    gelu: bool = False
+    scales: Mapping[str, str] = field(default_factory=dict)
+    scaled_embedding: bool = False
+    local: bool = False
+    skips: bool = False
+    interleaved: bool = False
+    rotary: float = 1.0
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    tied: bool = False  # what config.json means where it does not say
 
 
 STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
@@ -92,6 +120,16 @@ BY_NUMBER = ExpertNames(
     "mlp.gate", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "mlp.experts.{}.down_proj", stacked=STACKED
 )
 QWEN2 = Family("qwen2", qkv_bias=True, windows=Windows.LISTED, window=4096)
+
+SANDWICHED = LayerNorms(  # Gemma's
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
+GRANITE = {  # what a number multiplies, by its key in config.json
+    "embedding": "embedding_multiplier",
+    "added": "residual_multiplier",
+    "scores": "attention_multiplier",
+    "logits": "logits_scaling",
+}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -114,6 +152,48 @@ FAMILIES: dict[str, Family] = {
         with_experts="Qwen3MoeForCausalLM",
     ),
     "MiMoForCausalLM": replace(QWEN2, name="mimo"),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        windows=Windows.EVERY_SIXTH,
+        head_dim=256,
+        window=4096,
+        theta=1e6,
+        norms=SANDWICHED,
+        from_one=True,
+        gelu=True,
+        scaled_embedding=True,
+        local=True,
+        tied=True,
+    ),
+    "GraniteForCausalLM": Family(
+        "granite", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", scales=GRANITE
+    ),
+    "Phi3ForCausalLM": Family("phi3", windows=Windows.ALL, norm_eps=1e-5, fused_qkv=True, fused_gate_up=True),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        windows=Windows.ASKED,
+        theta=2e6,
+        skips=True,
+        tied=True,
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        qkv_bias="attention_bias",
+        head_dim=128,
+        norm_eps=1.5625e-7,
+        norms=LayerNorms(
+            "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
+        ),
+        interleaved=True,
+        rotary=0.5,
+        fused_gate_up=True,
+    ),
     "MixtralForCausalLM": Family(
         "mixtral",
         windows=Windows.ALL,

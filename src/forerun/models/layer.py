@@ -30,24 +30,31 @@ class Linear(Protocol):
 class Attention:
     """What mixes tokens. `qk_norm` are the gains of query heads, then key heads; `window` None sees everything.
 
-    `sinks` are each query head's score of nothing.
+    `sinks` are each query head's score of nothing. What is read is normed where there is a `norm`, and what is added
+    where there is an `out_norm`. `first_turn` is where this layer's table of rotations begins.
     """
 
-    norm: Float[Tensor, " hidden"]
+    norm: Float[Tensor, " hidden"] | None
     qkv: Linear
     out: Linear
     qk_norm: Float[Tensor, "heads head_dim"] | None
     sinks: Float[Tensor, " heads"] | None
     window: int | None
+    out_norm: Float[Tensor, " hidden"] | None = None
+    first_turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(activation(gate) * up)`; gate and up are one layer. Widths are padded with zeros to a multiple of LANES."""
+    """`down(activation(gate) * up)`; gate and up are one layer. Widths are padded with zeros to a multiple of LANES.
+
+    The activation is SiLU, GELU by tanh where it is `gelu`, or bounded where there is a `clamp`.
+    """
 
     gate_up: Linear
     down: Linear
     clamp: Clamp | None = None
+    gelu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +75,14 @@ class Router:
 class Mlp:
     """What a layer adds behind its attention: `every` is taken by all tokens, experts by those that chose them.
 
-    A dense layer has `every` alone, and no router.
+    A dense layer has `every` alone, and no router. Norms are as those of Attention.
     """
 
-    norm: Float[Tensor, " hidden"]
+    norm: Float[Tensor, " hidden"] | None
     every: GatedMlp | None
     router: Router | None = None
     experts: tuple[GatedMlp, ...] = ()
+    out_norm: Float[Tensor, " hidden"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

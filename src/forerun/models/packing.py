@@ -6,20 +6,22 @@ one linear layer, and so are gate and up. What makes a linear layer of a weight 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import Clamp, ModelConfig
 from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
 from forerun.models.projections import Fetch, GatedTable, LayerTable, Projection
 
+T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
 TakeGroups = Callable[[str, tuple[int, ...]], GroupedWeight | None]  # None where it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
@@ -49,57 +51,118 @@ class LayerMaker:
         def vector(name: str) -> Tensor:
             return fetch(name, (table.vectors[name],))
 
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else gains(vector(f"{name}.weight"), c.from_one)
+
         def groups(name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
             return self.take_groups(f"model.layers.{index}.{name}", shape) if self.take_groups else None
 
-        def project(p: Projection, own: Fetch = fetch, outputs: int = 0, inputs: int = 0) -> Linear:
-            weight = None if outputs or inputs else stored_groups(p, groups)
+        def project(
+            p: Projection, own: Fetch = fetch, outputs: int = 0, inputs: int = 0, edits: Sequence[Edit] = ()
+        ) -> Linear:
+            weight = None if outputs or inputs else stored_groups(p, groups, edits)
             if weight is None or self.make_grouped is None:
-                return linear(p, self.make, own, outputs, inputs)
+                return linear(p, self.make, own, outputs, inputs, edits)
             biases = p.bias_of(own)
-            return self.make_grouped(weight, None if biases is None else torch.cat(biases))
+            return self.make_grouped(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
-        qkv, out = project(table.qkv), project(table.out)
+        added = [Edit(c.added_scale)]
+        qkv, out = project(table.qkv, edits=self.head_edits()), project(table.out, edits=added)
         router, experts = None, list[GatedMlp]()
         if table.router is not None and e is not None:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
             held = cache(fetch) if e.names.is_stacked else fetch
-            experts = [gated(expert, partial(project, own=held), e.clamp) for expert in table.experts]
+            experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
         attention = Attention(
-            norm=vector("input_layernorm.weight"),
+            norm=norm(c.norms.attention),
             qkv=qkv,
             out=out,
             qk_norm=self.head_norms(vector) if c.qk_norm else None,
             sinks=vector("self_attn.sinks") if c.sinks else None,
             window=c.windows[index],
+            out_norm=norm(c.norms.attention_out),
+            first_turn=c.turned[index] * c.max_positions if c.turned else 0,
         )
-        norm = vector("post_attention_layernorm.weight")
-        every = None if table.every is None else gated(table.every, project, None)
-        return Layer(attention, Mlp(norm, every, router, tuple(experts)))
+        every = None if table.every is None else gated(table.every, project, added, None, c.gelu)
+        return Layer(attention, Mlp(norm(c.norms.mlp), every, router, tuple(experts), norm(c.norms.mlp_out)))
 
     def head_norms(self, vector: Callable[[str], Tensor]) -> Float[Tensor, "heads head_dim"]:
         """The norm gains of query and key heads, one row per head."""
         c = self.config
-        q = vector("self_attn.q_norm.weight").expand(c.heads, -1)
-        k = vector("self_attn.k_norm.weight").expand(c.kv_heads, -1)
-        return torch.cat([q, k])
+        order = rotary_order(c)
+        q, k = (gains(vector(f"self_attn.{name}_norm.weight"), c.from_one)[order] for name in "qk")
+        return torch.cat([(q * c.query_scale).expand(c.heads, -1), k.expand(c.kv_heads, -1)])
+
+    def head_edits(self) -> list[Edit]:
+        """What is done to queries and keys: what norms them scales them too, where anything does."""
+        c, order = self.config, rotary_order(self.config)
+        scale = 1.0 if c.qk_norm else c.query_scale
+        if not (c.interleaved or c.rotary_dim):
+            return [Edit(scale)]
+        queries, keys = (
+            (torch.arange(heads)[:, None] * c.head_dim + order).flatten() for heads in (c.heads, c.kv_heads)
+        )
+        return [Edit(scale, queries), Edit(rows=keys)]
 
 
-def gated(table: GatedTable, project: Callable[..., Linear], clamp: Clamp | None) -> GatedMlp:
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What is done to a part of a projection before it is packed: outputs are scaled, and put in another order."""
+
+    scale: float = 1.0
+    rows: Int[Tensor, " outputs"] | None = None
+
+
+def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
+    """Where in a stored head each element lies of one whose halves turn together, those that do not turn behind each."""
+    c = config
+    half, turning = c.head_dim // 2, (c.rotary_dim or c.head_dim) // 2
+    first = torch.arange(turning) * (2 if c.interleaved else 1)
+    second = first + 1 if c.interleaved else first + turning
+    idle = torch.arange(2 * turning, c.head_dim).view(2, half - turning)
+    return torch.cat([first, idle[0], second, idle[1]])
+
+
+def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
+    """The parts of a projection, the first of them edited."""
+    found = list(parts)
+    for i, edit in enumerate(edits):
+        part = found[i] if edit.rows is None else found[i][edit.rows]
+        found[i] = part if edit.scale == 1.0 else part * edit.scale
+    return found
+
+
+def gains(stored: Tensor, from_one: bool) -> Tensor:
+    """A norm's gains; in float32 where they are stored less 1."""
+    return stored.float() + 1 if from_one else stored
+
+
+def gated(
+    table: GatedTable, project: Callable[..., Linear], added: Sequence[Edit], clamp: Clamp | None, gelu: bool = False
+) -> GatedMlp:
     """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
     padding = -table.down.inputs % LANES
-    return GatedMlp(project(table.gate_up, outputs=padding), project(table.down, inputs=padding), clamp)
+    return GatedMlp(project(table.gate_up, outputs=padding), project(table.down, inputs=padding, edits=added), clamp, gelu)
 
 
-def stored_groups(projection: Projection, groups: TakeGroups) -> GroupedWeight | None:
+def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:
     """A projection's weight in groups, if all its parts are stored so."""
     parts = [] if projection.stack else [groups(name, shape) for name, shape in projection.weights().items()]
     found = [part for part in parts if part is not None]
-    return GroupedWeight.joined(found) if parts and len(found) == len(parts) else None
+    return GroupedWeight.joined(edited(projection.split(found), edits)) if parts and len(found) == len(parts) else None
 
 
-def linear(projection: Projection, make: MakeLinear, fetch: Fetch, outputs: int = 0, inputs: int = 0) -> Linear:
+def linear(
+    projection: Projection,
+    make: MakeLinear,
+    fetch: Fetch,
+    outputs: int = 0,
+    inputs: int = 0,
+    edits: Sequence[Edit] = (),
+) -> Linear:
     """A projection's layer, with so many outputs of zeros behind each of its parts and inputs behind all."""
-    weight = torch.cat([functional.pad(part, (0, inputs, 0, outputs)) for part in projection.weight(fetch)])
+    parts = edited(projection.weight(fetch), edits)
+    weight = torch.cat([functional.pad(part, (0, inputs, 0, outputs)) for part in parts])
     biases = projection.bias_of(fetch)
+    biases = None if biases is None else edited(biases, edits)
     return make(weight, torch.cat([functional.pad(part, (0, outputs)) for part in biases]) if biases else None)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.models.config import ExpertsConfig, ModelConfig
 
+T = TypeVar("T", bound=Any)  # of weights: tensors, or weights in groups
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # a layer's tensor by its name inside the layer
 
@@ -34,7 +37,8 @@ class Stack:
 class Projection:
     """One linear layer: the tensors whose outputs it has one after the other, or a part of one of all experts.
 
-    `sizes` are the outputs of each of `names`. A stack has one name and all sizes.
+    `sizes` are the outputs of each of `names`. A stack has one name and all sizes, and so has a tensor that holds the
+    outputs of all parts one after the other.
     """
 
     names: tuple[str, ...]
@@ -48,10 +52,14 @@ class Projection:
         """Of all its tensors together."""
         return sum(self.sizes)
 
+    def named_sizes(self) -> list[tuple[str, int]]:
+        """The outputs of each tensor of its own."""
+        return [*zip(self.names, self.sizes if len(self.names) > 1 else (self.outputs,), strict=True)]
+
     def weights(self) -> Shapes:
         """The tensors that its weight lies in."""
         if self.stack is None:
-            return {f"{name}.weight": (size, self.inputs) for name, size in zip(self.names, self.sizes, strict=True)}
+            return {f"{name}.weight": (size, self.inputs) for name, size in self.named_sizes()}
         size = (self.inputs, self.outputs) if self.stack.transposed else (self.outputs, self.inputs)
         return {self.names[0]: (self.stack.count, *size)}
 
@@ -60,14 +68,14 @@ class Projection:
         if not self.bias:
             return {}
         if self.stack is None:
-            return {f"{name}.bias": (size,) for name, size in zip(self.names, self.sizes, strict=True)}
+            return {f"{name}.bias": (size,) for name, size in self.named_sizes()}
         return {f"{self.names[0]}_bias": (self.stack.count, self.outputs)}
 
     def weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
         """The parts of its weight, one of each of `sizes`."""
         tensors = [fetch(name, shape) for name, shape in self.weights().items()]
         if self.stack is None:
-            return tensors
+            return self.split(tensors)
         rows = tensors[0][self.stack.expert]
         return self.parts(rows.T if self.stack.transposed else rows)
 
@@ -75,8 +83,15 @@ class Projection:
         """The parts of its bias, likewise; None where it has none."""
         tensors = [fetch(name, shape) for name, shape in self.biases().items()]
         if self.stack is None or not tensors:
-            return tensors or None
+            return self.split(tensors) or None
         return self.parts(tensors[0][self.stack.expert])
+
+    def split(self, tensors: Sequence[T]) -> list[T]:
+        """The parts, of tensors that hold one each or of one that holds all."""
+        if len(tensors) == len(self.sizes) or not tensors:
+            return list(tensors)
+        ends = list(accumulate(self.sizes))
+        return [tensors[0][end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
 
     def parts(self, rows: Tensor) -> list[Tensor]:
         """An expert's rows of a stack, by turns or one part after the other, as parts."""
@@ -113,12 +128,13 @@ class LayerTable:
         """The table of the layer of this number."""
         c = config
         queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        vectors = {"input_layernorm.weight": c.hidden, "post_attention_layernorm.weight": c.hidden}
+        norms = (c.norms.attention, c.norms.attention_out, c.norms.mlp, c.norms.mlp_out)
+        vectors = {f"{name}.weight": c.hidden for name in norms if name is not None}
         if c.qk_norm:
             vectors |= {"self_attn.q_norm.weight": c.head_dim, "self_attn.k_norm.weight": c.head_dim}
         if c.sinks:
             vectors["self_attn.sinks"] = c.heads
-        names = tuple(f"self_attn.{x}_proj" for x in "qkv")
+        names = ("self_attn.qkv_proj",) if c.fused_qkv else tuple(f"self_attn.{x}_proj" for x in "qkv")
         qkv = Projection(names, (queries, keys, keys), c.hidden, c.qkv_bias)
         out = Projection(("self_attn.o_proj",), (c.hidden,), queries, c.out_bias)
         if c.experts is None or layer not in c.experts.layers:
@@ -150,7 +166,7 @@ class LayerTable:
 
 def gated(config: ModelConfig, prefix: str, neurons: int, bias: bool) -> GatedTable:
     """A gated MLP by Llama's names."""
-    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    names = (f"{prefix}.gate_up_proj",) if config.fused_gate_up else (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     down = Projection((f"{prefix}.down_proj",), (config.hidden,), neurons, bias)
     return GatedTable(Projection(names, (neurons, neurons), config.hidden, bias), down)
 

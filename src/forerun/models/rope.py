@@ -23,10 +23,13 @@ SERIAL_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
-    """Row t belongs to position t. The two halves of a row are equal: element i turns with element i + head_dim/2."""
+    """Row t belongs to position t. The two halves of a row are equal: element i turns with element i + head_dim/2.
 
-    cos: Float[Tensor, "positions head_dim"]
-    sin: Float[Tensor, "positions head_dim"]
+    A model with several tables has them one after the other, in the order of `Turned`.
+    """
+
+    cos: Float[Tensor, "rows head_dim"]
+    sin: Float[Tensor, "rows head_dim"]
 
     def to(self, device: torch.device) -> RopeTables:
         """The same on a device; computed on the CPU, so that angles have the same bits everywhere."""
@@ -35,13 +38,24 @@ class RopeTables:
 
 def rope_tables(config: ModelConfig) -> RopeTables:
     """Tables for positions 0 to max_positions - 1, float32; yarn's attention factor is multiplied in."""
-    frequencies = FREQUENCIES[config.rope.kind](config.rope, config.head_dim)
+    ropes = (config.rope, config.local_rope or config.rope, None)  # as Turned counts them
+    tables = [rope_table(config, rope) for rope in ropes[: 1 + max(config.turned, default=0)]]
+    return RopeTables(torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables]))
+
+
+def rope_table(config: ModelConfig, rope: RopeConfig | None) -> tuple[Tensor, Tensor]:
+    """One table's cosines and sines; without a rope nothing turns."""
+    half = config.head_dim // 2
+    if rope is None:
+        return torch.ones(config.max_positions, 2 * half), torch.zeros(config.max_positions, 2 * half)
+    turning = FREQUENCIES[rope.kind](rope, config.rotary_dim or config.head_dim)
+    frequencies = torch.cat([turning, turning.new_zeros(half - len(turning))])
     positions = torch.arange(config.max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies  # [positions, head_dim / 2]
-    factor = attention_factor(config.rope)
+    factor = attention_factor(rope)
     parts = angles.split(max(1, SERIAL_ELEMENTS // angles.shape[1]))
     cos, sin = (torch.cat([turn(part) for part in parts]) * factor for turn in (torch.cos, torch.sin))
-    return RopeTables(torch.cat([cos, cos], dim=1), torch.cat([sin, sin], dim=1))
+    return torch.cat([cos, cos], dim=1), torch.cat([sin, sin], dim=1)
 
 
 def default_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:

@@ -203,7 +203,8 @@ class NativeExecutor:
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            cache_format=FORMATS[layers[0].mlp.norm.dtype],
+            cache_format=FORMATS[parts.embedding.dtype],
+            gelu=config.gelu,
             norm_eps=config.norm_eps,
         )
         self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
@@ -217,11 +218,14 @@ class NativeExecutor:
             out=native(a.out).pointer,
             every=CGated() if mlp.every is None else gated(mlp.every),
             experts=None if mlp.router is None else pointer(self.experts(mlp.router, mlp.experts)),
-            attention_norm=self.keep(padded_gains(a.norm)),
-            mlp_norm=self.keep(padded_gains(mlp.norm)),
+            attention_norm=self.gains(a.norm),
+            mlp_norm=self.gains(mlp.norm),
+            attention_out_norm=self.gains(a.out_norm),
+            mlp_out_norm=self.gains(mlp.out_norm),
             qk_norm=None if a.qk_norm is None else self.keep(a.qk_norm.float().contiguous()),
             sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
             window=a.window or 0,
+            first_turn=a.first_turn,
         )
 
     def compiled(self, entry: StateEntry) -> CEntry:
@@ -249,6 +253,10 @@ class NativeExecutor:
         )
         self.kept.append(pointers)
         return pointers
+
+    def gains(self, norm: Float[Tensor, " width"] | None) -> int | None:
+        """Where a norm's gains lie, padded; None where there is none."""
+        return None if norm is None else self.keep(padded_gains(norm))
 
     def keep(self, tensor: Tensor) -> int:
         """Its address, for as long as this lives."""

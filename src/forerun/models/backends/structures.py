@@ -10,7 +10,7 @@ class CShape(Structure):
     """`Shape` in decoder.hpp."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format")),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format", "gelu")),
         ("norm_eps", c_float),
     ]
 
@@ -45,8 +45,9 @@ class CLayer(Structure):
         *((name, c_void_p) for name in ("qkv", "out")),
         ("every", CGated),
         ("experts", POINTER(CExperts)),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "qk_norm", "sinks")),
-        ("window", c_int64),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, c_void_p) for name in ("qk_norm", "sinks")),
+        *((name, c_int64) for name in ("window", "first_turn")),
     ]
 
 

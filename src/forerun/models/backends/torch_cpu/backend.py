@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.machine import order_of_sums
@@ -50,9 +50,14 @@ class TorchBackend:
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
         """The layers one after the other, queries by the rule for their shape."""
-        c, dtype = parts.config, parts.layers[0].mlp.norm.dtype
+        c, dtype = parts.config, parts.embedding.dtype
         rule = query_rule(c.heads, c.kv_heads, c.head_dim, dtype, torch.get_num_threads())
         return TorchExecutor(parts, rule)
+
+
+def normed(x: Float[Tensor, "rows hidden"], gain: Tensor | None, eps: float) -> Float[Tensor, "rows hidden"]:
+    """Rows normed, where there are gains."""
+    return x if gain is None else rms_norm(x, gain, eps)
 
 
 class TorchExecutor:
@@ -60,7 +65,7 @@ class TorchExecutor:
 
     def __init__(self, parts: DecoderParts, rule: QueryRule) -> None:
         self.parts = parts
-        self.stream = parts.layers[0].mlp.norm.dtype
+        self.stream = parts.embedding.dtype
         self.query_rule = rule
         self.num_experts_read = 0
 
@@ -68,18 +73,25 @@ class TorchExecutor:
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
         """The stream behind these layers."""
-        c, rope, total = self.parts.config, self.parts.rope, len(x)
-        cos, sin = rope.cos[batch.positions][:, None], rope.sin[batch.positions][:, None]
-        x, cos, sin = (pad_rows(t, padded_rows(total)) for t in (x, cos, sin))
+        eps, total, turns = self.parts.config.norm_eps, len(x), dict[int, tuple[Tensor, Tensor]]()
+        x = pad_rows(x, padded_rows(total))
         inputs = None if read is None else pad_rows(read, len(x))
         for i in layers:
             attention, mlp = self.parts.layers[i].attention, self.parts.layers[i].mlp
-            inputs = rms_norm(x, attention.norm, c.norm_eps) if inputs is None else inputs
-            x = x + self.mix(attention, inputs, batch, (cache.keys[i], cache.values[i]), (cos, sin))
-            added, num_read = run_mlp(mlp, rms_norm(x, mlp.norm, c.norm_eps), total)
-            x, inputs = x + added, None
+            first = attention.first_turn
+            turns[first] = turns.get(first) or self.turns(batch.positions + first, len(x))
+            inputs = normed(x, attention.norm, eps) if inputs is None else inputs
+            mixed = self.mix(attention, inputs, batch, (cache.keys[i], cache.values[i]), turns[first])
+            x = x + normed(mixed, attention.out_norm, eps)
+            added, num_read = run_mlp(mlp, normed(x, mlp.norm, eps), total)
+            x, inputs = x + normed(added, mlp.out_norm, eps), None
             self.num_experts_read += num_read
         return x[:total]
+
+    def turns(self, places: Int[Tensor, " total"], rows: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of these places in the tables, padded to so many rows."""
+        cos, sin = (pad_rows(table[places][:, None], rows) for table in (self.parts.rope.cos, self.parts.rope.sin))
+        return cos, sin
 
     def mix(
         self,

@@ -9,7 +9,7 @@ groups before it, then comes the least value times the sum of the inputs. So eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ class GroupedWeight:
     least: Float[Tensor, "outputs groups"] | None
     bits: int
     size: int
+
+    def __mul__(self, factor: float) -> GroupedWeight:
+        """All weights times a factor."""
+        least = None if self.least is None else self.least * factor
+        return replace(self, scales=self.scales * factor, least=least)
+
+    def __getitem__(self, rows: Tensor) -> GroupedWeight:
+        """These outputs, in this order."""
+        least = None if self.least is None else self.least[rows]
+        return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], least=least)
 
     def in_form(self, bits: int, size: int, has_least: bool) -> GroupedWeight:
         """The same weights in numbers of at least as many bits and groups of at most as many inputs."""

@@ -49,10 +49,15 @@ def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "
     """Rows in a number that `padded_rows` gives."""
     gate, up = mlp.gate_up(x).chunk(2, dim=1)
     if mlp.clamp is None:
-        return mlp.down(by_rows(functional.silu, gate) * up)
+        return mlp.down(by_rows(gelu if mlp.gelu else functional.silu, gate) * up)
     gate = gate.clamp(max=mlp.clamp.limit)
     turned = gate * by_rows(torch.sigmoid, gate * mlp.clamp.alpha)
     return mlp.down(turned * (up.clamp(-mlp.clamp.limit, mlp.clamp.limit) + 1))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), Phi by a tanh. Hendrycks and Gimpel 1606.08415, section 2."""
+    return functional.gelu(x, approximate="tanh")
 
 
 def choose_experts(router: Router, x: Float[Tensor, "rows hidden"], num_tokens: int) -> Routes:
