@@ -41,6 +41,7 @@ PLAIN_ROPE = RopeConfig(1e4)
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
 SHARED = {"shared_expert_intermediate_size": 72}
 MIXTRAL = {"num_local_experts": 4, "sliding_window": WINDOW}
+MOSTLY = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": WINDOW} | {
     "rope_parameters": YARN | {"rope_theta": 15e4, "truncate": False}
 }
@@ -107,6 +108,15 @@ CASES = [
         "phi3",
         {"head_dim": 32, "partial_rotary_factor": 0.75, "sliding_window": None},
         {"rotary_dim": 0},
+    ),
+    Case("norms behind blocks alone, over all heads", "olmo2", {}, {"joint_norm": False, "qk_norm": False}),
+    Case("windows in most layers", "olmo3", {"sliding_window": WINDOW, **MOSTLY}, {"windows": (None,) * 3}),
+    Case("only layers with windows turn", "exaone4", {"sliding_window": WINDOW, **MOSTLY}, {"turned": ()}),
+    Case(
+        "all layers turn",
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        {"rope": RopeConfig(5e5)},
     ),
     Case("half of a head, neighbours", "glm4", {"head_dim": 32, "attention_bias": True}, {"interleaved": False}),
     Case("head norms", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {"qk_norm": False}),
@@ -211,6 +221,8 @@ def old_spelling(raw: dict[str, Any]) -> dict[str, Any]:
     rope = dict(raw["rope_parameters"])
     if "full_attention" in rope:
         old["rope_local_base_freq"], rope = rope["sliding_attention"]["rope_theta"], dict(rope["full_attention"])
+        if raw["model_type"] == "olmo3":
+            del old["rope_local_base_freq"]
     old["torch_dtype"], old["rope_theta"] = raw["dtype"], rope.pop("rope_theta")
     if share := rope.pop("partial_rotary_factor", None):
         old["partial_rotary_factor"] = share

@@ -9,11 +9,12 @@ import torch
 
 from forerun.models.loading import Blueprint
 from kit.gguf_files import write_gguf, write_rounded
-from models.test_families import EXPERTS, GPT_OSS, LENGTH, SHARED, VOCAB, YARN, Case, build, our_logits
+from models.test_families import EXPERTS, GPT_OSS, LENGTH, SHARED, VOCAB, WINDOW, YARN, Case, build, our_logits
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 BIASED = {"attention_bias": True, "mlp_bias": True, "head_dim": 24}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW, "tie_word_embeddings": True}
 CASES = {
     "llama, tied": ("llama", "llama", {"tie_word_embeddings": True}),
     "llama, biases, wide heads": ("llama", "llama", BIASED),
@@ -24,6 +25,7 @@ CASES = {
     "qwen3": ("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen2, experts": ("qwen2moe", "qwen2_moe", EXPERTS | SHARED),
     "qwen3, experts": ("qwen3moe", "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gemma 3": ("gemma3", "gemma3_text", GEMMA),
     "gpt-oss": ("gpt-oss", "gpt_oss", GPT_OSS),
 }
 KEYS = {
@@ -47,13 +49,13 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     values = {f"{{}}.{key}": config[json] for key, json in KEYS.items() if config.get(json) is not None}
     if "num_experts" in config:
         values["{}.expert_count"] = config["num_experts"]
-    rope = config["rope_parameters"]
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
     values["{}.rope.freq_base"] = float(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"{}.rope.scaling.type": rope["rope_type"], "{}.rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         values["{}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if config["model_type"] == "gpt_oss":
+    if config["model_type"] in ("gpt_oss", "gemma3_text"):
         values["{}.attention.sliding_window"] = config["sliding_window"]
     return values
 

@@ -113,6 +113,14 @@ class Worker {  // one thread's part of a pass
       prepare_row(*l.qkv, reads ? pass.read + r * l.qkv->depth : s.normed + r * hidden, rows, r);
     });
     product(*l.qkv, rows);
+    if (l.qk_norm && l.joint_norm) {
+      const int64_t queries = c.heads * c.head_dim, width = l.qkv->width;
+      each_row([&](int64_t r) {
+        norm_head(s.wide + r * width, queries, l.qk_norm, c.norm_eps);
+        norm_head(s.wide + r * width + queries, c.kv_heads * c.head_dim, l.qk_norm + queries, c.norm_eps);
+      });
+      wait();
+    }
     store_heads(l, keys, values);
     wait();
     for (size_t i = thread; i < tasks.size(); i += num_threads) attend_task(tasks[i], l, keys, values);
@@ -212,7 +220,7 @@ class Worker {  // one thread's part of a pass
       const int64_t token = i / num_heads, head = i % num_heads, turn = (l.first_turn + pass.positions[token]) * c.head_dim;
       float* x = s.wide + token * l.qkv->width + head * c.head_dim;
       if (head < c.heads + c.kv_heads) {
-        const float* gain = l.qk_norm ? l.qk_norm + head * c.head_dim : nullptr;
+        const float* gain = l.qk_norm && !l.joint_norm ? l.qk_norm + head * c.head_dim : nullptr;
         rotate_head(x, c.head_dim, gain, c.norm_eps, pass.cos + turn, pass.sin + turn);
       }
       if (head >= c.heads) {

@@ -28,6 +28,7 @@ struct Layer {
   const float *attention_norm, *mlp_norm;  // padded with zeros; null: what is read is not normed
   const float *attention_out_norm, *mlp_out_norm;  // of what is added to the stream; or null
   const float* qk_norm;                    // gains of each query head, then of each key head; or null
+  int64_t joint_norm;                      // whether all query heads are normed as one, and all key heads
   const float* sinks;                      // each query head's score of nothing; or null
   int64_t window;                          // 0: sees everything
   int64_t first_turn;                      // of the tables of cosines and sines: the row of position 0

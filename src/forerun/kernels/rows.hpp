@@ -49,16 +49,19 @@ __attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t
   }
 }
 
+// One head, or all of them as one: x / rms(x) * gain, in place.
+inline void norm_head(float* x, int64_t size, const float* gain, float eps) {
+  float squares = 0;
+  for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
+  for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * gain[i];
+}
+
 // One head: normed if it has gains, then rotated by halves, in place.
 __attribute__((noinline)) inline void rotate_head(float* x, int64_t head_dim, const float* gain, float eps,
                                                   const float* cos, const float* sin) {
   const int64_t half = head_dim / 2;
-  if (gain) {
-    float squares = 0;
-    for (int64_t i = 0; i < head_dim; i++) squares += x[i] * x[i];
-    const float factor = 1.0f / std::sqrt(squares / static_cast<float>(head_dim) + eps);
-    for (int64_t i = 0; i < head_dim; i++) x[i] = x[i] * factor * gain[i];
-  }
+  if (gain) norm_head(x, head_dim, gain, eps);
   for (int64_t i = 0; i < half; i++) {
     const float first = x[i], second = x[i + half];
     x[i] = first * cos[i] - second * sin[i];

@@ -148,6 +148,7 @@ class ModelConfig:
     turned: tuple[Turned, ...] = ()
     rotary_dim: int = 0
     interleaved: bool = False
+    joint_norm: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
 
@@ -224,6 +225,7 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         turned=read_turned(fields, family, windows),
         rotary_dim=read_rotary_dim(fields, family, head_dim),
         interleaved=family.interleaved,
+        joint_norm=family.joint_norm,
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
     )
@@ -270,11 +272,14 @@ def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
     """What multiplies queries beside the usual root of their width."""
     if "scores" in family.scales:
         return read_scale(fields, family, "scores") * head_dim**0.5
-    return float((head_dim / fields.number("query_pre_attn_scalar", float(head_dim))) ** 0.5)
+    return float((head_dim / fields.number("query_pre_attn_scalar", float(family.query_scalar or head_dim))) ** 0.5)
 
 
 def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
     """By which angles each layer turns; empty where all turn alike."""
+    if family.only_windows_turn:
+        turning = all(window is None for window in windows)
+        return () if turning else tuple(Turned.GLOBAL if window else Turned.NOT for window in windows)
     if family.local:
         return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
     if not family.skips:
@@ -323,7 +328,7 @@ def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeCo
     if family.local and isinstance(rope.values.get(of), dict):
         rope = rope.inside(of)
     elif family.local and of == "sliding_attention":
-        return RopeConfig(fields.number("rope_local_base_freq", 10_000.0))
+        return RopeConfig(fields.number(family.local, 10_000.0))
     values = rope.values
     sets = [name for name, value in values.items() if isinstance(value, dict)]
     if sets:
@@ -391,8 +396,9 @@ def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]
     """Which layers have a window by a family's rule, where the model has any and layer_types does not say."""
     if rule is Windows.LISTED:
         return [i >= fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
-    if rule is Windows.EVERY_SIXTH:
-        period = fields.whole("sliding_window_pattern", fields.whole("_sliding_window_pattern", 6))
+    if rule in (Windows.EVERY_FOURTH, Windows.EVERY_SIXTH):
+        usual = 6 if rule is Windows.EVERY_SIXTH else 4
+        period = fields.whole("sliding_window_pattern", fields.whole("_sliding_window_pattern", usual))
         return [(i + 1) % period != 0 for i in range(layers)]
     if rule is Windows.EVERY_OTHER:
         return [i % 2 == 0 for i in range(layers)]

@@ -18,6 +18,7 @@ class Windows(Enum):
     ALL = "every layer, where sliding_window is set"
     ASKED = "every layer, where use_sliding_window is set"
     LISTED = "those that layer_types lists or, without it, those from max_window_layers on"
+    EVERY_FOURTH = "those that layer_types lists or, without it, all but every fourth"
     EVERY_SIXTH = "those that layer_types lists or, without it, all but every sixth"
     EVERY_OTHER = "those that layer_types lists or, without it, every other one from the first on"
     BELOW = "the same, where use_sliding_window is set, and without layer_types below max_window_layers alone"
@@ -81,7 +82,7 @@ class Family:
     query head has a score that no key has. `sparse` None: all MLPs are dense. `norms` are a layer's, whose stored gains
     are less 1 where they are `from_one`. `scales` names what multiplies embeddings, what layers add, and scores of
     attention, and what divides logits, each by its key; `scaled_embedding`: embeddings are times the root of their
-    width. `local`: layers with a window turn by a base of their own. `skips`: config.json lists layers whose heads are
+    width. `local`: layers with a window turn by a base of their own, under this key. `skips`: config.json lists layers whose heads are
     not turned. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the share of a head
     that turns where config.json does not say. `fused_qkv`, `fused_gate_up`: one tensor holds all parts.
     """
@@ -106,10 +107,13 @@ class Family:
     gelu: bool = False
     scales: Mapping[str, str] = field(default_factory=dict)
     scaled_embedding: bool = False
-    local: bool = False
+    query_scalar: int | None = None  # whose root divides queries where config.json does not say; None: their width
+    local: str | None = None
     skips: bool = False
     interleaved: bool = False
     rotary: float = 1.0
+    joint_norm: bool = False  # all query heads are normed as one, and all key heads
+    only_windows_turn: bool = False  # in a model that has layers with windows
     fused_qkv: bool = False
     fused_gate_up: bool = False
     tied: bool = False  # what config.json means where it does not say
@@ -124,6 +128,7 @@ QWEN2 = Family("qwen2", qkv_bias=True, windows=Windows.LISTED, window=4096)
 SANDWICHED = LayerNorms(  # Gemma's
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 )
+BEHIND = LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")  # OLMo 2's
 GRANITE = {  # what a number multiplies, by its key in config.json
     "embedding": "embedding_multiplier",
     "added": "residual_multiplier",
@@ -165,13 +170,45 @@ FAMILIES: dict[str, Family] = {
         from_one=True,
         gelu=True,
         scaled_embedding=True,
-        local=True,
+        query_scalar=256,
+        local="rope_local_base_freq",
         tied=True,
     ),
     "GraniteForCausalLM": Family(
         "granite", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", scales=GRANITE
     ),
     "Phi3ForCausalLM": Family("phi3", windows=Windows.ALL, norm_eps=1e-5, fused_qkv=True, fused_gate_up=True),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        joint_norm=True,
+        norm_eps=1e-5,
+        norms=BEHIND,
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        joint_norm=True,
+        windows=Windows.EVERY_FOURTH,
+        window=4096,
+        norm_eps=1e-5,
+        theta=500_000.0,
+        norms=BEHIND,
+        local="rope_theta",
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        qk_norm=True,
+        windows=Windows.EVERY_FOURTH,
+        window=4096,
+        norm_eps=1e-5,
+        norms=BEHIND,
+        only_windows_turn=True,
+    ),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         qkv_bias="attention_bias",

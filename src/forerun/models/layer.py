@@ -31,7 +31,8 @@ class Attention:
     """What mixes tokens. `qk_norm` are the gains of query heads, then key heads; `window` None sees everything.
 
     `sinks` are each query head's score of nothing. What is read is normed where there is a `norm`, and what is added
-    where there is an `out_norm`. `first_turn` is where this layer's table of rotations begins.
+    where there is an `out_norm`. `first_turn` is where this layer's table of rotations begins. With
+    `joint_norm` all query heads are normed as one, and all key heads.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -42,6 +43,7 @@ class Attention:
     window: int | None
     out_norm: Float[Tensor, " hidden"] | None = None
     first_turn: int = 0
+    joint_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

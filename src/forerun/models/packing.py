@@ -82,6 +82,7 @@ class LayerMaker:
             window=c.windows[index],
             out_norm=norm(c.norms.attention_out),
             first_turn=c.turned[index] * c.max_positions if c.turned else 0,
+            joint_norm=c.joint_norm,
         )
         every = None if table.every is None else gated(table.every, project, added, None, c.gelu)
         return Layer(attention, Mlp(norm(c.norms.mlp), every, router, tuple(experts), norm(c.norms.mlp_out)))
@@ -90,7 +91,8 @@ class LayerMaker:
         """The norm gains of query and key heads, one row per head."""
         c = self.config
         order = rotary_order(c)
-        q, k = (gains(vector(f"self_attn.{name}_norm.weight"), c.from_one)[order] for name in "qk")
+        stored = (gains(vector(f"self_attn.{name}_norm.weight"), c.from_one) for name in "qk")
+        q, k = (gain.view(-1, c.head_dim)[:, order] for gain in stored)
         return torch.cat([(q * c.query_scale).expand(c.heads, -1), k.expand(c.kv_heads, -1)])
 
     def head_edits(self) -> list[Edit]:
@@ -142,7 +144,9 @@ def gated(
 ) -> GatedMlp:
     """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
     padding = -table.down.inputs % LANES
-    return GatedMlp(project(table.gate_up, outputs=padding), project(table.down, inputs=padding, edits=added), clamp, gelu)
+    return GatedMlp(
+        project(table.gate_up, outputs=padding), project(table.down, inputs=padding, edits=added), clamp, gelu
+    )
 
 
 def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:

@@ -131,7 +131,8 @@ class LayerTable:
         norms = (c.norms.attention, c.norms.attention_out, c.norms.mlp, c.norms.mlp_out)
         vectors = {f"{name}.weight": c.hidden for name in norms if name is not None}
         if c.qk_norm:
-            vectors |= {"self_attn.q_norm.weight": c.head_dim, "self_attn.k_norm.weight": c.head_dim}
+            sizes = (queries, keys) if c.joint_norm else (c.head_dim, c.head_dim)
+            vectors |= {f"self_attn.{name}_norm.weight": size for name, size in zip("qk", sizes, strict=True)}
         if c.sinks:
             vectors["self_attn.sinks"] = c.heads
         names = ("self_attn.qkv_proj",) if c.fused_qkv else tuple(f"self_attn.{x}_proj" for x in "qkv")

@@ -223,6 +223,7 @@ class NativeExecutor:
             attention_out_norm=self.gains(a.out_norm),
             mlp_out_norm=self.gains(mlp.out_norm),
             qk_norm=None if a.qk_norm is None else self.keep(a.qk_norm.float().contiguous()),
+            joint_norm=a.joint_norm,
             sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
             window=a.window or 0,
             first_turn=a.first_turn,

@@ -46,7 +46,9 @@ class CLayer(Structure):
         ("every", CGated),
         ("experts", POINTER(CExperts)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
-        *((name, c_void_p) for name in ("qk_norm", "sinks")),
+        ("qk_norm", c_void_p),
+        ("joint_norm", c_int64),
+        ("sinks", c_void_p),
         *((name, c_int64) for name in ("window", "first_turn")),
     ]
 

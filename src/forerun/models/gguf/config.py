@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # of architectures that share a name with dense ones
@@ -66,12 +67,20 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["attention_bias"] = config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     config["dtype"] = "bfloat16"
+    config["query_pre_attn_scalar"] = query_scalar(file, config)
     scaling = rope_scaling(file, config)
     if scaling:
         config["rope_scaling"] = scaling
     for key, json in (("bos", "bos_token_id"), ("eos", "eos_token_id")):
         config[json] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return config
+
+
+def query_scalar(file: GgufFile, config: Mapping[str, Any]) -> int:
+    """What queries are divided by the root of: their width, but for Gemma 3 of 27 billion parameters."""
+    width = int(config["hidden_size"] // config["num_attention_heads"])
+    wide = file.architecture == "gemma3" and config["num_hidden_layers"] == 62
+    return width if wide else int(config.get("head_dim", width))
 
 
 def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | None:

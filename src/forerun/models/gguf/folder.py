@@ -57,8 +57,7 @@ def choose_file(folder: Path, wanted: str | None) -> Path | None:
 def files_of(file: GgufFile) -> dict[str, str]:
     """The texts of the files in the folder, by their names."""
     config = config_json(file)
-    sparse = FAMILIES[config["architectures"][0]].sparse
-    tensors = hugging_face_tensors(file, sparse.names if sparse else None)
+    tensors = hugging_face_tensors(file, FAMILIES[config["architectures"][0]])
     return {
         "config.json": json.dumps(config, indent=2),
         "generation_config.json": json.dumps(generation_json(file), indent=2),
@@ -86,4 +85,4 @@ def tensor_of(entry: dict[str, Any]) -> GgufTensor:
     places = tuple(
         Place(**{**place, "file": Path(place["file"]), "shape": tuple(place["shape"])}) for place in entry["places"]
     )
-    return GgufTensor(tuple(entry["shape"]), places, entry["heads"], entry["transposed"])
+    return GgufTensor(tuple(entry["shape"]), places, entry["heads"], entry["transposed"], entry["added"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.errors import MissingPackage, MissingWeights
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
-from forerun.models.families import ExpertNames
+from forerun.models.families import ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
 from forerun.models.gguf.groups import GROUPED, grouped
 
@@ -27,9 +27,6 @@ BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
 PLAIN = {"F32": np.float32, "F16": np.float16}
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm",  # of gpt-oss
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -44,6 +41,12 @@ INNER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+NORMS = {
+    "attn_norm": "attention",
+    "ffn_norm": "mlp",
+    "post_attention_norm": "attention_out",
+    "post_ffw_norm": "mlp_out",
+}
 HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # keys of the metadata
 IDLE = ("rope_freqs.weight",)  # what config.json says instead
 
@@ -53,13 +56,14 @@ class GgufTensor:
     """A tensor as Hugging Face has it: the numbers of one place, or of two whose outputs take turns.
 
     `shape` is that of the result. With `heads` the rows are those of so many heads, the halves of each by turns.
-    `transposed`: the result has inputs before outputs.
+    `transposed`: the result has inputs before outputs. `added` is what was added to each number, and is taken off.
     """
 
     shape: tuple[int, ...]
     places: tuple[Place, ...]
     heads: int = 0
     transposed: bool = False
+    added: float = 0.0
 
     @property
     def file(self) -> Path:
@@ -76,7 +80,8 @@ class GgufTensor:
         tensor = torch.stack([read_place(place) for place in self.places], 2 if self.transposed else -1)
         if self.transposed:
             return tensor.flatten(1, 2).transpose(1, 2)
-        return self.in_order(tensor.squeeze(-1))
+        rows = self.in_order(tensor.reshape(self.shape))
+        return rows - self.added if self.added else rows
 
     def groups(self) -> GroupedWeight | None:
         """The matrix as it is stored, in groups; None where it is no matrix in a format that has any."""
@@ -121,9 +126,13 @@ def read_place(place: Place) -> Tensor:
     return result.view(place.shape)
 
 
-def hugging_face_tensors(file: GgufFile, experts: ExpertNames | None) -> dict[str, GgufTensor]:
-    """All tensors of a model by Hugging Face's names, experts by those of their family; others keep their own."""
+def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor]:
+    """All tensors of a model by Hugging Face's names, as its family has them; those it does not know keep their own."""
     tensors: dict[str, GgufTensor] = {}
+    experts = family.sparse.names if family.sparse else None
+    norms = {part: getattr(family.norms, role) for part, role in NORMS.items()}
+    if family.norms.attention_out is None:
+        norms["post_attention_norm"] = family.norms.mlp  # as gpt-oss has it
     for name, place in file.tensors.items():
         *layer, part, kind = name.split(".")
         prefix = f"model.layers.{layer[1]}." if len(layer) == 2 else ""
@@ -137,8 +146,10 @@ def hugging_face_tensors(file: GgufFile, experts: ExpertNames | None) -> dict[st
             tensors[f"{prefix}self_attn.sinks"] = GgufTensor(place.shape, (place,))
         else:
             heads = file.model_fields.whole(HEADS[part]) if part in HEADS and file.architecture in ROTATED else 0
-            known = (INNER if prefix else OUTER).get(part)
-            tensors[f"{prefix}{known}.{kind}" if known else name] = GgufTensor(place.shape, (place,), heads)
+            known = ({**INNER, **norms} if prefix else OUTER).get(part)
+            added = 1.0 if family.from_one and part.endswith("norm") else 0.0
+            tensor = GgufTensor(place.shape, (place,), heads, added=added)
+            tensors[f"{prefix}{known}.{kind}" if known else name] = tensor
     return tensors
 
 

@@ -105,7 +105,13 @@ class TorchExecutor:
         c, total, (keys, values) = self.parts.config, len(batch.tokens), store
         qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
-        if layer.qk_norm is not None:
+        if layer.qk_norm is not None and layer.joint_norm:
+            parts = zip(
+                rotated.split([c.heads, c.kv_heads], 1), layer.qk_norm.split([c.heads, c.kv_heads]), strict=True
+            )
+            wide = [rms_norm(part.flatten(1), gain.flatten(), c.norm_eps) for part, gain in parts]
+            rotated = torch.cat(wide, dim=1).view(rotated.shape)
+        elif layer.qk_norm is not None:
             rotated = rms_norm(rotated, layer.qk_norm, c.norm_eps)
         rotated = rotate(rotated, *turns)
         keys.index_copy_(1, batch.slots, rotated[:total, c.heads :].transpose(0, 1))

@@ -41,7 +41,7 @@ class GroupedWeight:
         least = None if self.least is None else self.least * factor
         return replace(self, scales=self.scales * factor, least=least)
 
-    def __getitem__(self, rows: Tensor) -> GroupedWeight:
+    def __getitem__(self, rows: Tensor | slice) -> GroupedWeight:
         """These outputs, in this order."""
         least = None if self.least is None else self.least[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], least=least)
