@@ -24,7 +24,7 @@ AGAIN = "correct it or download the file again"
 BEGINNINGS = {  # of files that stand in the place of others: what they are, and what to do
     b"version https://git-lfs": "is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder",
     b"<": "is a web page and not the file itself: download the file (`hf download owner/name FILE`)",
-    b"GGUF": "is in GGUF, which is not read: use the original in safetensors",
+    b"GGUF": "is in GGUF under another name: let it end in .gguf",
     b"PK": "is an archive, as torch.save writes them, and pickles are not read: use the version in safetensors",
 }
 

@@ -217,7 +217,6 @@ def test_a_model_of_sentence_transformers_says_so_where_it_is_no_language_model(
 
 
 OTHER_FORMATS = {
-    "model.Q4_K_M.gguf": r"has model\.Q4_K_M\.gguf, and GGUF is not read: use the original",
     "mmproj-f16.gguf": r"has mmproj-f16\.gguf, the part of a model that reads images: name",
     "modules.json": r"sentence-transformers, whose models make vectors and no text: choose",
     "model_index.json": r"pipeline of diffusers",
@@ -253,7 +252,7 @@ def test_an_adapter_names_its_base(folder: Path) -> None:
 BEGINNINGS = {
     b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n": "is a pointer of Git LFS.*git lfs pull",
     b"<!DOCTYPE html>\n<html></html>": "is a web page and not the file itself: download the file",
-    b"GGUF\x03\0\0\0": "is in GGUF, which is not read",
+    b"GGUF\x03\0\0\0": "is in GGUF under another name: let it end in .gguf",
     b"PK\x03\x04" + bytes(60): "is an archive, as torch.save writes them",
 }
 
@@ -271,7 +270,7 @@ def test_a_file_in_anothers_place_says_what_it_is(
 
 def test_a_gguf_file_in_the_place_of_a_folder_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(b"GGUF\x03")
-    refused(tmp_path / "model", ModelNotFound, "is in GGUF, which is not read: use the original")
+    refused(tmp_path / "model", ModelNotFound, "is in GGUF under another name")
 
 
 @pytest.mark.parametrize("content", BEGINNINGS, ids=lambda content: str(content[:4]))

@@ -38,9 +38,9 @@ def test_paths_that_hold_no_model_are_named(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path))
     with pytest.raises(ModelNotFound, match=r"\. has no config\.json"):
         find_checkpoint("")
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.write_bytes(b"x")
-    with pytest.raises(ModelNotFound, match=r"model\.gguf is a file: name the folder"):
+    with pytest.raises(ModelNotFound, match=r"model\.bin is a file: name the folder"):
         find_checkpoint(str(file))
     for model in (str(tmp_path / "absent"), "./absent", "a/b/c", "a b"):
         with pytest.raises(

@@ -24,7 +24,7 @@ from forerun.heads.folder import model_fields, refuse_unread
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
 from forerun.models.projections import Shapes
 from forerun.models.source import TOKENIZER_FILES, find_checkpoint
-from forerun.models.weights import AGAIN, BUFFERS, Checkpoint, opened, read_header, read_headers
+from forerun.models.weights import AGAIN, BUFFERS, Checkpoint, read_header, read_headers
 
 FETCHED = ("*.safetensors", "*.bin", "*.pt", *TOKENIZER_FILES)
 ALONE = "medusa_lm_head.safetensors"
@@ -174,8 +174,7 @@ def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
     """The tensors of a folder, in the number formats that they are stored in."""
     found = {}
     for name, entry in (read_header(folder / file) if file == ALONE else read_headers(folder)).items():
-        with opened(entry.file) as handle:
-            found[name] = handle.get_tensor(entry.name)
+        found[name] = entry.read()
     return found
 
 

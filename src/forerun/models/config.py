@@ -8,6 +8,7 @@ where they lie is in `projections.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
-from forerun.models.families import FAMILIES, ExpertNames, Family, LayerNorms, Sparse, Windows
+from forerun.models.families import FAMILIES, LLAMA_NORMS, ExpertNames, Family, LayerNorms, Sparse, Windows
 from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
 
 DTYPES = {
@@ -137,7 +138,7 @@ class ModelConfig:
     widened: str | None = None
     sinks: bool = False
     experts: ExpertsConfig | None = None
-    norms: LayerNorms = LayerNorms()
+    norms: LayerNorms = LLAMA_NORMS
     from_one: bool = False
     gelu: bool = False
     embedding_scale: float = 1.0
@@ -151,6 +152,14 @@ class ModelConfig:
     joint_norm: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether layers are Llama's but for widths, biases, windows, norms of heads, sinks and experts."""
+        scales = self.embedding_scale, self.added_scale, self.query_scale, self.logits_scale
+        others = self.from_one, self.gelu, self.turned, self.rotary_dim, self.interleaved, self.joint_norm
+        fused = self.fused_qkv or self.fused_gate_up
+        return self.norms == LLAMA_NORMS and set(scales) == {1.0} and not any(others) and not fused
 
     @property
     def group(self) -> int:
@@ -217,7 +226,7 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         norms=family.norms,
         from_one=family.from_one,
         gelu=family.gelu,
-        embedding_scale=hidden**0.5 if family.scaled_embedding else read_scale(fields, family, "embedding"),
+        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else read_scale(fields, family, "embedding"),
         added_scale=read_scale(fields, family, "added"),
         query_scale=read_query_scale(fields, family, head_dim),
         logits_scale=1 / read_scale(fields, family, "logits"),
@@ -271,8 +280,8 @@ def read_scale(fields: Fields, family: Family, of: str) -> float:
 def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
     """What multiplies queries beside the usual root of their width."""
     if "scores" in family.scales:
-        return read_scale(fields, family, "scores") * head_dim**0.5
-    return float((head_dim / fields.number("query_pre_attn_scalar", float(family.query_scalar or head_dim))) ** 0.5)
+        return read_scale(fields, family, "scores") * math.sqrt(head_dim)
+    return math.sqrt(head_dim / fields.number("query_pre_attn_scalar", float(family.query_scalar or head_dim)))
 
 
 def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
@@ -296,7 +305,9 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
     """How much of a head turns; 0: all of it."""
     inside = fields.inside("rope_parameters").values.get("partial_rotary_factor")
     share = fields.values.get("partial_rotary_factor", family.rotary) if inside is None else inside
-    share = family.rotary if share is None else share
+    if family.rotary is None and share not in (None, 1):
+        raise fields.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
+    share = family.rotary or 1.0 if share is None else share
     width = int(head_dim * share) if isinstance(share, int | float) and not isinstance(share, bool) else 0
     if not 2 <= width <= head_dim or width % 2:
         raise fields.refuse("partial_rotary_factor", f"of {head_dim} it must be an even width: {AGAIN}")

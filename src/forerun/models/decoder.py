@@ -25,6 +25,8 @@ from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups, gai
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
 
+HEAD_OF = {True: "model.embed_tokens.weight", False: "lm_head.weight"}  # by whether it is tied to the embedding
+
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
@@ -49,8 +51,8 @@ class Decoder:
     `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms, attention and what
-    chooses experts are of `dtype`. With `take_groups` weights that it yields are kept as they are stored. Under a `host` these layers are read from its states: embedding and head are the
-    host's own.
+    chooses experts are of `dtype`. Weights that `take_groups` yields are kept as they are stored. Under a `host` these
+    layers are read from its states: embedding and head are the host's own.
     """
 
     def __init__(
@@ -75,22 +77,20 @@ class Decoder:
         if config.logits_scale != 1:
             self.norm = self.norm.float() * config.logits_scale
         make_head = partial(backend.linear, quantize="int8" if quantize else None)
-        self.head: Linear = host.head if host else self.make_head(take, make_head, backend.grouped, take_groups)
+        groups = take_groups(HEAD_OF[config.tied], table) if take_groups and host is None else None
+        if groups is not None:
+            self.head: Linear = backend.grouped(groups)
+        else:
+            self.head = host.head if host else self.make_head(take, make_head)
         if config.embedding_scale != 1 and host is None:  # behind the head, which may be of the same numbers
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope)
         self.executor = backend.executor(parts)
 
-    def make_head(
-        self, take: Take, make: MakeLinear, make_grouped: MakeLinear, take_groups: TakeGroups | None
-    ) -> Linear:
+    def make_head(self, take: Take, make: MakeLinear) -> Linear:
         """The head, the embedding's weights packed once more where the two are tied."""
         c = self.config
-        name = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
-        groups = take_groups(name, (c.vocab_size, c.hidden)) if take_groups else None
-        if groups is not None:
-            return make_grouped(groups)
         weight = self.embedding if c.tied else take("lm_head.weight", (c.vocab_size, c.hidden))
         return make(weight.to(self.dtype))
 

@@ -64,12 +64,18 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The names of a layer's norms: of what attention and MLP read, and of what they add to the stream; None: no norm."""
+    """The names of a layer's norms: of what attention and MLP read, and of what they add to the stream.
+
+    None: there is no such norm.
+    """
 
     attention: str | None = "input_layernorm"
     mlp: str | None = "post_attention_layernorm"
     attention_out: str | None = None
     mlp_out: str | None = None
+
+
+LLAMA_NORMS = LayerNorms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +87,10 @@ class Family:
     family's values where config.json lacks the key; head_dim None divides the hidden size by the heads. `sinks`: each
     query head has a score that no key has. `sparse` None: all MLPs are dense. `norms` are a layer's, whose stored gains
     are less 1 where they are `from_one`. `scales` names what multiplies embeddings, what layers add, and scores of
-    attention, and what divides logits, each by its key; `scaled_embedding`: embeddings are times the root of their
-    width. `local`: layers with a window turn by a base of their own, under this key. `skips`: config.json lists layers whose heads are
-    not turned. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the share of a head
-    that turns where config.json does not say. `fused_qkv`, `fused_gate_up`: one tensor holds all parts.
+    attention, and what divides logits, each by its key. `scaled_embedding`: embeddings are times the root of their
+    width. `local`: layers with a window turn by a base of their own, under this key. `skips`: config.json lists layers
+    that do not turn. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the share of a
+    head that turns where config.json does not say; None: all of it turns. `fused_qkv`, `fused_gate_up`: one tensor holds all parts.
     """
 
     name: str
@@ -102,7 +108,7 @@ class Family:
     sinks: bool = False
     sparse: Sparse | None = None
     with_experts: str | None = None  # the architecture that is the same but for experts
-    norms: LayerNorms = LayerNorms()
+    norms: LayerNorms = LLAMA_NORMS
     from_one: bool = False
     gelu: bool = False
     scales: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +117,7 @@ class Family:
     local: str | None = None
     skips: bool = False
     interleaved: bool = False
-    rotary: float = 1.0
+    rotary: float | None = None
     joint_norm: bool = False  # all query heads are normed as one, and all key heads
     only_windows_turn: bool = False  # in a model that has layers with windows
     fused_qkv: bool = False
@@ -177,7 +183,9 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": Family(
         "granite", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", scales=GRANITE
     ),
-    "Phi3ForCausalLM": Family("phi3", windows=Windows.ALL, norm_eps=1e-5, fused_qkv=True, fused_gate_up=True),
+    "Phi3ForCausalLM": Family(
+        "phi3", windows=Windows.ALL, norm_eps=1e-5, rotary=1.0, fused_qkv=True, fused_gate_up=True
+    ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
         qkv_bias="attention_bias",

@@ -27,7 +27,6 @@ FOREIGN = (  # by which files a folder is known, the surest first; what it is; w
         ".save_pretrained(NEW_FOLDER)`)",
     ),
     ("mmproj*.gguf", "has {name}, the part of a model that reads images", "name the folder of a language model"),
-    ("*.gguf", "has {name}, and GGUF is not read", "use the original in safetensors"),
     *OF_OTHER_KINDS,
     (
         "pytorch_model*.bin",

@@ -36,12 +36,12 @@ from forerun.models.projections import count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
-from forerun.models.weights import Checkpoint, check_weights, number_formats
+from forerun.models.weights import Checkpoint, StoredGroups, check_weights, number_formats
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
 FINAL_NORM = "model.norm.weight"
-HELD_BYTES: dict[Quantization | None, tuple[float, int]] = {"int8": (1, 1), "int4": (4.5 / 8, 1)}  # of layers, of head
+HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1)}  # of layers, head
 
 
 def checkpoint_label(model: str) -> str:
@@ -54,7 +54,8 @@ class Blueprint:
     """A checkpoint whose configuration and tensors were checked, but that is not loaded: enough to plan memory.
 
     `spec` is what was asked for; `name` is what the user called it or, if it was widened, what it was made from, and
-    that it was. `choice` says what computes it, and in which number format.
+    that it was. `choice` says what computes it, and in which number format; `stored` what
+    weights its file has in groups.
     """
 
     spec: ModelSpec
@@ -64,6 +65,7 @@ class Blueprint:
     choice: BackendChoice
     num_bytes: int
     placement: Placement = CPU
+    stored: StoredGroups | None = None
 
     @classmethod
     def of(cls, model: str | ModelSpec, progress: ProgressCallback | None = None, **options: Any) -> Blueprint:
@@ -85,15 +87,25 @@ class Blueprint:
         dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0])
         judged = check_weights(config, checkpoint)
-        if placement.fixed and (judged.experts or judged.sinks):
+        if placement.fixed and (judged.experts or judged.sinks or not judged.is_plain):
             wanted = "use device cpu, or choose a checkpoint without them"
-            raise UnsupportedModel(f"{spec.model}: experts and attention sinks are computed on CPUs: {wanted}")
+            what = "experts, attention sinks" if judged.is_plain else f"the layers of {judged.family}"
+            raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {wanted}")
         if placement.fixed:
             choice = BackendChoice(BackendKind("torch", dtypes[0]))
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
         num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
-        return cls(spec, judged.widened or spec.model, folder, judged, choice, num_bytes, placement)
+        return cls(
+            spec,
+            judged.widened or spec.model,
+            folder,
+            judged,
+            choice,
+            num_bytes,
+            placement,
+            checkpoint.stored_groups(judged),
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,13 +124,16 @@ class Blueprint:
 
     @property
     def as_stored(self) -> bool:
-        """Whether weights that the checkpoint has in groups stay so: where kernels multiply them, unless told otherwise."""
-        return self.kernels == "native" and self.quantize is None and self.spec.dtype == "auto"
+        """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
+        as_asked = self.quantize is None and self.spec.dtype == "auto"
+        return self.kernels == "native" and as_asked and self.stored is not None
 
     @property
     def format(self) -> str:
         """The number format for a reader: "bfloat16", or "bfloat16, int8 weights"."""
         name = str(self.dtype).removeprefix("torch.")
+        if self.as_stored and self.stored:
+            return f"{name}, {' and '.join(self.stored.formats)} weights"
         return f"{name}, {self.quantize} weights" if self.quantize else name
 
     def backend(self, progress: ProgressCallback | None = None) -> Backend:
@@ -158,8 +173,10 @@ class Blueprint:
         """All weights as they are held, the head among them, but the table of embeddings and so many of the layers'."""
         table = self.config.vocab_size * self.config.hidden
         others = self.num_bytes // self.dtype.itemsize - table * (1 if self.config.tied else 2) - num_idle
-        of_layers, of_head = {None: (self.dtype.itemsize, self.dtype.itemsize), **HELD_BYTES}[self.quantize]
-        return int(others * of_layers) + table * of_head
+        size = float(self.dtype.itemsize)
+        held = (self.stored.of_layers, self.stored.of_head) if self.as_stored and self.stored else (size, size)
+        of_layers, of_head = {None: held, **HELD_BYTES}[self.quantize]
+        return int(others * of_layers) + int(table * of_head)
 
     def checkpoint(self, dtype: torch.dtype) -> Checkpoint:
         """Its tensors in this number format."""

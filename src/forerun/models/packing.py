@@ -116,7 +116,7 @@ class Edit:
 
 
 def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
-    """Where in a stored head each element lies of one whose halves turn together, those that do not turn behind each."""
+    """The places in a stored head of the elements of one whose halves turn together, what does not turn behind each."""
     c = config
     half, turning = c.head_dim // 2, (c.rotary_dim or c.head_dim) // 2
     first = torch.arange(turning) * (2 if c.interleaved else 1)

@@ -7,12 +7,14 @@ there before any is loaded. What the tensors are for is the decoder's business.
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,14 +71,28 @@ class StoredTensor:
     shape: tuple[int, ...]
     format: str
 
+    held_bytes: ClassVar[float | None] = None  # of a number, where they are held as they are stored
+
     def read(self) -> Tensor:
         """Its numbers. Raises MissingWeights."""
         with opened(self.file) as file:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
+    def groups(self) -> None:
+        """Nothing is stored in groups here."""
+
 
 Stored = StoredTensor | GgufTensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroups:
+    """Weights that lie in groups: their formats, the most frequent first, and bytes of a number in layers and head."""
+
+    formats: tuple[str, ...]
+    of_layers: float
+    of_head: float
 
 
 class Checkpoint:
@@ -119,8 +135,19 @@ class Checkpoint:
 
     def groups(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
         """A matrix as it is stored in groups; None where it is stored otherwise. Raises as `take`."""
-        entry = self.find(name, shape)
-        return entry.groups() if isinstance(entry, GgufTensor) else None
+        return self.find(name, shape).groups()
+
+    def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
+        """What is stored in groups of the model of this configuration; None where nothing is."""
+        size = float(self.dtype.itemsize)
+        formats = Counter(entry.format for entry in self.stored.values() if entry.held_bytes)
+        layers = [entry for name, entry in self.stored.items() if name.startswith("model.layers.")]
+        numbers = [math.prod(entry.shape) for entry in layers]
+        held = sum(count * (entry.held_bytes or size) for count, entry in zip(numbers, layers, strict=True))
+        head = self.stored.get(TABLE if config.tied else HEAD)
+        of_head = (head and head.held_bytes) or size
+        names = tuple(name for name, _ in formats.most_common())
+        return StoredGroups(names, held / max(1, sum(numbers)), of_head) if names else None
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of whole numbers, as int64. Raises MissingWeights or UnsupportedModel."""
@@ -153,7 +180,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     Shards without an index are known by their names, which say how many there are.
     """
     if (folder / INDEX).exists():
-        return stored_tensors(folder)
+        return dict(stored_tensors(folder))
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return read_header(single)
@@ -213,7 +240,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file."""
     if not file.exists():
         raise MissingWeights(f"{file} is missing: {AGAIN}")
-    found = {}
+    found: dict[str, Stored] = {}
     with opened(file) as shard:
         for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
             part = shard.get_slice(name)

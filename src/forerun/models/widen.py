@@ -39,6 +39,7 @@ from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.fields import read_fields
 from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, config_of, read_config
+from forerun.models.gguf.folder import INDEX
 from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
@@ -199,6 +200,8 @@ class Plan:
         blueprint = Blueprint.of(source)
         if blueprint.config.widened is not None:
             raise UnsupportedModel(f"{source} is {blueprint.name} already: widen what it was made from")
+        if not blueprint.config.is_plain:
+            raise UnsupportedModel(f"{source} has layers of {blueprint.config.family}: those of Llama can be widened")
         wide = wider.shape(blueprint.config)
         if wide.vocab_size > blueprint.config.vocab_size:
             refuse_emitted_padding(blueprint)
@@ -265,7 +268,7 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
 def companions(folder: Path) -> list[Path]:
     """The files beside the weights that a checkpoint keeps when it is widened, and config.json."""
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if not path.name.endswith(".safetensors.index.json"))
+    return sorted(path for path in found if not path.name.endswith((".safetensors.index.json", INDEX)))
 
 
 def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:

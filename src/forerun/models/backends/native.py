@@ -31,7 +31,7 @@ from forerun.kernels.sampling import RowLaws, address
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
 from forerun.models.backends.invariance import cancelling_product
 from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGroups, CLayer, CPass, CShape
-from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.backends.torch_cpu.grouped import FORMS, GroupedLinear, GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, quantize_groups, quantize_rows
 from forerun.models.batch import EACH_ALONE, AttentionPath, TokenBatch
 from forerun.models.layer import Bias, GatedMlp, Layer, Linear, Router, StateEntry, WeightMatrix
@@ -129,9 +129,21 @@ def checked(lib: ctypes.CDLL) -> NativeBackend:
         else:
             right = torch.allclose(layer(exact).double(), exact.double() @ weight.double().T, rtol=0.02, atol=1.0)
         if not (right and torch.equal(layer(x), alone)):
-            wrong = f"compiled for {kernels.instructions}, they compute wrong results on this machine"
-            raise NoKernels(f"{wrong}: name another compiler in CXX, and please report this")
+            raise wrong_results(kernels)
+    x = torch.linspace(-1, 1, rows * 192).view(rows, 192) ** 3
+    for bits, size in FORMS:
+        numbers = torch.arange(outputs * 192).view(outputs, 192) % 16
+        scales = torch.linspace(0.1, 0.2, outputs * 192 // size).view(outputs, -1)
+        grouped = GroupedWeight(numbers.to(torch.int8), scales, -8 * scales, bits, size)
+        if not torch.equal(kernels.grouped(grouped)(x), GroupedLinear(grouped, None)(x)):
+            raise wrong_results(kernels)
     return kernels
+
+
+def wrong_results(kernels: NativeBackend) -> NoKernels:
+    """The error for a library that does not compute what it should."""
+    wrong = f"compiled for {kernels.instructions}, they compute wrong results on this machine"
+    return NoKernels(f"{wrong}: name another compiler in CXX, and please report this")
 
 
 class NativeLinear:

@@ -42,6 +42,7 @@ OPTIONAL = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what numbers are held in that are in no groups
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # general.sampling.*
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -66,7 +67,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
-    config["dtype"] = "bfloat16"
+    config["dtype"] = PLAIN.get(file.tensors["blk.0.attn_output.weight"].format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
     scaling = rope_scaling(file, config)
     if scaling:

@@ -34,7 +34,8 @@ def halves(packed: Bytes) -> Bytes:
 
 def fifth_bits(packed: Bytes) -> Bytes:
     """A bit for each of 32 numbers, moved to where it counts 16."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+    bits: Bytes = np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
+    return bits
 
 
 def q8_0(b: Bytes) -> Unpacked:
@@ -99,23 +100,23 @@ def mxfp4(b: Bytes) -> Unpacked:
 
 
 BLOCK_NUMBERS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}  # in a block; of all others 32
-# How a format is unpacked, the bits of its numbers, and how many of them share a scale.
-GROUPED: dict[str, tuple[Callable[[Bytes], Unpacked], int, int]] = {
-    "Q8_0": (q8_0, 8, 32),
-    "Q4_0": (q4_0, 4, 32),
-    "Q4_1": (q4_1, 4, 32),
-    "Q5_0": (q5_0, 8, 32),
-    "Q5_1": (q5_1, 8, 32),
-    "Q4_K": (q4_k, 4, 32),
-    "Q5_K": (q5_k, 8, 32),
-    "Q6_K": (q6_k, 8, 16),
-    "MXFP4": (mxfp4, 8, 32),
+# How a format is unpacked, the bits of its numbers, how many of them share a scale, and the bits that one takes in all.
+GROUPED: dict[str, tuple[Callable[[Bytes], Unpacked], int, int, float]] = {
+    "Q8_0": (q8_0, 8, 32, 8.5),
+    "Q4_0": (q4_0, 4, 32, 4.5),
+    "Q4_1": (q4_1, 4, 32, 5),
+    "Q5_0": (q5_0, 8, 32, 8.5),
+    "Q5_1": (q5_1, 8, 32, 9),
+    "Q4_K": (q4_k, 4, 32, 6),
+    "Q5_K": (q5_k, 8, 32, 10),
+    "Q6_K": (q6_k, 8, 16, 10),
+    "MXFP4": (mxfp4, 8, 32, 8.5),
 }
 
 
 def grouped(rows: NDArray[np.uint8], number_format: str, shape: tuple[int, ...]) -> GroupedWeight:
     """A matrix of this shape, whose rows are blocks of this format, as a weight in groups."""
-    unpack, bits, size = GROUPED[number_format]
+    unpack, bits, size, _ = GROUPED[number_format]
     num_blocks = shape[0] * shape[1] // BLOCK_NUMBERS.get(number_format, 32)
     numbers, scales, least = unpack(np.ascontiguousarray(rows).reshape(num_blocks, -1))
 

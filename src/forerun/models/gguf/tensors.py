@@ -75,6 +75,12 @@ class GgufTensor:
         """How its numbers are stored."""
         return self.places[0].format
 
+    @property
+    def held_bytes(self) -> float | None:
+        """Of a number, where they are held as they are stored; None where they are unpacked."""
+        single = len(self.places) == 1 and not self.transposed and len(self.shape) == 2
+        return GROUPED[self.format][3] / 8 if single and self.format in GROUPED else None
+
     def read(self) -> Tensor:
         """The numbers, in float32."""
         tensor = torch.stack([read_place(place) for place in self.places], 2 if self.transposed else -1)
@@ -85,9 +91,9 @@ class GgufTensor:
 
     def groups(self) -> GroupedWeight | None:
         """The matrix as it is stored, in groups; None where it is no matrix in a format that has any."""
-        place, *others = self.places
-        if others or self.transposed or place.format not in GROUPED or len(self.shape) != 2:
+        if self.held_bytes is None:
             return None
+        place = self.places[0]
         weight = grouped(bytes_of(place), place.format, self.shape)
         parts = (weight.numbers, weight.scales, weight.least)
         numbers, scales, least = (None if part is None else self.in_order(part) for part in parts)
@@ -110,7 +116,7 @@ def bytes_of(place: Place) -> NDArray[np.uint8]:
 
 
 def read_place(place: Place) -> Tensor:
-    """The numbers of a stored tensor in float32, unpacked some rows at a time. Raises MissingWeights, MissingPackage."""
+    """A stored tensor in float32, unpacked some rows at a time. Raises MissingWeights, MissingPackage."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -156,7 +162,7 @@ def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor
 def experts_of(
     file: GgufFile, place: Place, name: str, prefix: str, names: ExpertNames
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors that come of one of the file's, which holds the gates, the ups or the downs of all experts of a layer.
+    """The tensors that come of one of the file's, which holds the gates, ups or downs of all experts of a layer.
 
     Where a family has one tensor for gates and ups it comes with the gates.
     """

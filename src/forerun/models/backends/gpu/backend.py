@@ -21,6 +21,7 @@ from forerun.device import Placement
 from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.backend import TorchBackend, TorchExecutor
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.batch import EACH_ALONE
 from forerun.models.layer import Bias, Linear, WeightMatrix
 
@@ -119,6 +120,10 @@ class GpuBackend:
         """Triton's version; on a CPU what torch's operators depend on."""
         graphs = self.placement.graphs
         return f"triton {load_kernels().triton.__version__}" if graphs else TorchBackend().arithmetic
+
+    def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
+        """The weight unpacked: the loader does that as it reads."""
+        return self.linear(weight.dense().to(self.placement.device), bias)
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
         """The weight as it is."""

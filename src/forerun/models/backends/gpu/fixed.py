@@ -158,6 +158,8 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
     kept: dict[int, Tensor] = {}
     for i, (layer, mlp) in enumerate((layer.attention, layer.mlp) for layer in decoder.layers):
         assert mlp.every is not None, "experts are chosen by looking at values: blueprints refuse them here"
+        assert layer.norm is not None, "layers are Llama's: blueprints refuse others here"
+        assert mlp.norm is not None, "layers are Llama's: blueprints refuse others here"
         x, normed = ops.add_norm(x, delta, layer.norm, c.norm_eps)
         if i in taps:
             kept[i] = x

@@ -3,7 +3,8 @@
 A weight is a whole number times its group's scale, and for some formats plus the group's least value. A row's inputs
 are rounded to 8 bits in groups of 32, each with a scale of its own, so that one large number costs its neighbours
 alone. The sum of a group is exact; it is rounded to float32, multiplied by both scales and added to the sum of the
-groups before it, then comes the least value times the sum of the inputs. So every way to compute it gives the same bits.
+groups before it, then comes the least value times the sum of the inputs. So every way to compute it gives the same
+bits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,194 @@
+"""What a GGUF file is taken for: damage and unknown formats are named, one of several is chosen, tokenizers agree."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.errors import ForerunError, MissingPackage, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
+from forerun.models.gguf.file import GgufFile
+from forerun.models.gguf.groups import BLOCK_NUMBERS, GROUPED, grouped
+from forerun.models.gguf.tokenizer import PRE, byte_level
+from forerun.models.loading import Blueprint
+from forerun.models.source import find_checkpoint
+from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import TARGET, read_json
+from kit.gguf_files import write_gguf
+from models.test_gguf import metadata_of
+
+HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}  # float16; else (0,)
+SENTENCES = (
+    "Once upon a time, there was 1 little girl.",
+    "  two blanks\n\nand lines\t\t",
+    "naïve 你好 😀 <s> ▁x",
+    "",
+    " ",
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders that stand for files are made where they are thrown away."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(sorted(GROUPED)), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_blocks_in_groups_are_the_numbers_that_gguf_unpacks(
+    name: str, rows: int, blocks: int, data: st.DataObject
+) -> None:
+    kind = GGMLQuantizationType[name]
+    numbers, size = GGML_QUANT_SIZES[kind]
+    assert numbers == BLOCK_NUMBERS.get(name, 32)
+    stored = data.draw(arrays.arrays("uint8", (rows, blocks, size)))
+    for at in HALVES.get(name, (0,)):  # finite ones
+        halves = data.draw(arrays.arrays("float16", (rows, blocks), elements=st.floats(-8, 8, width=16)))
+        stored[:, :, at : at + 2] = halves.view("uint8").reshape(rows, blocks, 2)
+    if name == "MXFP4":
+        stored[:, :, 0] = stored[:, :, 0] % 100 + 80  # a power of two that float32 holds
+    flat = stored.reshape(rows, -1)
+    expected = torch.from_numpy(dequantize(flat, kind))
+    assert torch.equal(grouped(flat, name, (rows, blocks * numbers)).dense(), expected)
+
+
+def vocabulary(folder: Path) -> dict[str, Any]:
+    """What a file says of the tokenizer of a folder whose model is BPE with byte fallback."""
+    described = read_json(folder / "tokenizer.json")
+    model: Any = described["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ranks = {left + right: -i for i, (left, right) in reversed([*enumerate(model["merges"])])}
+    special: Any = {each["content"] for each in described["added_tokens"]}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [float(ranks.get(token, -1e6)) for token in tokens],
+        "tokenizer.ggml.token_type": [
+            3 if token in special else 6 if token.startswith("<0x") else 1 for token in tokens
+        ],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    }
+
+
+def stories(path: Path, number_format: str = "Q8_0", **more: Any) -> Path:
+    """The target of most tests in GGUF, with its tokenizer."""
+    config: dict[str, Any] = read_json(TARGET / "config.json")
+    config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0})
+    metadata = metadata_of(config) | vocabulary(TARGET) | more
+    return write_gguf(TARGET, path, "llama", metadata, number_format)
+
+
+@pytest.mark.parametrize("number_format", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+def test_guesses_change_no_token_of_a_model_that_stays_as_it_is_stored(number_format: str, tmp_path: Path) -> None:
+    file = str(stories(tmp_path / "model.gguf", number_format))
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=40, logprobs=1) for t in (0.0, 1.0)]
+    plain, *drafted = (LLM(file, draft) for draft in (None, "ngram", f"model:{file}", "early-exit:2"))
+    assert Blueprint.of(file).format == f"bfloat16, {number_format} weights"
+    prompts = ["Once upon a time", "Lily and"]
+    expected = [each.outputs[0] for each in plain.generate(prompts, params)]
+    for llm in drafted:
+        for shape in (Speculation(4), Speculation(3, 2, 8)):
+            found = [each.outputs[0] for each in llm.generate(prompts, params, speculation=shape)]
+            assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in expected]
+
+
+def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -> None:
+    file = str(stories(tmp_path / "model.gguf"))
+    llm, original = LLM(file), Tokenizer.load(TARGET)
+    for text in SENTENCES:
+        assert llm.tokenizer.encode(text) == original.encode(text), text
+        assert llm.tokenizer.decode(original.encode(text)) == original.decode(original.encode(text))
+    asked = [{"role": "user", "content": "hi"}]
+    assert llm.tokenizer.apply_chat_template(asked, tokenize=False) == "[user]hi"
+    assert Blueprint.of(file).config.eos_ids == (2,)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40), st.sampled_from(sorted(PRE)))
+def test_byte_level_texts_come_back_whole(text: str, pre: str) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "Ġt", "he", "Ġthe"]
+    metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": ["Ġ t", "h e", "Ġt he"]}
+    backend = byte_level(GgufFile(Path("model.gguf"), metadata, {}), tokens)
+    normal = backend.normalizer.normalize_str(text) if backend.normalizer else text
+    assert backend.decode(backend.encode(text).ids, skip_special_tokens=False) == normal
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    file = stories(tmp_path / "model.gguf")
+    whole = file.read_bytes()
+    cases: list[tuple[bytes, type[ForerunError], str]] = [
+        (b"", MissingWeights, "no GGUF file that can be read"),
+        (b"GGUF", MissingWeights, "no GGUF file that can be read"),
+        (b"GGUF" + b"\x09" + whole[5:], MissingWeights, "version 9"),
+        (whole[: len(whole) // 2], MissingWeights, "cut off|can be read"),
+        (whole[:-40], MissingWeights, "cut off|can be read"),
+        (whole[:200], MissingWeights, "can be read"),
+    ]
+    for damaged, error, message in cases:
+        file.write_bytes(damaged)
+        with pytest.raises(error, match=message):
+            Blueprint.of(str(file))
+
+
+def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"general\.architecture is 'rwkv7'.*supported are llama"):
+        writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        Blueprint.of(str(tmp_path / "other.gguf"))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'rwkv'; read are gpt2 and llama"):
+        LLM(str(stories(tmp_path / "model.gguf", **{"tokenizer.ggml.model": "rwkv"})))
+    part = stories(tmp_path / "model-00002-of-00003.gguf")
+    with pytest.raises(MissingWeights, match=r"one of 3 parts, and model-00001-of-00003\.gguf is not beside it"):
+        Blueprint.of(str(part))
+
+
+def test_one_of_several_files_is_chosen_by_its_format(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    first = stories(folder / "tiny-Q8_0.gguf")
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    assert find_checkpoint(str(folder)) == find_checkpoint(str(first))
+    second = stories(folder / "tiny-Q4_0.gguf", "Q4_0")
+    assert find_checkpoint(f"{folder}:q4_0") == find_checkpoint(str(second)) != find_checkpoint(str(first))
+    with pytest.raises(ModelNotFound, match=r"has tiny-Q4_0\.gguf, tiny-Q8_0\.gguf: choose one by its format"):
+        find_checkpoint(str(folder))
+    with pytest.raises(ModelNotFound, match="choose one by its format"):
+        find_checkpoint(f"{folder}:Q6_K")
+
+
+def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:
+    file = stories(tmp_path / "model.gguf")
+    before = find_checkpoint(str(file))
+    assert find_checkpoint(str(file)) == before
+    assert find_checkpoint(str(stories(file, "Q4_0"))) != before
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = stories(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'forerun\[gguf\]'"):
+        find_checkpoint(str(file))
