@@ -73,9 +73,9 @@ def of_family(family: str) -> dict[str, Any]:
 
 def expected_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     """What transformers' modelling code does with these attributes."""
-    if config.model_type == "llama":
+    if config.model_type in ("llama", "granite", "glm4", "olmo2"):
         return (None,) * config.num_hidden_layers
-    if config.model_type in ("mistral", "mixtral", "qwen3_moe"):
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3"):
         return (config.sliding_window,) * config.num_hidden_layers
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
@@ -104,7 +104,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         "use_sliding_window": [absent, True, False],
         "max_window_layers": [absent, 0, 1, 2, 5],
         "torch_dtype": [absent, "float32", "float16", "bfloat16"],
-        "hidden_act": [absent, "silu"],
+        "hidden_act": [absent, "gelu_pytorch_tanh" if raw["model_type"] == "gemma3_text" else "silu"],
         "num_key_value_heads": [None, 1, 2, 4, 8],
     }
     if raw["model_type"] in ("qwen2_moe", "qwen3_moe"):
@@ -119,9 +119,9 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         raw.pop(key, None)
         if value is not absent:
             raw[key] = value
-    if raw["model_type"] in ("mistral", *SPARSE) and raw["num_key_value_heads"] is None:
+    if raw["model_type"] not in ("llama", "qwen2", "qwen3") and raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = 8
-    if raw["model_type"] in ("gpt_oss", "qwen2_moe") and raw.get("sliding_window", 0) is None:
+    if raw["model_type"] in ("gpt_oss", "qwen2_moe", "exaone4", "gemma3_text", "olmo3", "smollm3") and raw.get("sliding_window", 0) is None:
         del raw["sliding_window"]
     return raw
 
@@ -150,9 +150,11 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
     }.items():
         assert getattr(ours, field) == getattr(theirs, attribute), field
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    theta = theirs.rope_parameters["rope_theta"]
+    theta = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)["rope_theta"]
     yarn = RopeConfig(theta, "yarn", 32.0, 4096, truncate=False)
     assert ours.rope == (yarn if theirs.model_type == "gpt_oss" else RopeConfig(theta))
+    local = theirs.rope_parameters.get("sliding_attention")
+    assert ours.local_rope == (None if local is None else RopeConfig(local["rope_theta"]))
     assert (ours.experts is not None) == any(is_sparse(theirs, layer) for layer in range(ours.layers))
     if ours.experts is not None:
         assert ours.experts.layers == tuple(i for i in range(ours.layers) if is_sparse(theirs, i))

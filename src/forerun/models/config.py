@@ -339,7 +339,7 @@ def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeCo
     if family.local and isinstance(rope.values.get(of), dict):
         rope = rope.inside(of)
     elif family.local and of == "sliding_attention":
-        return RopeConfig(fields.number(family.local, 10_000.0))
+        return RopeConfig(fields.number(family.local, family.theta if family.local == "rope_theta" else 10_000.0))
     values = rope.values
     sets = [name for name, value in values.items() if isinstance(value, dict)]
     if sets:
