@@ -121,7 +121,8 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             raw[key] = value
     if raw["model_type"] not in ("llama", "qwen2", "qwen3") and raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = 8
-    if raw["model_type"] in ("gpt_oss", "qwen2_moe", "exaone4", "gemma3_text", "olmo3", "smollm3") and raw.get("sliding_window", 0) is None:
+    windowed = ("gpt_oss", "qwen2_moe", "exaone4", "gemma3_text", "olmo3", "smollm3")
+    if raw["model_type"] in windowed and raw.get("sliding_window", 0) is None:
         del raw["sliding_window"]
     return raw
 
