@@ -152,12 +152,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     with pytest.raises(UnsupportedModel, match=r"general\.architecture is 'rwkv7'.*supported are llama"):
-        writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
         Blueprint.of(str(tmp_path / "other.gguf"))
     with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'rwkv'; read are gpt2 and llama"):
         LLM(str(stories(tmp_path / "model.gguf", **{"tokenizer.ggml.model": "rwkv"})))
