@@ -90,8 +90,8 @@ class Family:
     attention, and what divides logits, each by its key. `scaled_embedding`: embeddings are times the root of their
     width. `local`: layers with a window turn by a base of their own, under this key. `skips`: config.json lists layers
     that do not turn. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the share of a
-    head that turns where config.json does not say; None: all of it turns. `fused_qkv`, `fused_gate_up`: one tensor holds
-    all parts.
+    head that turns where config.json does not say; None: all of it. `fused_qkv`, `fused_gate_up`: one tensor holds all
+    parts.
     """
 
     name: str
