@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forerun.config import KernelChoice
-from forerun.models.config import Clamp, ModelConfig, RopeConfig, read_config
+from forerun.models.config import Clamp, ModelConfig, read_config
 from forerun.models.loading import Blueprint
+from forerun.models.rope_config import RopeConfig
 from kit.compiled import require_compiler
 from kit.reading import logits_in_pieces
 

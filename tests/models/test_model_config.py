@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PretrainedConfig
 
 from forerun.errors import ModelNotFound, UnsupportedModel
-from forerun.models.config import ModelConfig, RopeConfig, read_config
+from forerun.models.config import ModelConfig, read_config
 from forerun.models.families import FAMILIES
+from forerun.models.rope_config import RopeConfig
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

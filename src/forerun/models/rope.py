@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.models.config import ModelConfig, RopeConfig
+from forerun.models.config import ModelConfig
+from forerun.models.rope_config import RopeConfig
 
 # torch shares longer cosines out to threads. Where a process did so with its first one, half of the table came out with
 # errors of 1e-4 in one process of twelve (torch 2.13 with MKL), and with other bits than the next table.

@@ -1,0 +1,137 @@
+"""How positions are turned into angles, as config.json says it: bases, scalings, and which layers turn by which.
+
+It reads both spellings of Hugging Face configurations, `rope_theta` and `rope_scaling` or `rope_parameters`. The tables
+of angles are made in `rope.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from forerun.fields import AGAIN, Fields
+from forerun.limits import shown
+from forerun.models.families import Family
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How positions become angles; fields that a kind does not use keep their defaults.
+
+    `original_max_positions` is the context length before scaling. `attention_factor` None: yarn derives it, from
+    `mscale` and `mscale_all_dim` where both are given.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class Turned(IntEnum):
+    """By which table of angles a layer turns queries and keys."""
+
+    GLOBAL = 0
+    LOCAL = 1
+    NOT = 2
+
+
+def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeConfig:
+    """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type.
+
+    Families with two sets of parameters have them under the names of kinds of layers, or the base of local ones apart.
+    """
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
+    if family.local and isinstance(rope.values.get(of), dict):
+        rope = rope.inside(of)
+    elif family.local and of == "sliding_attention":
+        return RopeConfig(fields.number(family.local, family.theta if family.local == "rope_theta" else 10_000.0))
+    values = rope.values
+    sets = [name for name, value in values.items() if isinstance(value, dict)]
+    if sets:
+        wanted = "one set of parameters for all layers is supported: choose another checkpoint"
+        raise fields.refuse(key, f"it has objects under {shown(sets)}, and {wanted}")
+    kind_key = "rope_type" if "rope_type" in values else "type"
+    kind = rope.text(kind_key) or "default"
+    if kind not in ROPE_KEYS:
+        supported = ", ".join(ROPE_KEYS)
+        raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
+    theta = rope.number("rope_theta", fields.number("rope_theta", family.theta))
+    if kind == "default":
+        return RopeConfig(theta)
+    if theta <= 1:  # scaled kinds tell slow rotations from fast ones by its logarithm
+        raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
+    return read_scaling(kind, theta, rope, fields, positions)
+
+
+def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int) -> RopeConfig:
+    """The fields of a scaled kind; a context length beside the scaling counts before the one inside it."""
+    for key in ROPE_KEYS[kind]:
+        rope.number(key)
+    if kind == "linear":
+        return RopeConfig(theta, kind, rope.number("factor"))
+    original = rope.whole("original_max_position_embeddings", positions)
+    original = fields.whole("original_max_position_embeddings", original)
+    scaling = RopeConfig(
+        theta,
+        kind,
+        factor=rope.number("factor", positions / original),
+        original_max_positions=original,
+        low_freq_factor=rope.number("low_freq_factor", 1.0),
+        high_freq_factor=rope.number("high_freq_factor", 4.0),
+        beta_fast=rope.optional("beta_fast") or 32.0,
+        beta_slow=rope.optional("beta_slow") or 1.0,
+        attention_factor=rope.optional("attention_factor"),
+        mscale=rope.optional("mscale"),
+        mscale_all_dim=rope.optional("mscale_all_dim"),
+        truncate=rope.values.get("truncate") is None or rope.flag("truncate"),
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise rope.refuse("high_freq_factor", f"it must exceed low_freq_factor, {scaling.low_freq_factor}")
+    return scaling
+
+
+def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
+    """By which angles each layer turns; empty where all turn alike."""
+    if family.only_windows_turn:
+        turning = all(window is None for window in windows)
+        return () if turning else tuple(Turned.GLOBAL if window else Turned.NOT for window in windows)
+    if family.local:
+        return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
+    if not family.skips:
+        return ()
+    listed = fields.values.get("no_rope_layers")
+    interval = fields.whole("no_rope_layer_interval", 4)
+    listed = [(i + 1) % interval != 0 for i in range(len(windows))] if listed is None else listed
+    if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):
+        raise fields.refuse("no_rope_layers", f"it must give 0 or 1 for {len(windows)} layers: {AGAIN}")
+    return tuple(Turned.GLOBAL if each else Turned.NOT for each in listed)
+
+
+def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """How much of a head turns; 0: all of it."""
+    inside = fields.inside("rope_parameters").values.get("partial_rotary_factor")
+    share = fields.values.get("partial_rotary_factor", family.rotary) if inside is None else inside
+    if family.rotary is None and share not in (None, 1):
+        raise fields.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
+    share = family.rotary or 1.0 if share is None else share
+    width = int(head_dim * share) if isinstance(share, int | float) and not isinstance(share, bool) else 0
+    if not 2 <= width <= head_dim or width % 2:
+        raise fields.refuse("partial_rotary_factor", f"of {head_dim} it must be an even width: {AGAIN}")
+    return 0 if width == head_dim else width
