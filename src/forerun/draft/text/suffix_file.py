@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock
 
 from forerun.errors import PastFileError, VocabularyMismatch
-from forerun.store import replace_file
+from forerun.store import parsed, replace_file
 
 FORM = 1
 HEAD = "forerun past answers, form"
@@ -125,12 +125,12 @@ class PastFile:
         self.check_head(lines[0] if lines else b"")
         answers = []
         for number, line in enumerate(lines[1:], start=2):
-            kept = PastAnswer.of(parsed(line))
+            kept = PastAnswer.of(entry_of(line))
             if kept is None:
                 fix = "delete that line, or name another file"
                 raise PastFileError(f"line {number} of {self.path} is damaged: {fix}")
             answers.append(kept)
-        if (kept := PastAnswer.of(parsed(end))) is not None:  # somebody's editor took the end of the line
+        if (kept := PastAnswer.of(entry_of(end))) is not None:  # somebody's editor took the end of the line
             write_all(file, b"\n")
             return [*answers, kept]
         file.truncate(file.tell() - len(end))
@@ -142,7 +142,7 @@ class PastFile:
 
     def check_head(self, line: bytes) -> None:
         """Refuse other files, and other tokenizers' answers."""
-        head, fix = parsed(line), "name another file, or one that does not exist yet"
+        head, fix = entry_of(line), "name another file, or one that does not exist yet"
         if HEAD not in head:
             raise PastFileError(f"{self.path} is no file of past answers: {fix}")
         if head[HEAD] != FORM:
@@ -160,12 +160,9 @@ def as_line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
-def parsed(line: bytes) -> dict[str, Any]:
+def entry_of(line: bytes) -> dict[str, Any]:
     """A line's entry; an empty one where it has none."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
+    entry = parsed(line)
     return entry if isinstance(entry, dict) else {}
 
 
