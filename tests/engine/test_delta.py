@@ -1,4 +1,4 @@
-"""Runs become deltas: what is cut off at a stop leaves nothing behind, and every token knows who said it."""
+"""Runs become deltas: every token, and every piece of text, knows who said it."""
 
 import pytest
 import torch
@@ -48,37 +48,6 @@ def run_of(parents: list[int], nodes: list[int], tokens: list[int]) -> Accepted:
 @pytest.mark.parametrize(("tokens", "parents", "origins"), RUNS)
 def test_every_token_knows_who_said_it(tokens: list[int], parents: list[int], origins: list[Origin]) -> None:
     assert run_of(parents, list(range(len(tokens))), tokens).origins == origins
-
-
-@pytest.mark.parametrize("stop_at", range(1, 5))
-def test_what_stands_behind_the_end_is_not_said(stop_at: int) -> None:
-    """By a stop id, by eos, by the limit asked for, by the context: the same four ways to cut a run of four."""
-    run = [407, 261, 378, 411]
-    ends = {
-        "stop id": (SamplingParams(stop_token_ids=[run[stop_at - 1]], logprobs=1), 99, run),
-        "eos": (SamplingParams(logprobs=1), 99, [*run[: stop_at - 1], 2, *run[stop_at:]]),
-        "limit": (SamplingParams(max_tokens=stop_at, logprobs=1), 99, run),
-        "context": (SamplingParams(logprobs=1), 2 + stop_at, run),
-    }
-    logits = torch.randn(6, 512, generator=torch.Generator().manual_seed(0))
-    nodes = [0, 2, 3, 5]
-    for name, (params, max_length, said) in ends.items():
-        text = sequence(params, max_length)
-        delta = commit(text, run_of([-1, 0, 0, 2, 2, 3, 5], nodes, said), logits)
-        assert list(delta.token_ids) == said[:stop_at] == text.tokens[2:]
-        assert list(delta.origins) == [D, D, D, R][:stop_at] == text.origins
-        assert delta.finish_reason == ("stop" if name in ("stop id", "eos") else "length")
-        assert delta.stop_reason == (said[stop_at - 1] if delta.finish_reason == "stop" else None)
-        expected = logits.log_softmax(1)[torch.tensor(nodes), torch.tensor(said)][:stop_at]
-        assert [alternatives.logprob for alternatives in delta.logprobs] == expected.tolist()
-        shown = said[: stop_at - 1] if name == "eos" else said[:stop_at]
-        assert (
-            delta.text
-            == STORIES.decode([403, *shown], skip_special_tokens=True)[
-                len(STORIES.decode([403], skip_special_tokens=True)) :
-            ]
-        )
-        assert [segment.origin for segment in delta.segments] == [D, D, D, R][: len(shown)]
 
 
 def test_text_carries_the_origin_of_its_own_token_when_it_comes_late() -> None:

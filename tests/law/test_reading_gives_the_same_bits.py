@@ -231,3 +231,13 @@ def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
             fresh.read([Read(0, text)])
             fresh.keep([0], [range(len(text))])
             assert all(torch.equal(a, b) for a, b in zip(state(r, i), state(fresh, 0), strict=True))
+
+
+def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:
+    decoder = decoders[0]
+    reads, taps = [Read(0, [5, 6, 7], judged=range(3))], (0, 2, decoder.config.layers, -1)
+    states = Runner.of(decoder, 4096, 16).read(reads, taps=taps)
+    assert states.taps is not None
+    assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor([5, 6, 7])])
+    assert torch.equal(decoder.logits(states.taps[:, 2]), states.logits)
+    assert torch.equal(decoder.head(states.taps[:, 3]).float(), states.logits)
