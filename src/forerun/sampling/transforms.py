@@ -28,7 +28,6 @@ from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, running_sum, softmax, upload, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
-from forerun.limits import INT64
 from forerun.sampling.constraint import ANYTHING, Allowed, Constraint, constrained, packed
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
@@ -224,15 +223,18 @@ class Transforms:
         presence = self._column("presence", lambda p: p.presence_penalty, 0.0, logits, greedy_too=True)[at.row]
         return logits.scatter(1, ids, logits.gather(1, ids) - frequency * said - presence * (said > 0))
 
+    @cached_property
+    def _edits(self) -> list[TextEdits]:
+        """What each row's request changes of its laws."""
+        return [
+            row.edits or TextEdits.of(row.params, row.tokens, row.num_prompt, row.eos_ids, row.bad_words)
+            for row in self.rows
+        ]
+
     def _bias_table(self) -> tuple[Tensor, ...]:
         """(ids, what is added to each) per row: -inf for what is banned, the request's own numbers otherwise."""
-        entries = [
-            {**(row.params.logit_bias or {}), **dict.fromkeys(row.params.banned_tokens, -math.inf)} for row in self.rows
-        ]
-        values = self._padded([[*row.values()] for row in entries], 0.0)
-        return self._tensor(self._padded([[*row] for row in entries], 0), torch.int64), self._tensor(
-            values, torch.float32
-        )
+        ids, values = [[*edits.fixed] for edits in self._edits], [[*edits.added] for edits in self._edits]
+        return self._tensor(self._padded(ids, 0), torch.int64), self._tensor(self._padded(values, 0.0), torch.float32)
 
     def _word_table(self) -> tuple[Tensor, ...]:
         """(each word but its last token, its last token, the answer's end) per row, the first and third aligned."""
@@ -250,11 +252,8 @@ class Transforms:
 
     def _short_table(self) -> tuple[Tensor, ...]:
         """(ids that end a text, the position from which they are allowed) per row."""
-        ends = [[*{*row.eos_ids, *row.params.stop_token_ids}] if row.params.min_tokens else [] for row in self.rows]
-        until = [
-            [min(row.num_prompt + row.params.min_tokens, INT64) if own else 0]
-            for row, own in zip(self.rows, ends, strict=True)
-        ]
+        ends = [[*edits.ends] for edits in self._edits]
+        until = [[edits.ends_from if edits.ends else 0] for edits in self._edits]
         return self._tensor(self._padded(ends, 0), torch.int64), self._tensor(until, torch.int64)
 
     def _top_k_table(self) -> tuple[Tensor, ...]:
