@@ -162,6 +162,7 @@ def with_one(name: str, tensor: Tensor) -> Change:
         ("eagle", with_one("midlayer.extra", torch.ones(1)), UnsupportedModel, "midlayer.extra is none of"),
         ("eagle", with_one("norm.weight", torch.ones(3)), WrongShape, r"norm.weight has shape \[3\]"),
         ("eagle", with_one("d2t", torch.zeros(400)), UnsupportedModel, "d2t must be whole numbers"),
+        ("eagle", without("d2t"), UnsupportedModel, "d2t has another size, or is missing"),
         ("eagle", with_one("d2t", torch.zeros(3, dtype=torch.long)), ModelError, "d2t|lm_head"),
         ("heads", without("2.0.linear.bias"), MissingWeights, "2.0.linear.bias"),
         ("heads", without("0.0.linear.weight"), MissingWeights, "no tensor 0.0.linear.weight"),
@@ -177,6 +178,18 @@ def test_every_weight_must_be_used_and_every_expected_one_be_there(
     with pytest.raises(error, match=told):
         convert(str(source), "medusa" if kind == "heads" else "eagle", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_what_was_written_is_compared_with_what_was_read(
+    heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        save_file({**tensors, "1.1.weight": tensors["1.1.weight"] * 2}, path, metadata)
+
+    monkeypatch.setattr("forerun.heads.convert.save_file", saved)
+    with pytest.raises(UnsupportedModel, match=r"cannot be kept as medusa: the tensor 1.1.weight would be lost"):
+        convert(str(heads), "medusa", tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: Path, tmp_path: Path) -> None:

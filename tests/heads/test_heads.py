@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda form: FORMS[form].make(folder / form))
 
 
-@pytest.mark.full
+@pytest.mark.short("eagle-1-3")
 @pytest.mark.parametrize(
     ("form", "chunk_tokens"), [(form, 3) for form in FORMS if FORMS[form].reference] + [("eagle-3", 64), ("medusa", 64)]
 )
