@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 
 from bench.synthetic import GROUP, even, taped
 from forerun.bench.figures import group_figures
@@ -13,7 +14,7 @@ from forerun.bench.show import table as bench_table
 from forerun.demo.comparison import PromptScore
 from forerun.demo.race import Score
 from forerun.demo.screen import table as demo_table
-from forerun.figure_table import FigureTable
+from forerun.figure_table import FigureTable, fact_table
 
 
 def made(num_columns: int) -> FigureTable:
@@ -21,7 +22,7 @@ def made(num_columns: int) -> FigureTable:
     return FigureTable(heads, [[f"row {r}", *(f"{r}.{c:03}" for c in range(1, num_columns))] for r in range(3)])
 
 
-def shown(table: FigureTable, width: int) -> list[str]:
+def shown(table: FigureTable | Table, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
@@ -38,6 +39,10 @@ def test_every_figure_is_there_once_beside_its_row(num_columns: int, width: int)
         assert figures == [f"{row}.{c:03}" for c in range(1, num_columns)]
     num_parts = sum(line.strip().startswith("name") for line in lines)
     assert (num_parts == 1) == (made(num_columns).parts(width) == [list(range(num_columns))])
+
+
+def test_brackets_in_facts_are_no_markup() -> None:
+    assert [line.split() for line in shown(fact_table([("mix[a]", "mix[a,b]")]), 40)] == [["mix[a]", "mix[a,b]"]]
 
 
 def test_one_table_where_everything_fits() -> None:

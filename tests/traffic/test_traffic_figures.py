@@ -24,7 +24,7 @@ from forerun.traffic.figures import (
     percentile,
     traffic_figures,
 )
-from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
+from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
 from forerun.traffic.report import TrafficReport
 from forerun.traffic.show import picture as draw_traffic
 from forerun.traffic.show import traffic_card
@@ -161,10 +161,3 @@ def test_the_picture_is_a_png(tmp_path: Any) -> None:
 def test_mistakes_name_their_field(make: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{said}: "):
         make()
-
-
-def test_the_prompts_of_repetitions_differ_and_turns_rotate() -> None:
-    plan = TrafficPlan(RATES[:1], (OFF, AUTO), num_requests=3, repeats=3)
-    modes = [turn.mode.name for turn in plan.turns()]
-    assert modes == ["off", "auto", "auto", "off", "off", "auto"]
-    assert next(plan.turns()) == TrafficTurn(RATES[0], 0, OFF)

@@ -24,7 +24,7 @@ from forerun.tune import settings as tune_settings
 from forerun.tune import trial as tune_trial
 from forerun.tune.page import html_page
 from forerun.tune.report import TuneReport
-from forerun.tune.settings import Candidate, TuneSettings, candidates_of
+from forerun.tune.settings import Candidate, candidates_of
 from forerun.tune.show import tune_card
 from forerun.tune.translate import translations
 from kit.checkpoints import DATA
@@ -304,10 +304,6 @@ def test_chosen_depths_are_chosen_by_what_was_measured_at_every_batch_size(
     result = invoke([*pair[:4], "--prompts", str(prompts), "--batch", "1,2,3", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert made == {(1, True), (2, True), (3, True)}
-
-
-def test_settings_are_checked() -> None:
-    assert TuneSettings(batches=(1, 8), temperatures=(0.0, 1.0)).batches == (1, 8)
 
 
 @pytest.mark.full
