@@ -111,7 +111,7 @@ def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object
     tensors |= {"fc.bias": fitted[:, -1]} if bias else {}
     config = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "bias": bias}
     config |= {"vocab_size": target.config.vocab_size} | keys
-    return written_eagle(folder, config, tensors, target.config, 0.1)
+    return written_eagle(folder, config, tensors, target.config, 0.4)
 
 
 def block_of(source: Path, folder: Path, num_ids: int = 0, **keys: object) -> Path:
