@@ -2,21 +2,19 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forerun.models.backends.native import NativeBackend, find_kernels
+from forerun.models.backends.native import NativeBackend
 from forerun.models.backends.torch_cpu.grouped import FORMS, GroupedLinear, GroupedWeight
-from kit.compiled import require_compiler
+from kit.compiled import LEVELS_HERE, compiled_for
 
 forms = st.tuples(st.sampled_from(FORMS), st.booleans(), st.booleans())
 
 
-def kernels() -> NativeBackend:
-    require_compiler()
-    found = find_kernels("native", torch.float32)
-    assert found is not None
-    return found
+@pytest.fixture(scope="module", params=LEVELS_HERE)
+def kernels(request: pytest.FixtureRequest) -> NativeBackend:
+    return NativeBackend(compiled_for(request.param))
 
 
 def weight_of(form: tuple[tuple[int, int], bool, bool], outputs: int, inputs: int, seed: int) -> GroupedWeight:
@@ -31,17 +29,23 @@ def weight_of(form: tuple[tuple[int, int], bool, bool], outputs: int, inputs: in
     return GroupedWeight(numbers, scales, least if has_least else None, bits, size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 @given(forms, st.integers(1, 70), st.integers(1, 9), st.integers(1, 40), st.booleans(), st.integers(0, 2**32))
 def test_kernels_give_the_bits_of_the_definition(
-    form: tuple[tuple[int, int], bool, bool], outputs: int, groups: int, rows: int, biased: bool, seed: int
+    kernels: NativeBackend,
+    form: tuple[tuple[int, int], bool, bool],
+    outputs: int,
+    groups: int,
+    rows: int,
+    biased: bool,
+    seed: int,
 ) -> None:
     weight = weight_of(form, outputs, 32 * groups, seed)
     dice = torch.Generator().manual_seed(seed)
     bias = torch.randn(outputs, generator=dice) if biased else None
     x = torch.randn(rows, 32 * groups, generator=dice) * 10 ** torch.empty(rows, 1).uniform_(-3, 3, generator=dice)
     x[torch.rand(x.shape, generator=dice) < 0.1] = 0.0
-    layer, definition = kernels().grouped(weight, bias), GroupedLinear(weight, bias)
+    layer, definition = kernels.grouped(weight, bias), GroupedLinear(weight, bias)
     found = layer(x)
     assert torch.equal(found, definition(x))
     assert torch.equal(found, torch.cat([layer(row[None]) for row in x]))
@@ -56,18 +60,18 @@ def test_joined_weights_are_the_same_numbers(parts: list[tuple[tuple[int, int], 
     assert torch.allclose(joined.dense(), torch.cat([each.dense() for each in weights]), rtol=1e-6, atol=1e-7)
 
 
-def test_a_product_is_near_that_of_dense_weights() -> None:
+def test_a_product_is_near_that_of_dense_weights(kernels: NativeBackend) -> None:
     for form in ((each, least, False) for each in FORMS for least in (False, True)):
         weight = weight_of(form, 50, 320, 3)
         x = torch.randn(20, 320, generator=torch.Generator().manual_seed(1))
         exact = x.double() @ weight.dense().double().T
-        assert (kernels().grouped(weight, None)(x) - exact).std() < 0.01 * exact.std()
+        assert (kernels.grouped(weight, None)(x) - exact).std() < 0.01 * exact.std()
 
 
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_spoils_its_row_alone(strange: float) -> None:
+def test_what_is_no_number_spoils_its_row_alone(kernels: NativeBackend, strange: float) -> None:
     weight, x = weight_of(((4, 32), True, False), 20, 64, 5), torch.randn(3, 64)
     x[1, 40] = strange
-    found = kernels().grouped(weight, None)(x)
+    found = kernels.grouped(weight, None)(x)
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
