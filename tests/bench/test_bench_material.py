@@ -100,9 +100,6 @@ def test_an_answer_is_encoded_behind_its_prompt(tokenizer: Tokenizer, written: C
     assert first.prompt == tuple(tokenizer.encode("def f"))
     assert tokenizer.decode([*first.prompt, *(first.answer or ())], skip_special_tokens=True) == "def f(x):"
     assert (second.prompt, second.answer, second.place) == ((0, 5, 6), (7, 8), f"{file}:2")
-    begun = Tokenizer.load(TARGET)  # by a token of its own
-    first = workload_of("own", read_passages(file, recorded=True), 1, begun).items[0]
-    assert [first.prompt, first.answer] == [tuple(begun.encode("def f")), tuple(begun.encode("(x):", False))]
 
 
 def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callable[..., Path]) -> None:

@@ -292,8 +292,8 @@ def test_chosen_depths_are_chosen_by_what_was_measured_at_every_batch_size(
     """Passes are measured between runs, at fixed depths: engines that begin behind that are not to take those over."""
     made, making = set[tuple[int, bool]](), Stage.lane
 
-    def lane(stage: Stage, group: Group, depth: int, *more: Any) -> Lane:
-        found = making(stage, group, depth, *more)
+    def lane(stage: Stage, group: Group, depth: int, *rest: Any, **more: Any) -> Lane:
+        found = making(stage, group, depth, *rest, **more)
         if depth == CHOSEN:
             made.add((group.batch, isinstance(found.engine.controller, MeasuredDepth)))
         return found
