@@ -145,8 +145,8 @@ def test_a_round_that_fails_once_is_as_if_it_had_not_been(
     draft: str | None, where: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Be it before anything was computed or when everything was, to the bit of every log-probability."""
-    fault = Fault(lambda call: call == 9)
-    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
+    fault = Fault(lambda call: call == (4 if where in CONTROLLING else 9))
+    llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4, speculation=4)
     break_(llm, where, fault, monkeypatch, late)
     found = answers(llm)
     assert fault.num_raised == 1
