@@ -19,7 +19,7 @@ from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
 from forerun.models.families import FAMILIES, LLAMA_NORMS, ExpertNames, Family, LayerNorms, Sparse, Windows
 from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
-from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned
+from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned, turning_layers
 
 DTYPES = {
     "float32": torch.float32,
@@ -266,7 +266,7 @@ def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> in
 def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window, by the family's rule. layer_types that say otherwise are refused, not ignored."""
     rule = family.windows
-    asks = rule in (Windows.ASKED, Windows.LISTED, Windows.BELOW)
+    asks = rule in (Windows.ASKED, Windows.LISTED, Windows.BELOW, Windows.NOT_TURNED)
     on = rule is not Windows.NONE and (not asks or fields.flag("use_sliding_window"))
     on = on and fields.values.get("sliding_window", family.window) is not None
     window = fields.whole("sliding_window", family.window) if on else None
@@ -289,6 +289,8 @@ def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]
         usual = 6 if rule is Windows.EVERY_SIXTH else 4
         period = fields.whole("sliding_window_pattern", fields.whole("_sliding_window_pattern", usual))
         return [(i + 1) % period != 0 for i in range(layers)]
+    if rule is Windows.NOT_TURNED:
+        return [not turns for turns in turning_layers(fields, layers)]
     if rule is Windows.EVERY_OTHER:
         return [i % 2 == 0 for i in range(layers)]
     if rule is Windows.BELOW:

@@ -18,6 +18,7 @@ class Windows(Enum):
     ALL = "every layer, where sliding_window is set"
     ASKED = "every layer, where use_sliding_window is set"
     LISTED = "those that layer_types lists or, without it, those from max_window_layers on"
+    NOT_TURNED = "where use_sliding_window is set, those that layer_types lists or, without it, those that do not turn"
     EVERY_FOURTH = "those that layer_types lists or, without it, all but every fourth"
     EVERY_SIXTH = "those that layer_types lists or, without it, all but every sixth"
     EVERY_OTHER = "those that layer_types lists or, without it, every other one from the first on"
@@ -88,10 +89,10 @@ class Family:
     query head has a score that no key has. `sparse` None: all MLPs are dense. `norms` are a layer's, whose stored gains
     are less 1 where they are `from_one`. `scales` names what multiplies embeddings, what layers add, and scores of
     attention, and what divides logits, each by its key. `scaled_embedding`: embeddings are times the root of their
-    width. `local`: layers with a window turn by a base of their own, under this key. `skips`: config.json lists layers
-    that do not turn. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the share of a
-    head that turns where config.json does not say; None: all of it. `fused_qkv`, `fused_gate_up`: one tensor holds all
-    parts.
+    width. `local`: layers with a window turn by a base of their own, this one unless told. `skips`: config.json lists
+    layers that do not turn. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the
+    share of a head that turns where config.json does not say; None: all of it. `fused_qkv`, `fused_gate_up`: one tensor
+    holds all parts.
     """
 
     name: str
@@ -115,7 +116,7 @@ class Family:
     scales: Mapping[str, str] = field(default_factory=dict)
     scaled_embedding: bool = False
     query_scalar: int | None = None  # whose root divides queries where config.json does not say; None: their width
-    local: str | None = None
+    local: float | None = None
     skips: bool = False
     interleaved: bool = False
     rotary: float | None = None
@@ -178,7 +179,7 @@ FAMILIES: dict[str, Family] = {
         gelu=True,
         scaled_embedding=True,
         query_scalar=256,
-        local="rope_local_base_freq",
+        local=10_000.0,
         tied=True,
     ),
     "GraniteForCausalLM": Family(
@@ -207,7 +208,7 @@ FAMILIES: dict[str, Family] = {
         norm_eps=1e-5,
         theta=500_000.0,
         norms=BEHIND,
-        local="rope_theta",
+        local=500_000.0,
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4",
@@ -223,7 +224,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias="attention_bias",
         out_bias="attention_bias",
         mlp_bias="mlp_bias",
-        windows=Windows.ASKED,
+        windows=Windows.NOT_TURNED,
         theta=2e6,
         skips=True,
         tied=True,
@@ -236,6 +237,7 @@ FAMILIES: dict[str, Family] = {
         norms=LayerNorms(
             "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"
         ),
+        biased=True,
         interleaved=True,
         rotary=0.5,
         fused_gate_up=True,

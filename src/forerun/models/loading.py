@@ -89,7 +89,7 @@ class Blueprint:
         judged = check_weights(config, checkpoint)
         if placement.fixed and (judged.experts or judged.sinks or not judged.is_plain):
             wanted = "use device cpu, or choose a checkpoint without them"
-            what = "experts, attention sinks" if judged.is_plain else f"the layers of {judged.family}"
+            what = "experts and attention sinks" if judged.is_plain else f"the layers of {judged.family}"
             raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {wanted}")
         if placement.fixed:
             choice = BackendChoice(BackendKind("torch", dtypes[0]))

@@ -61,7 +61,7 @@ def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeCo
     if family.local and isinstance(rope.values.get(of), dict):
         rope = rope.inside(of)
     elif family.local and of == "sliding_attention":
-        return RopeConfig(fields.number(family.local, family.theta if family.local == "rope_theta" else 10_000.0))
+        return RopeConfig(fields.number("rope_local_base_freq", family.local))
     values = rope.values
     sets = [name for name, value in values.items() if isinstance(value, dict)]
     if sets:
@@ -116,12 +116,17 @@ def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...])
         return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
     if not family.skips:
         return ()
-    listed = fields.values.get("no_rope_layers")
+    return tuple(Turned.GLOBAL if turns else Turned.NOT for turns in turning_layers(fields, len(windows)))
+
+
+def turning_layers(fields: Fields, layers: int) -> list[bool]:
+    """Which layers turn queries and keys, in a family where some do not: all but every fourth, unless told."""
     interval = fields.whole("no_rope_layer_interval", 4)
-    listed = [(i + 1) % interval != 0 for i in range(len(windows))] if listed is None else listed
-    if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):
-        raise fields.refuse("no_rope_layers", f"it must give 0 or 1 for {len(windows)} layers: {AGAIN}")
-    return tuple(Turned.GLOBAL if each else Turned.NOT for each in listed)
+    listed = fields.values.get("no_rope_layers")
+    listed = [(i + 1) % interval != 0 for i in range(layers)] if listed is None else listed
+    if not isinstance(listed, list) or len(listed) != layers or not all(each in (0, 1) for each in listed):
+        raise fields.refuse("no_rope_layers", f"it must give 0 or 1 for {layers} layers: {AGAIN}")
+    return [bool(each) for each in listed]
 
 
 def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
