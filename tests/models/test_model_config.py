@@ -181,6 +181,7 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
         ("qwen3", {}, (False, False, False)),
         ("qwen3", {"attention_bias": True, "mlp_bias": True}, (True, True, False)),
         ("mixtral", {"attention_bias": True}, (False, False, False)),
+        ("glm4", {}, (True, False, False)),
         ("qwen2_moe", {}, (True, False, False)),
         ("qwen2_moe", {"qkv_bias": False}, (False, False, False)),
         ("qwen3_moe", {"attention_bias": True}, (True, True, False)),
@@ -266,6 +267,20 @@ def test_a_model_without_named_architecture_is_known_by_its_type(tmp_path: Path)
     assert read_config(write(tmp_path, raw)).family == "qwen3"
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"query_pre_attn_scalar": 256},
+        {"attn_logit_softcapping": 50.0},
+        {"final_logit_softcapping": 0},
+        {"use_bidirectional_attention": True},
+    ],
+    ids=str,
+)
+def test_a_field_that_a_family_does_not_read_changes_nothing(field: dict[str, Any], tmp_path: Path) -> None:
+    assert read_config(write(tmp_path, of_family("qwen3") | field)) == read_config(write(tmp_path, of_family("qwen3")))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["OlmoeForCausalLM"]}, r"architectures is \['OlmoeForCausalLM'\]; supported are Llama"),
     ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported are Llama"),
@@ -285,6 +300,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "high_freq_factor is 4; it must exceed low_freq_factor, 4",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; heads are rotated whole"),
+    *(
+        ({key: {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}}, f"{key}: partial_rotary_factor is 0.5")
+        for key in ("rope_scaling", "rope_parameters")
+    ),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads, 8"),
     ({"num_attention_heads": 12}, "num_attention_heads is 12; it must divide hidden_size, 64, or head_dim be given"),
     ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even width"),

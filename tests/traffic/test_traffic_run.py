@@ -1,6 +1,7 @@
 """Load tests against a server with known delays: what is sent, when, and what counts as an answer."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -183,6 +184,7 @@ def test_failures_count_and_have_no_times() -> None:
     report = load_test(server, ServerLoad("concurrency", 1.0), agreement=ServiceLevel(between_s=100.0))
     (figures,) = report.figures
     assert figures.errors == {"the stream ended before its end": 1, "'broke'": 1}
+    assert json.loads(json.dumps(report.as_object()))["cells"][0]["errors"] == figures.errors
     assert figures.times.num_answers == 4
     assert figures.kept == 4 / 6
     assert figures.holds is False

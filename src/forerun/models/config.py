@@ -229,6 +229,8 @@ def refuse_options(fields: Fields, family: Family) -> None:
     key, known = ("hidden_activation", GELU) if family.gelu else ("hidden_act", SILU)
     if fields.values.get(key, known[0]) not in known:
         raise fields.refuse(key, f"supported is {known[0]}: choose a checkpoint with it")
+    if not family.gelu:  # other families do not read what follows
+        return
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.values.get(key) is not None:
             raise fields.refuse(key, "logits that are capped are not computed: choose another checkpoint")
@@ -245,7 +247,9 @@ def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
     """What multiplies queries beside the usual root of their width."""
     if "scores" in family.scales:
         return read_scale(fields, family, "scores") * math.sqrt(head_dim)
-    return math.sqrt(head_dim / fields.number("query_pre_attn_scalar", float(family.query_scalar or head_dim)))
+    if family.query_scalar is None:
+        return 1.0
+    return math.sqrt(head_dim / fields.number("query_pre_attn_scalar", float(family.query_scalar)))
 
 
 def has_bias(fields: Fields, family: Family, declared: bool | str) -> bool:

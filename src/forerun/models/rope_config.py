@@ -51,12 +51,17 @@ class Turned(IntEnum):
     NOT = 2
 
 
+def key_of_rope(fields: Fields) -> str:
+    """The key that the parameters of positions stand under."""
+    return "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+
+
 def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeConfig:
     """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type.
 
     Families with two sets of parameters have them under the names of kinds of layers, or the base of local ones apart.
     """
-    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    key = key_of_rope(fields)
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
     if family.local and isinstance(rope.values.get(of), dict):
         rope = rope.inside(of)
@@ -131,12 +136,14 @@ def turning_layers(fields: Fields, layers: int) -> list[bool]:
 
 def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
     """How much of a head turns; 0: all of it."""
-    inside = fields.inside("rope_parameters").values.get("partial_rotary_factor")
-    share = fields.values.get("partial_rotary_factor", family.rotary) if inside is None else inside
+    key, rope = "partial_rotary_factor", fields
+    if fields.values.get(key_of_rope(fields)) and fields.inside(key_of_rope(fields)).values.get(key) is not None:
+        rope = fields.inside(key_of_rope(fields))
+    share = rope.values.get(key, family.rotary)
     if family.rotary is None and share not in (None, 1):
-        raise fields.refuse("partial_rotary_factor", "heads are rotated whole (1.0): choose another checkpoint")
+        raise rope.refuse(key, "heads are rotated whole (1.0): choose another checkpoint")
     share = family.rotary or 1.0 if share is None else share
     width = int(head_dim * share) if isinstance(share, int | float) and not isinstance(share, bool) else 0
     if not 2 <= width <= head_dim or width % 2:
-        raise fields.refuse("partial_rotary_factor", f"of {head_dim} it must be an even width: {AGAIN}")
+        raise rope.refuse(key, f"of {head_dim} it must be an even width: {AGAIN}")
     return 0 if width == head_dim else width

@@ -197,7 +197,7 @@ def figures_of(
         num_requests=len(answers),
         times=TimeFigures.of(answers),
         by_category={kind: TimeFigures.of(own) for kind, own in kinds.items() if kind},
-        errors=Counter(answer.error for answer in answers if answer.error),
+        errors=dict(Counter(answer.error for answer in answers if answer.error)),
         requests_per_s=Spread.of(len(block.complete) / block.seconds for block in blocks),
         tokens_per_s=Spread.of(block.tokens_per_s for block in blocks),
         speed_up=Spread.of(own / other for own, other in ratios if other),

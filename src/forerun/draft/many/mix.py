@@ -53,7 +53,7 @@ class MixDrafter:
     """Drafts with whichever of `members` a row's budget names: by its place among them, or behind them for all merged.
 
     A merged tree's budget has room for them all: each member is asked for an equal part of its width, its whole depth
-    and its whole drafter of guesses. What guesses survive with, where a member does not say so, is learned from what
+    and its whole number of guesses. What guesses survive with, where a member does not say so, is learned from what
     came true of its merged ones, by depth; the outlook tells that, from which follows what a member alone would give.
     """
 
