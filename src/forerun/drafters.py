@@ -39,7 +39,7 @@ def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
 
 
 def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """The same for a parsed specification."""
+    """The drafter of a parsed specification; raises what `plan_drafter` raises."""
     planner = PLANNERS.get(spec.name)
     if planner is None:
         near = nearest(spec.name, PLANNERS)

@@ -152,7 +152,7 @@ class Outlook:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses continuations of sequences. One file per kind, in this folder; those of trained heads are in `heads/`.
+    """Guesses continuations of sequences. One file per kind, in `draft/text`, `model` or `many`, or in `heads/`.
 
     `taps` names the target states it reads: i is the residual stream entering layer i, which is what layer i - 1
     leaves, num_layers the one before the final norm, -1 the one after it; () none. `names` are those of its

@@ -1,7 +1,7 @@
 """What is known of a drafter before it is loaded: what it needs, and how to build it.
 
-This module decides what a plan says. Each drafter's file makes the plan of its own specification; `drafters.py` has
-the table of them. Memory is planned between planning and building, so planning loads no weights.
+This module decides what a plan says. Each drafter's file makes the plan of its own specification; `forerun/drafters.py`
+has the table of them. Memory is planned between planning and building, so planning loads no weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The spelling of drafters: `name`, `name:argument`, or `name[drafter, drafter, ...]`, nested to any depth.
 
-This file decides only the grammar; `build` decides which names exist and which take an argument. Examples: `ngram`,
-`ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An argument ends at a comma or a bracket; one that
-contains such a character is put in double quotes.
+This file decides only the grammar; the table of `forerun/drafters.py` says which names exist, and each drafter's plan
+whether it takes an argument. Examples: `ngram`, `ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An
+argument ends at a comma or a bracket; one that contains such a character is put in double quotes.
 """
 
 from __future__ import annotations

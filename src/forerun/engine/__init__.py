@@ -1,1 +1,1 @@
-"""The engine: one round (`round.py`), who takes part in it, and what happens around it."""
+"""The engine: one round (`engine.py`), who takes part in it, and what happens around it."""

@@ -102,9 +102,9 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """A sequence to be drafted: the final tokens that were not observed yet, its root the last, and how far.
+    """A sequence to be drafted within `budget`. `late` are final tokens that are not part of its text, the root last.
 
-    Or one to be judged behind them: `guesses` are read with the root.
+    `guesses` are those of another drafter that this one judges: they are read behind the root.
     """
 
     seq_id: int

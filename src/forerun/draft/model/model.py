@@ -1,8 +1,8 @@
-"""A smaller model as drafter, with a cache of its own, batched.
+"""ModelDrafter: a smaller model as drafter, with a cache of its own.
 
 This module decides what is special about a whole model: it reads tokens, of the target's vocabulary or of its own, its
 text may be revised where a tokenizer has second thoughts, and it can judge another drafter's chains, which it reads
-like its own. `Follower` does the rest.
+like its own. `Follower` does the rest, and `draft/vocab/translate.py` plans it (`plan_model`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shifted drafters: a model reads each token beside the state after the token before it, and predicts the next one.
+"""StateFollower: a model reads each token beside the state after the token before it, and predicts the next one.
 
 This module decides which state goes with which token. The state is the target's where the target has read the token
 before, so the model's text is the target's without the first token and with the root: all of it is read in one pass

@@ -1,1 +1,1 @@
-"""Draft models of other vocabularies."""
+"""Draft models of other vocabularies, and the plan of all draft models."""

@@ -1,11 +1,11 @@
-"""A draft model of another vocabulary; and whether a draft model is of another one.
+"""TranslatingDrafter: a draft model of another vocabulary; and the plan of every draft model (`model:DIR`).
 
-This module decides how its guesses become the target's tokens, in one of two ways. Where the vocabularies share enough
-tokens (TLI, token-level intersection) it is an ordinary model drafter that guesses shared tokens only, drawn as the
-target's ids: with the target's noise, as trees, under declared laws. Where they do not (SLEM, string-level exact match)
-it continues the text in its own tokens, and the result is encoded in the target's: chains without a law, judged by
-`follow`. In both ways the model reads the text in its own tokens, through a transcript. After Timor et al. (ICML 2025,
-arXiv 2502.05202).
+This module decides whether a draft model is translated, and how its guesses become the target's tokens, in one of two
+ways. Where the vocabularies share enough tokens (TLI, token-level intersection) it is an ordinary model drafter that
+guesses shared tokens only, drawn as the target's ids: with the target's noise, as trees, under declared laws. Where
+they do not (SLEM, string-level exact match) it continues the text in its own tokens, and the result is encoded in the
+target's: chains without a law, judged by `follow`. In both ways the model reads the text in its own tokens, through a
+transcript. After Timor et al. (ICML 2025, arXiv 2502.05202).
 """
 
 from __future__ import annotations
