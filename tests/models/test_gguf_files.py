@@ -1,14 +1,17 @@
 """What a GGUF file is taken for: damage and unknown formats are named, one of several is chosen, tokenizers agree."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import tokenizers
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -178,6 +181,30 @@ def test_one_of_several_files_is_chosen_by_its_format(tmp_path: Path) -> None:
         find_checkpoint(str(folder))
     with pytest.raises(ModelNotFound, match="choose one by its format"):
         find_checkpoint(f"{folder}:Q6_K")
+
+
+def test_of_a_repository_the_chosen_file_alone_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = tmp_path / "repository"
+    stored.mkdir()
+    for number_format in ("Q8_0", "Q4_0"):
+        stories(stored / f"tiny-{number_format}.gguf", number_format)
+    stories(stored / "tiny-Q4_K_M.gguf", "Q4_1")
+    fetched = tmp_path / "fetched"
+
+    def fetch(name: str, revision: object, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert name == "owner/name"
+        fetched.mkdir(exist_ok=True)
+        names = [path.name for path in stored.iterdir()]
+        for each in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            shutil.copyfile(stored / each, fetched / each)
+        return str(fetched)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert find_checkpoint("owner/name").name.startswith("tiny-Q4_K_M")
+    assert [path.name for path in fetched.iterdir()] == ["tiny-Q4_K_M.gguf"]
+    assert find_checkpoint("owner/name:Q8_0").name.startswith("tiny-Q8_0")
+    with pytest.raises(ModelNotFound, match=r"owner/name .*choose"):
+        find_checkpoint("owner/name:Q6_K")
 
 
 def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:

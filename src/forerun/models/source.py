@@ -69,7 +69,7 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         folder = path if number_format else fetch(name, revision, files)
         if not is_file(folder / needed):
             folder = fetch(name, revision, (f"*{number_format or USUAL_FORMAT}*.gguf",))
-            file = choose_file(folder, number_format)
+            file = choose_file(folder, number_format or USUAL_FORMAT, name)
             if file is not None:
                 return folder_of(file)
             problem = told_of(folder) or f"has no {needed} on the hub, and no {number_format or USUAL_FORMAT} in GGUF"
@@ -77,7 +77,7 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         return folder
     if revision is not None:
         raise InvalidRequest("revision", f"{revision!r} is for hub ids, and {name} is a folder: leave it out.")
-    file = None if is_file(path / needed) and number_format is None else choose_file(path, number_format)
+    file = None if is_file(path / needed) and number_format is None else choose_file(path, number_format, name)
     if file is not None:
         return folder_of(file)
     if not is_file(path / needed):

@@ -40,17 +40,18 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
-def choose_file(folder: Path, wanted: str | None) -> Path | None:
-    """The GGUF file in a folder whose name has the wanted format in it, such as "Q4_K_M"; None where there is none.
+def choose_file(folder: Path, wanted: str | None, name: str) -> Path | None:
+    """The GGUF file in a folder whose name has the wanted format in it, such as "Q4_K_M"; None without such files.
 
-    Of a model in parts it is the first. Raises ModelNotFound where there are several to choose from.
+    Of a model in parts it is the first. `name` is what the user called the folder. Raises ModelNotFound where there are
+    several to choose from, or none is of this format.
     """
     files = [path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith(("mmproj", "imatrix"))]
     files = [path for path in files if (part := PART.fullmatch(path.name)) is None or int(part[2]) == 1]
     matching = [path for path in files if wanted is None or wanted.lower() in path.name.lower()]
     if len(matching) > 1 or (files and not matching):
         names = ", ".join(path.name for path in files[:8])
-        raise ModelNotFound(f"{folder} has {names}: choose one by its format, as in {folder}:Q4_K_M, or name the file")
+        raise ModelNotFound(f"{name} has {names}: choose one by its format, as in {name}:Q4_K_M, or name the file")
     return matching[0] if matching else None
 
 
