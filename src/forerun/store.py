@@ -79,6 +79,16 @@ def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
     sync(path.parent)
 
 
+def part_of(folder: Path) -> str:
+    """The name of what is written before it has its place in a folder."""
+    return f".{folder.name}{PART}"
+
+
+def names_in(folder: Path) -> list[str]:
+    """What a folder holds, in order, but for what a killed process left of `whole_folder`."""
+    return sorted(path.name for path in folder.iterdir() if path.name != part_of(folder))
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """An empty folder, which becomes `folder` at the end of the block, whole and on disk; nothing is left of it where
@@ -87,7 +97,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Where `folder` is there already, each file takes its place in it, config.json, by which a folder is recognised,
     behind the weights. Only one process may write the folder. What a killed one left is removed first.
     """
-    part = (folder if folder.is_dir() else folder.parent) / f".{folder.name}{PART}"
+    part = (folder if folder.is_dir() else folder.parent) / part_of(folder)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:

@@ -43,6 +43,14 @@ def test_a_damaged_measurement_is_named_by_its_line(tmp_path: Path) -> None:
     assert opened(path, fresh=True).values == opened(path).values == {}
 
 
+def test_a_file_of_an_older_form_is_started_over(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    path.write_text('{"forerun_bench": 2, "key": "1", "about": {}}\n{"workload": "code"}\n')
+    with pytest.raises(InvalidRequest, match=r"of a benchmark with other settings .*, or start over with --fresh"):
+        opened(path)
+    assert opened(path, fresh=True).values == {}
+
+
 def test_the_default_place_differs_with_all_that_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     others = [ABOUT | {name: "else"} for name in ABOUT]

@@ -192,6 +192,12 @@ def test_what_was_written_is_compared_with_what_was_read(
     assert not [*tmp_path.iterdir()]
 
 
+def test_an_empty_folder_is_written_also_where_a_kill_left_a_part_in_it(eagle: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / ".out.part").mkdir(parents=True)
+    convert(str(eagle), "eagle", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -78,6 +78,8 @@ def test_no_folder_of_a_users_is_taken_for_a_tuned_target(tmp_path: Path) -> Non
     mine = tmp_path / "mine"
     mine.mkdir()
     check_free(mine, tmp_path / "heads")
+    (mine / ".mine.part").mkdir()  # as a kill leaves it
+    check_free(mine, tmp_path / "heads")
     (mine / "config.json").write_text('{"hidden_size": 1}')
     with pytest.raises(FolderTaken, match=r"mine is not the tuned target of .*heads: name another folder"):
         check_free(mine, tmp_path / "heads")

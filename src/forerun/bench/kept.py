@@ -14,6 +14,7 @@ from forerun.store import Journal
 from forerun.streams import show_note
 
 FORM = 3  # of the file
+SIGNS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # by which its first line is known
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class Measurements:
         `about` is everything that decides a measurement. Raises InvalidRequest, with the file as it was, for one that
         holds something else or cannot be used.
         """
-        found, head = cls(path, option, place), {f"forerun_{option}": FORM, "about": about}
+        found, head = cls(path, option, place), {SIGNS[what]: FORM, "about": about}
         with found.writable():
             found.journal = Journal.of_run(path, head, what, option, place, fresh)
         for number, entry in enumerate(found.journal.entries[1:], start=2):

@@ -24,7 +24,7 @@ from forerun.heads.fresh import save_config
 from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import FETCHED, PICKLES, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.heads.speculators import SPECULATORS
-from forerun.store import whole_folder, writable
+from forerun.store import names_in, whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
@@ -93,7 +93,7 @@ def check_free(out: Path, force: bool) -> None:
         raise InvalidRequest("out", f"the folder {out.parent} is not there: make it, or name another one.")
     if out.exists() and not out.is_dir():
         raise InvalidRequest("out", f"{out} is a file: name a folder.")
-    held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    held = names_in(out) if out.is_dir() else []
     if held and not force:
         shown = ", ".join(held[:3])
         raise InvalidRequest("out", f"{out} holds {shown}: name another folder, or overwrite it with --force.")

@@ -28,7 +28,7 @@ from forerun.heads.trained_layer import LayerStack
 from forerun.models.loading import Blueprint
 from forerun.models.projections import promised_tensors
 from forerun.models.widen import companions, copy_files
-from forerun.store import whole_folder, writable
+from forerun.store import names_in, whole_folder, writable
 
 RANK = 16  # of the adapters
 SCALE = 0.03  # of what they add: so much slower the target is tuned than the heads are trained
@@ -108,7 +108,7 @@ def check_free(folder: Path, heads: Path) -> None:
     """Raise where a folder for a tuned target is the heads' own, or holds anything but the target of these heads."""
     if folder.resolve() == heads.resolve():
         raise InvalidRequest("tune_target", f"{folder} is where the heads go: name another folder.")
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and not names_in(folder)):
         return
     config = folder / "config.json"
     made = read_fields(config).values.get(TUNED) if config.is_file() else None
