@@ -47,16 +47,16 @@ class Budget:
             object.__setattr__(self, "nodes", self.depth)
 
     @classmethod
-    def of(cls, wish: Speculation, depth: int | None = None) -> Budget:
-        """A request's wish, cut to `depth`. Trees without a node count get `width` guesses for every depth."""
-        depth = wish.depth if depth is None else min(depth, wish.depth)
-        if wish.tree is not None:
-            tree = wish.tree.cut(depth)
+    def of(cls, speculation: Speculation, depth: int | None = None) -> Budget:
+        """A request's speculation, cut to `depth`. Trees without a node count get `width` guesses for every depth."""
+        depth = speculation.depth if depth is None else min(depth, speculation.depth)
+        if speculation.tree is not None:
+            tree = speculation.tree.cut(depth)
             return NO_DRAFT if tree is None else cls(tree.depth, tree.width, len(tree.paths), shape=tree)
-        if wish.width == 1 and wish.nodes is None:
+        if speculation.width == 1 and speculation.nodes is None:
             return cls(depth, nodes=depth) if depth > 0 else NO_DRAFT
-        nodes = wish.nodes_within(depth)
-        return cls(min(depth, nodes), wish.width, nodes) if nodes > 0 else NO_DRAFT
+        nodes = speculation.nodes_within(depth)
+        return cls(min(depth, nodes), speculation.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merging(self, num_members: int) -> Budget:
         """This budget for all members of a mix merged: the tree may be wider, so that all of them fit."""

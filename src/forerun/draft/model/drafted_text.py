@@ -115,8 +115,8 @@ class DraftRow:
 
 @dataclass(frozen=True, slots=True)
 class RootPass:
-    """A pass as far as there was room: what was read, which wishes are left, and the logits asked for."""
+    """A pass as far as there was room: what was read, which rows are left, and the logits asked for."""
 
     reads: Sequence[Read]
-    wishes: list[DraftRow]
+    rows: list[DraftRow]
     logits: Float[Tensor, "judged vocab"]

@@ -169,10 +169,10 @@ class Follower:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
         self.pass_s = 0.0
-        wishes = self.wishes(draws.seq_ids, budgets, tail)
-        self.cut_tails(wishes)
-        passed = self.read_roots(wishes if self.taps else self.catch_up(wishes, TAIL_TOKENS))
-        granted = {wish.seq_id: wish.budget for wish in passed.wishes}
+        rows = self.draft_rows(draws.seq_ids, budgets, tail)
+        self.cut_tails(rows)
+        passed = self.read_roots(rows if self.taps else self.catch_up(rows, TAIL_TOKENS))
+        granted = {row.seq_id: row.budget for row in passed.rows}
         if not granted:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]), pass_s=self.pass_s)
         draft = self.finish(draws, self.grow(draws, granted, passed.logits), granted)
@@ -248,18 +248,18 @@ class Follower:
         """Those of a pass, over the target's ids."""
         return None if states is None else self.ids.spread(states.logits)
 
-    def wishes(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
+    def draft_rows(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
         """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
         late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
-        wishes = []
+        rows = []
         for seq_id, budget in zip(seq_ids, budgets, strict=True):
             new = late.get(seq_id, self.late(seq_id))
             if seq_id not in self.sequences or new is None:
                 continue
             depth = min(budget.depth, self.room(self.sequences[seq_id], new))
             if depth > 0:
-                wishes.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
-        return wishes
+                rows.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
+        return rows
 
     def late(self, seq_id: int) -> Sequence[int] | None:
         """The final tokens that are not part of a sequence's text, its root; None where it cannot be drafted."""
@@ -282,52 +282,52 @@ class Follower:
         """The final text, up to its root, that the cache does not hold."""
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
-    def catch_up(self, wishes: list[DraftRow], left_unread: int) -> list[DraftRow]:
-        """Read and keep final text, in chunks, until no more than so much is unread; the wishes that had room.
+    def catch_up(self, rows: list[DraftRow], left_unread: int) -> list[DraftRow]:
+        """Read and keep final text, in chunks, until no more than so much is unread; the rows that had room.
 
         A text without a row begins with what the cache holds of it, unless it is read from states.
         """
-        for wish in wishes if not self.taps else ():
-            self.begin(wish.seq_id)
-        while behind := [w.seq_id for w in wishes if len(self.unread(w.seq_id)) > left_unread]:
+        for row in rows if not self.taps else ():
+            self.begin(row.seq_id)
+        while behind := [row.seq_id for row in rows if len(self.unread(row.seq_id)) > left_unread]:
             reads, left = [], CHUNK_TOKENS
             for seq_id in behind:
                 chunk = self.unread(seq_id)[:left]
                 left -= len(chunk)
                 reads.append(Read(seq_id, chunk))
-            passed = self.read_fitting([read for read in reads if read.tokens], wishes, of_text=True)
+            passed = self.read_fitting([read for read in reads if read.tokens], rows, of_text=True)
             if passed.reads:
                 paths = [range(len(read.tokens)) for read in passed.reads]
                 self.runner.keep([read.seq_id for read in passed.reads], paths)
-            wishes = passed.wishes
-        return wishes
+            rows = passed.rows
+        return rows
 
-    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
+    def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read what is left of the text, the roots, and guesses to be judged.
 
-        Gives the wishes that had room, and the logits after their roots and guesses.
+        Gives the rows that had room, and the logits after their roots and guesses.
         """
         reads = []
-        for wish in wishes:
-            text = [*self.unread(wish.seq_id), *wish.late]
-            num_read, tokens = len(self.sequences[wish.seq_id].tail), [*text, *wish.guesses]
-            deepest = len(tokens) + wish.budget.depth - 1  # the last guess is not read
-            scratch = deepest if wish.budget.width > 1 else 0
+        for row in rows:
+            text = [*self.unread(row.seq_id), *row.late]
+            num_read, tokens = len(self.sequences[row.seq_id].tail), [*text, *row.guesses]
+            deepest = len(tokens) + row.budget.depth - 1  # the last guess is not read
+            scratch = deepest if row.budget.width > 1 else 0
             judged = range(len(text) - 1 - num_read, len(tokens) - num_read)
-            reads.append(Read(wish.seq_id, tokens[num_read:], judged=judged, scratch=scratch))
-        passed = self.read_fitting(reads, wishes)
+            reads.append(Read(row.seq_id, tokens[num_read:], judged=judged, scratch=scratch))
+        passed = self.read_fitting(reads, rows)
         for read in passed.reads:
             for token in read.tokens:
                 self.sequences[read.seq_id].append(token)
         return passed
 
-    def read_fitting(self, reads: list[Read], wishes: list[DraftRow], of_text: bool = False) -> RootPass:
+    def read_fitting(self, reads: list[Read], rows: list[DraftRow], of_text: bool = False) -> RootPass:
         """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
-        active = {wish.seq_id for wish in wishes}
+        active = {row.seq_id for row in rows}
         while reads:
             states = self.read(reads, active, features=self.features(reads) if of_text and self.taps else None)
             if states is not None:
-                return RootPass(reads, [w for w in wishes if w.seq_id in active], self.ids.spread(states.logits))
+                return RootPass(reads, [row for row in rows if row.seq_id in active], self.ids.spread(states.logits))
             youngest = max(read.seq_id for read in reads)  # ids grow with arrival
             if self.rereads:
                 self.release([youngest])
@@ -335,7 +335,7 @@ class Follower:
                 self.lose(youngest)
             active.discard(youngest)
             reads = [read for read in reads if read.seq_id != youngest]
-        left = [w for w in wishes if w.seq_id in active]
+        left = [row for row in rows if row.seq_id in active]
         return RootPass([], left, torch.empty(0, self.ids.vocab_size, device=self.runner.device))
 
     def features(self, reads: Sequence[Read]) -> Float[Tensor, "total taps hidden"]:
@@ -368,21 +368,21 @@ class Follower:
             finally:
                 self.pass_s += time.perf_counter() - started_s
 
-    def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
+    def cut_tails(self, rows: Sequence[DraftRow]) -> None:
         """Forget guesses that were neither confirmed nor refuted, but for those that these texts go on with.
 
         A root is always read, for its logits; a tail that may branch begins where the kept text ends.
         """
-        for wish in wishes:
-            self.sequences[wish.seq_id].settle()
-        wishes = [w for w in wishes if self.sequences[w.seq_id].tail or w.seq_id in self.runner.tails]
-        if not wishes:
+        for row in rows:
+            self.sequences[row.seq_id].settle()
+        rows = [row for row in rows if self.sequences[row.seq_id].tail or row.seq_id in self.runner.tails]
+        if not rows:
             return
-        texts = [[*self.unread(wish.seq_id), *wish.late[:-1]] if wish.budget.width == 1 else [] for wish in wishes]
-        counts = [self.sequences[wish.seq_id].shared(text) for wish, text in zip(wishes, texts, strict=True)]
-        left = self.runner.cut([wish.seq_id for wish in wishes], counts)
-        for wish, count in zip(wishes, left, strict=True):
-            self.sequences[wish.seq_id].clear(count)
+        texts = [[*self.unread(row.seq_id), *row.late[:-1]] if row.budget.width == 1 else [] for row in rows]
+        counts = [self.sequences[row.seq_id].shared(text) for row, text in zip(rows, texts, strict=True)]
+        left = self.runner.cut([row.seq_id for row in rows], counts)
+        for row, count in zip(rows, left, strict=True):
+            self.sequences[row.seq_id].clear(count)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Give up these sequences' K, V; their text stays known and is read again when they are drafted again.

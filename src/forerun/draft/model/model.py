@@ -47,10 +47,10 @@ class ModelDrafter(Follower):
         rooms = [self.room(self.sequences[q.seq_id], q.late) for q in questions]
         asked = {q.seq_id: i for i, (q, room) in enumerate(zip(questions, rooms, strict=True)) if room > len(q.guesses)}
         # An id beyond its vocabulary is one that it never says: what is read in its place is of no consequence.
-        wishes = [
+        rows = [
             DraftRow(q.seq_id, q.late, Budget(depth=1), [g if g < self.ids.num_own else 0 for g in q.guesses])
             for q in (questions[i] for i in asked.values())
         ]
-        self.cut_tails(wishes)
-        passed = self.read_roots(self.catch_up(wishes, TAIL_TOKENS))
-        return JudgeLogits([asked[wish.seq_id] for wish in passed.wishes], passed.logits, self.pass_s)
+        self.cut_tails(rows)
+        passed = self.read_roots(self.catch_up(rows, TAIL_TOKENS))
+        return JudgeLogits([asked[row.seq_id] for row in passed.rows], passed.logits, self.pass_s)

@@ -28,7 +28,7 @@ def first_places(draws: Draws, granted: Mapping[int, Budget]) -> Mapping[int, in
     return dict(zip((rows[seq_id] for seq_id in granted), starts, strict=False))
 
 
-def grow_ahead(
+def grow_parallel(
     draws: Draws, budgets: Sequence[Budget], logits: LogitsAhead, confidence: ConfidenceAhead | None = None
 ) -> Draft:
     """A draft within one budget for each row of `draws`; one of them at least is above 0."""

@@ -86,14 +86,14 @@ class StateFollower(Follower, ABC):
         return states
 
     @torch.inference_mode()
-    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
+    def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """The roots are read: the logits are those of what the model made of them."""
-        if not wishes:
-            return self.read_fitting([], wishes)
+        if not rows:
+            return self.read_fitting([], rows)
         started_s = time.perf_counter()
-        logits = self.runner.decoder.logits(torch.stack([self.outputs[wish.seq_id][0] for wish in wishes]))
+        logits = self.runner.decoder.logits(torch.stack([self.outputs[row.seq_id][0] for row in rows]))
         self.pass_s += time.perf_counter() - started_s
-        return RootPass([], wishes, self.ids.spread(logits))
+        return RootPass([], rows, self.ids.spread(logits))
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
         """The model's outputs there."""
@@ -115,9 +115,9 @@ class StateFollower(Follower, ABC):
         """Forget all guesses: accepted ones are read from the target's states."""
         self.drop(seq_ids)
 
-    def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
+    def cut_tails(self, rows: Sequence[DraftRow]) -> None:
         """Forget guesses that were neither confirmed nor refuted."""
-        self.drop([wish.seq_id for wish in wishes])
+        self.drop([row.seq_id for row in rows])
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forget all guesses of these sequences."""

@@ -143,9 +143,9 @@ class EarlyExitDrafter(Follower):
         for seq_id in seq_ids:
             self.sequences[seq_id].clear()
 
-    def cut_tails(self, wishes: Sequence[DraftRow]) -> None:
+    def cut_tails(self, rows: Sequence[DraftRow]) -> None:
         """Forget all guesses, since they are gone from the target's cache."""
-        seq_ids = [wish.seq_id for wish in wishes]
+        seq_ids = [row.seq_id for row in rows]
         self.lower.drop(seq_ids)
         if self.adapter is not None:
             self.adapter.drop(seq_ids)

@@ -25,12 +25,12 @@ from forerun.heads.block.format import (
     ARCHITECTURE,
     EMBEDDING,
     HEAD,
-    HEADS,
     INSIDE,
     MAP,
     MAP_NORM,
     MASK_ID,
     TAP_IDS,
+    TITLE,
     BlockConfig,
     BlockTensors,
 )
@@ -145,7 +145,7 @@ def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
     of = target or TargetFacts.said_by(files.fields, "qwen3")
     found = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
-    files.check(found.shapes(), HEADS, (OFFSETS,))
+    files.check(found.shapes(), TITLE, (OFFSETS,))
     check_ids(files, found.draft_vocab, of.config.vocab_size)
     return found
 

@@ -22,8 +22,8 @@ from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
-from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
-from forerun.heads.block.format import HEADS, INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, BlockTensors, layer_ids
+from forerun.draft.model.parallel_heads import Paths, first_places, grow_parallel
+from forerun.heads.block.format import INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, TITLE, BlockTensors, layer_ids
 from forerun.heads.block.network import MASKED, BlockDecoder
 from forerun.heads.blueprint import INNER, FolderBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
@@ -59,14 +59,14 @@ class BlockDrafter(Follower):
         """The deepest draft behind the text: the whole block has to fit where its places see each other."""
         return 0 if drafted.lost else self.decoder.block.deepest(self.window - len(drafted.text))
 
-    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
-        """Read the blocks. Gives the wishes that had room, and the logits of all of their guesses."""
+    def read_roots(self, rows: list[DraftRow]) -> RootPass:
+        """Read the blocks. Gives the rows that had room, and the logits of all of their guesses."""
         block, reads = self.decoder.block, []
-        for wish in wishes:
-            masks = [MASKED] * (block.num_places(wish.budget.depth) - 1)
-            places = range(block.first, block.first + wish.budget.depth)
-            reads.append(Read(wish.seq_id, [*wish.late, *masks], judged=places))
-        return self.read_fitting(reads, wishes)
+        for row in rows:
+            masks = [MASKED] * (block.num_places(row.budget.depth) - 1)
+            places = range(block.first, block.first + row.budget.depth)
+            reads.append(Read(row.seq_id, [*row.late, *masks], judged=places))
+        return self.read_fitting(reads, rows)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
@@ -79,7 +79,7 @@ class BlockDrafter(Follower):
             tokens = [path[-1] if path else draws.rows[row].tokens[-1] for row, path in zip(own, paths, strict=True)]
             return torch.tensor(at), torch.tensor(tokens)
 
-        def ahead(own: Sequence[int], paths: Paths) -> Tensor:
+        def logits_behind(own: Sequence[int], paths: Paths) -> Tensor:
             started_s = time.perf_counter()
             at, before = places(own, paths)
             found = logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], before)
@@ -93,7 +93,7 @@ class BlockDrafter(Follower):
             return found
 
         budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
-        return grow_ahead(draws, budgets, ahead, confidence if self.heads.confidence else None)
+        return grow_parallel(draws, budgets, logits_behind, confidence if self.heads.confidence else None)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; nothing is left of the blocks."""
@@ -116,7 +116,7 @@ class BlockBlueprint(FolderBlueprint):
         folder.refuse_devices("block drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
-        folder.check(tensors.shapes(), HEADS, (OFFSETS, MASK))
+        folder.check(tensors.shapes(), TITLE, (OFFSETS, MASK))
         size = target.config.vocab_size
         if tensors.draft_vocab == size and OFFSETS not in checkpoint:
             return cls(folder, tensors, SameIds(size, size))

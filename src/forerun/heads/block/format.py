@@ -36,7 +36,7 @@ from forerun.models.projections import Shapes, layer_tensors
 
 MOST_BLOCK = 64
 USUAL_BLOCK, USUAL_TOP_K = 16, 16  # of checkpoints that do not say
-ARCHITECTURE, HEADS = "DFlashDraftModel", "a block drafter with these fields"
+ARCHITECTURE, TITLE = "DFlashDraftModel", "a block drafter with these fields"
 INSIDE, TAP_IDS, MASK_ID = "dflash_config", "target_layer_ids", "mask_token_id"
 MAP, MAP_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
 EMBEDDING, HEAD, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "mask_embedding"

@@ -18,17 +18,17 @@ from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.parallel_heads import Paths, first_places, grow_ahead
+from forerun.draft.model.parallel_heads import Paths, first_places, grow_parallel
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import FolderBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.eagle.format import (
     EMBEDDING,
-    HEADS,
     MAP,
     MAP_BIAS,
     MASK_STATE,
     TAP_IDS,
+    TITLE,
     EagleForm,
     EagleTensors,
     fitted_tensors,
@@ -81,24 +81,24 @@ class ParallelEagleDrafter(EagleDrafter):
         assert self.decoder.mask is not None, "it has masked places"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
-    def read_roots(self, wishes: list[DraftRow]) -> RootPass:
-        """Read masked places. Gives the wishes that had room, and the logits of all of their guesses."""
-        masks = {wish.seq_id: [self.mask_token] * (wish.budget.depth - 1) for wish in wishes}
+    def read_roots(self, rows: list[DraftRow]) -> RootPass:
+        """Read masked places. Gives the rows that had room, and the logits of all of their guesses."""
+        masks = {row.seq_id: [self.mask_token] * (row.budget.depth - 1) for row in rows}
         reads = [Read(seq_id, own, judged=range(len(own))) for seq_id, own in masks.items() if own]
-        ahead = self.read_fitting(reads, wishes)
-        roots = super().read_roots(ahead.wishes)
-        rest = ahead.logits.split([len(masks[wish.seq_id]) for wish in ahead.wishes])
+        ahead = self.read_fitting(reads, rows)
+        roots = super().read_roots(ahead.rows)
+        rest = ahead.logits.split([len(masks[row.seq_id]) for row in ahead.rows])
         packed = [part for root, own in zip(roots.logits, rest, strict=True) for part in (root[None], own)]
-        return RootPass(ahead.reads, ahead.wishes, torch.cat(packed) if packed else roots.logits)
+        return RootPass(ahead.reads, ahead.rows, torch.cat(packed) if packed else roots.logits)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains or trees, without another pass."""
         firsts = first_places(draws, granted)
 
-        def ahead(rows: Sequence[int], paths: Paths) -> Tensor:
+        def logits_behind(rows: Sequence[int], paths: Paths) -> Tensor:
             return logits[[firsts[row] + len(path) for row, path in zip(rows, paths, strict=True)]]
 
-        return grow_ahead(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], ahead)
+        return grow_parallel(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits_behind)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; nothing is left of the masked places."""
@@ -120,7 +120,7 @@ class EagleBlueprint(FolderBlueprint):
         folder.refuse_devices("EAGLE drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
-        folder.check(tensors.shapes(), HEADS, () if tensors.form.joined else (OFFSETS, MASK))
+        folder.check(tensors.shapes(), TITLE, () if tensors.form.joined else (OFFSETS, MASK))
         return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, target.config.vocab_size))
 
     @property

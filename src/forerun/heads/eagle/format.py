@@ -37,7 +37,7 @@ from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import LayerTable, Shapes
 
 PLACES = MIDLAYER, FIRST_LAYER = "midlayer", "layers.0"  # what the layer's tensors are called
-HEADS = "the EAGLE drafter of its config.json"
+TITLE = "the EAGLE drafter of its config.json"
 FEATURE = (-1,)  # the state that EAGLE-1 reads: the one behind the target's final norm
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 MASK_STATE = "mask_hidden"  # what stands for the target's states in masked places
@@ -238,7 +238,7 @@ def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
     of = target or TargetFacts.said_by(files.fields, "llama")
     found = fitted_tensors(files.fields, files.tensors, of.config, of.name)
-    files.check(found.shapes(), HEADS, () if found.form.joined else (OFFSETS,))
+    files.check(found.shapes(), TITLE, () if found.form.joined else (OFFSETS,))
     if not found.form.joined:
         check_ids(files, found.draft_vocab, of.config.vocab_size)
     return found

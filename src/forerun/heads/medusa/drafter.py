@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.parallel_heads import Paths, grow_ahead
+from forerun.draft.model.parallel_heads import Paths, grow_parallel
 from forerun.errors import WrongTarget
 from forerun.heads.blueprint import FolderBlueprint, WideDrafter
 from forerun.heads.folder import HeadFolder
@@ -72,7 +72,7 @@ class MedusaDrafter:
         states = {row: self.states[draws.seq_ids[row]] for row in rows}
         roots = {row: draws.rows[row].tokens[-1] for row in rows}
 
-        def ahead(rows: Sequence[int], paths: Paths) -> Tensor:
+        def logits_behind(rows: Sequence[int], paths: Paths) -> Tensor:
             started_s = time.perf_counter()
             seen = torch.tensor([[roots[row], *path] for row, path in zip(rows, paths, strict=True)])
             rows_states = torch.stack([states[row] for row in rows])
@@ -80,7 +80,7 @@ class MedusaDrafter:
             self.pass_s += time.perf_counter() - started_s
             return found
 
-        draft = grow_ahead(draws, granted, ahead)
+        draft = grow_parallel(draws, granted, logits_behind)
         return replace(draft, pass_s=self.pass_s)
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:

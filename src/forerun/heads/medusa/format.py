@@ -22,8 +22,8 @@ from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFa
 from forerun.models.projections import Shapes
 
 MOST_HEADS = 16
-HEADS, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers", "hydra", "MedusaModel"
-SIGNS = HeadSigns(((HEADS, ""),), needed=HEADS, layout="medusa")
+HEADS_KEY, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers", "hydra", "MedusaModel"
+SIGNS = HeadSigns(((HEADS_KEY, ""),), needed=HEADS_KEY, layout="medusa")
 PREFIX, PICKLE = "medusa_head.", "medusa_lm_head.pt"
 TENSOR = re.compile(r"(?:medusa_head\.)?(\d{1,4})\.(?:in|\d{1,4}|\d{1,4}\.linear)\.(?:weight|bias)")
 FIRST = "0.0.linear.weight"
@@ -61,7 +61,7 @@ class MedusaConfig:
         """The fields of config.json, as the authors' code spells them."""
         return {
             "architectures": [ARCHITECTURE],
-            HEADS: self.num_heads,
+            HEADS_KEY: self.num_heads,
             BLOCKS: self.num_blocks,
             "hidden_size": self.hidden,
             "vocab_size": self.vocab_size,
@@ -76,13 +76,13 @@ def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_siz
     """
     refuse_sizes(fields, target, hidden_size=hidden, vocab_size=vocab_size)
     num_blocks = fields.whole(BLOCKS, 1)
-    num_heads, own_output = fields.whole(HEADS, most=MOST_HEADS), f"0.{num_blocks}.weight" in stored
+    num_heads, own_output = fields.whole(HEADS_KEY, most=MOST_HEADS), f"0.{num_blocks}.weight" in stored
     return MedusaConfig(num_heads, num_blocks, hidden, vocab_size, own_output, fields.flag(HYDRA))
 
 
 def holds_heads(files: DraftFiles, is_pickle: bool) -> bool:
     """Whether a folder is of Medusa heads by its configuration or its tensors, and these are the authors' pickle."""
-    heads = HEADS in files.config or (bool(files.tensors) and all(map(TENSOR.fullmatch, files.tensors)))
+    heads = HEADS_KEY in files.config or (bool(files.tensors) and all(map(TENSOR.fullmatch, files.tensors)))
     return heads and is_pickle == (files.file == PICKLE)
 
 
@@ -94,7 +94,7 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
         raise MissingWeights(f"{files.folder} has no tensor {FIRST}: these are no Medusa heads, or not all of them")
     count = 1 + max(int(found[1]) for found in map(TENSOR.fullmatch, files.tensors) if found)
     num_blocks = fields.whole(BLOCKS, 1)
-    config = {**files.config, "architectures": [ARCHITECTURE], HEADS: max(count, fields.whole(HEADS, count))}
+    config = {**files.config, "architectures": [ARCHITECTURE], HEADS_KEY: max(count, fields.whole(HEADS_KEY, count))}
     config |= {BLOCKS: num_blocks, "hidden_size": first.shape[0]}
     outputs = files.tensors.get(f"0.{num_blocks}.weight")
     return replace(files, config=config if outputs is None else config | {"vocab_size": outputs.shape[0]})
