@@ -158,8 +158,8 @@ class LLM:
     def _calibrate(self, engine: Engine, models: str, report: ProgressCallback) -> None:
         """Let the controller begin with what rounds of these models take on this machine, and forecast the gain."""
         key, params = f"{models} {engine.options} {Machine.here()}", self.generation_defaults.params()
-        engine.controller = own = calibrate(engine, self.requests, params, key, report)
-        self.forecasts = forecasts(own.costs, own.drafters, engine.options.max_num_seqs)
+        engine.controller = controller = calibrate(engine, self.requests, params, key, report)
+        self.forecasts = forecasts(controller.costs, controller.drafters, engine.options.max_num_seqs)
 
     def _log_start(self) -> None:
         """Tell the log what was started: the plan for who wants to know, and what is not as it was asked for."""
@@ -315,12 +315,12 @@ class LLM:
 
 def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
     """The ModelSpec of a model and the other fields, in their order; fields that are not given are the model's."""
-    said = {
+    changes = {
         field.name: value
         for field, value in zip(fields(ModelSpec)[1:], load, strict=True)
         if value is not None and value != field.default
     }
-    return replace(model, **said) if isinstance(model, ModelSpec) else ModelSpec(model, **said)  # type: ignore[arg-type]
+    return replace(model, **changes) if isinstance(model, ModelSpec) else ModelSpec(model, **changes)  # type: ignore[arg-type]
 
 
 def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:

@@ -105,7 +105,7 @@ def parsed(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
 
 
 def parsed_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
-    """The same for a prompt with its parts named."""
+    """The text and the token ids of a prompt that names its parts; None for the one that is not there."""
     given = {key: value for key, value in prompt.items() if value is not None}
     for key in given:
         if key not in PROMPT_KEYS:

@@ -19,8 +19,8 @@ from forerun.engine.sequence import Sequence, Status
 from forerun.models.runner import Read, Runner
 
 SHORT = 32  # tokens of a short prompt, and the least that a pass reads
-MOST = 512
-ROOM = 1.5
+MOST = 512  # prompt tokens that a pass reads, where passes decide the size
+ROOM = 1.5  # times a short prompt's pass that the part of a pass over prompts may take
 LEAST_S = 0.005  # that a pass may take: less is not felt beside what HTTP takes
 TRIES = 3  # of the measurement, of which the shortest counts
 SLOWEST, FASTEST = 0.5, 1.25  # how fast the size follows
