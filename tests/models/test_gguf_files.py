@@ -2,17 +2,19 @@
 
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import tokenizers
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize
 from huggingface_hub.utils import filter_repo_objects
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -147,11 +149,58 @@ def test_damage_is_named(tmp_path: Path) -> None:
         (whole[: len(whole) // 2], MissingWeights, "cut off|can be read"),
         (whole[:-40], MissingWeights, "cut off|can be read"),
         (whole[:200], MissingWeights, "can be read"),
+        (b"Once upon a time", MissingWeights, "its first bytes are not GGUF"),
+        (b"version https://git-lfs.github.com/spec/v1", MissingWeights, "git lfs pull"),
+        (b"GGUF" + whole[4:8][::-1] + whole[8:], MissingWeights, "lowest byte first"),
     ]
     for damaged, error, message in cases:
         file.write_bytes(damaged)
         with pytest.raises(error, match=message):
             Blueprint.of(str(file))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8))
+def test_a_damaged_header_is_read_or_refused(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
+    file = tmp_path / "model.gguf"
+    if not file.exists():
+        stories(file)
+        (tmp_path / "whole").write_bytes(file.read_bytes())
+    damaged = bytearray((tmp_path / "whole").read_bytes())
+    begin = damaged.index(b"token_embd") - 2000  # the end of the metadata, then what is said of tensors
+    for at, byte in changes:
+        damaged[begin + at % 4000] = byte
+    file.write_bytes(damaged)
+    with suppress(MissingWeights, UnsupportedModel):
+        places = GgufFile.read(file).tensors.values()
+        assert all(place.offset + place.num_bytes <= len(damaged) for place in places)
+
+
+def test_a_header_is_what_the_package_reads(tmp_path: Path) -> None:
+    more = {"general.alignment": 64, "llama.lists": [1, 2], "llama.flag": True, "llama.texts": ["a", "", "é"]}
+    file = stories(tmp_path / "model.gguf", "Q4_1", **more)
+    reader, header = GGUFReader(file), GgufFile.read(file)
+    assert header.metadata == {k: field.contents() for k, field in reader.fields.items() if not k.startswith("GGUF.")}
+    expected = {
+        t.name: (int(t.data_offset), int(t.n_bytes), t.tensor_type.name, tuple(reversed(t.shape.tolist())))
+        for t in reader.tensors
+    }
+    assert {k: (p.offset, p.num_bytes, p.format, p.shape) for k, p in header.tensors.items()} == expected
+
+
+def test_parts_may_be_links_to_files_of_other_names(tmp_path: Path) -> None:
+    for i in (1, 2):
+        writer = GGUFWriter(tmp_path / f"blob{i}", "llama")
+        writer.add_uint16("split.count", 2)
+        writer.add_int32("split.tensors.count", 2)
+        writer.add_tensor(f"part{i}", np.zeros((2, 32), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        (tmp_path / f"split-0000{i}-of-00002.gguf").symlink_to(tmp_path / f"blob{i}")
+    with pytest.raises(UnsupportedModel, match="embedding_length"):  # all parts were found
+        find_checkpoint(str(tmp_path / "split-00001-of-00002.gguf"))
 
 
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,20 +1,23 @@
-"""GgufFile: the header of a GGUF file, its metadata and where its tensors lie, read with errors that name the file.
+"""GgufFile: a model's metadata and where its tensors lie, read with errors that name the file.
 
-The format is ggml's (docs/gguf.md in ggml-org/ggml, version 3). The package `gguf` reads it; this file decides what
-damage is called, and joins the parts of a model that was split. It does not know what a tensor is for.
+The package `gguf` names the formats of numbers; this file decides which are read and what damage is called, and joins
+the parts of a model that was split. It does not know what a tensor is for.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import MissingPackage, MissingWeights, UnsupportedModel
-from forerun.fields import Fields, short
+from forerun.fields import Fields, mistaken, short
+from forerun.models.gguf.header import MAGIC, Header
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -98,26 +101,32 @@ def parts_of(path: Path) -> list[Path]:
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
     """The metadata and the tensors of one file."""
     try:
-        from gguf import GGUFReader
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
         raise MissingPackage(f"{path} is in GGUF, which needs the package gguf: pip install 'forerun[gguf]'") from error
     try:
-        size = path.stat().st_size
-        reader = GGUFReader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+        with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+            if data[:4] != MAGIC and (what := mistaken(path)):
+                raise MissingWeights(f"{path} {what}")
+            header, size = Header(data), len(data)
     except OSError as error:
         raise MissingWeights(f"{path} cannot be read ({short(error)}): make it a readable file") from error
-    except (ValueError, IndexError, KeyError, MemoryError, OverflowError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise MissingWeights(f"{path} is no GGUF file that can be read ({short(error)}): {AGAIN}") from error
-    tensors = {}
-    for tensor in reader.tensors:
-        if tensor.tensor_type.name not in READABLE:
+    formats, tensors = {each.value: each for each in GGMLQuantizationType}, {}
+    for info in header.tensors:
+        kind = formats.get(info.format)
+        if kind is None or kind.name not in READABLE:
             raise UnsupportedModel(
-                f"{path}: the tensor {short(tensor.name)} is stored as {tensor.tensor_type.name}; read are "
-                f"{', '.join(READABLE)}: choose a file in one of these, such as Q4_K_M or Q8_0"
+                f"{path}: the tensor {short(info.name)} is stored as {kind.name if kind else f'type {info.format}'}; "
+                f"read are {', '.join(READABLE)}: choose a file in one of these, such as Q4_K_M or Q8_0"
             )
-        if tensor.data_offset + tensor.n_bytes > size:
-            raise MissingWeights(f"{path} is cut off inside the tensor {short(tensor.name)} ({size} bytes): {AGAIN}")
-        shape = tuple(int(n) for n in reversed(tensor.shape))
-        tensors[tensor.name] = Place(path, int(tensor.data_offset), int(tensor.n_bytes), tensor.tensor_type.name, shape)
-    return metadata, tensors
+        numbers, block_bytes = GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(info.shape) // numbers * block_bytes
+        if numbers > 1 and info.shape[-1] % numbers:
+            whole = f"which come in blocks of {numbers}: {AGAIN}"
+            raise MissingWeights(f"{path}: the tensor {short(info.name)} has rows of {info.shape[-1]} numbers, {whole}")
+        if info.offset + num_bytes > size:
+            raise MissingWeights(f"{path} is cut off inside the tensor {short(info.name)} ({size} bytes): {AGAIN}")
+        tensors[info.name] = Place(path, info.offset, num_bytes, kind.name, info.shape)
+    return header.metadata, tensors

@@ -28,11 +28,11 @@ INDEX = "model.gguf.json"
 
 def folder_of(path: Path) -> Path:
     """The folder that stands for a GGUF file, written if it is not there. Raises ModelError."""
-    states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.resolve())]
+    states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.absolute())]
     digest = sha256(json.dumps([__version__, states]).encode()).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{path.stem}-{digest}"
     if not (folder / INDEX).exists():
-        file = GgufFile.read(path.resolve())
+        file = GgufFile.read(path.absolute())
         texts = files_of(file)
         folder.mkdir(parents=True, exist_ok=True)
         for name in sorted(texts, key=lambda name: name == INDEX):  # last, for it says that all are there

@@ -68,11 +68,12 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
         raise TokenizerError(f"{file.path}: tokenizer.ggml.model is {shown(kind)}; {known}")
     backend = byte_level(file, tokens) if kind == "gpt2" else sentence_piece(file, tokens)
     types = file.metadata.get("tokenizer.ggml.token_type") or []
+    added: dict[int, list[AddedToken]] = {CONTROL: [], USER_DEFINED: []}
     for text, token_type in zip(tokens, types, strict=False):
-        if token_type in (CONTROL, USER_DEFINED):
-            special = token_type == CONTROL
-            token = AddedToken(text, special=special, normalized=False)
-            backend.add_special_tokens([token]) if special else backend.add_tokens([token])
+        if token_type in added:
+            added[token_type].append(AddedToken(text, special=token_type == CONTROL, normalized=False))
+    backend.add_special_tokens(added[CONTROL])  # in one call: each builds a table of all of them
+    backend.add_tokens(added[USER_DEFINED])
     starts = kind == "llama" or file.metadata.get(PRE_KEY) in STARTED
     backend.post_processor = framing(file, tokens, starts)
     config: dict[str, Any] = {name: named_token(file, tokens, key) for name, key in NAMED.items()}
@@ -114,8 +115,8 @@ def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     ranked = []
     for text, i in vocab.items():
         for cut in range(1, len(text)):
-            left, right = vocab.get(text[:cut]), vocab.get(text[cut:])
-            if left is not None and right is not None:
+            left = vocab.get(text[:cut])
+            if left is not None and (right := vocab.get(text[cut:])) is not None:
                 ranked.append((-scores[i], left, right))
     merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
     with damage_as_errors(str(file.path)):
