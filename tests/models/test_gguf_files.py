@@ -23,6 +23,7 @@ from forerun.config import Speculation
 from forerun.errors import ForerunError, MissingPackage, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.groups import BLOCK_NUMBERS, GROUPED, grouped
+from forerun.models.gguf.tensors import GgufTensor, read_place
 from forerun.models.gguf.tokenizer import PRE, byte_level
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
@@ -216,6 +217,22 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     part = stories(tmp_path / "model-00002-of-00003.gguf")
     with pytest.raises(MissingWeights, match=r"one of 3 parts, and model-00001-of-00003\.gguf is not beside it"):
         Blueprint.of(str(part))
+
+
+def test_a_file_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"there is no file .*missing\.gguf: correct the path"):
+        find_checkpoint(str(tmp_path / "missing.gguf"))
+    with pytest.raises(ModelNotFound, match=r"there is no file missing\.gguf"):
+        find_checkpoint("missing.gguf")
+
+
+def test_a_table_is_unpacked_without_a_copy_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = GgufFile.read(stories(tmp_path / "model.gguf"))
+    place = file.tensors["token_embd.weight"]
+    table, expected = GgufTensor(place.shape, (place,)), read_place(place).bfloat16()
+    monkeypatch.setattr("forerun.models.gguf.tensors.BLOCK_NUMBERS", 5 * place.shape[1])
+    monkeypatch.setattr(GgufTensor, "read", None)
+    assert torch.equal(table.read_into(torch.empty(place.shape, dtype=torch.bfloat16)), expected)
 
 
 def test_one_of_several_files_is_chosen_by_its_format(tmp_path: Path) -> None:

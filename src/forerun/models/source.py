@@ -61,6 +61,8 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         return folder_of(path)
     if is_a_file:
         raise ModelNotFound(f"{path} {mistaken(path) or f'is a file: name the folder that holds {needed}'}")
+    if not there and path.suffix == ".gguf":
+        raise ModelNotFound(f"there is no file {path}: correct the path, or name a hub id, as owner/name:Q4_K_M")
     if not there and name in BUNDLED:
         path, there = BUNDLED[name], BUNDLED[name].exists()
         if not there:

@@ -79,6 +79,10 @@ class StoredTensor:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
+    def read_into(self, result: Tensor) -> Tensor:
+        """Its numbers, in the number format and the memory of `result`. Raises MissingWeights."""
+        return result.copy_(self.read())
+
     def groups(self) -> None:
         """Nothing is stored in groups here."""
 
@@ -126,7 +130,7 @@ class Checkpoint:
         it is stored in a quantised format or has numbers that float16, if that is `dtype`, does not have.
         """
         entry = self.find(name, shape)
-        tensor = torch.empty(shape, dtype=self.dtype).copy_(entry.read())
+        tensor = entry.read_into(torch.empty(shape, dtype=self.dtype))
         if self.dtype == torch.float16 and entry.format != "F16" and tensor.isinf().any():
             raise UnsupportedModel(
                 f"{entry.file}: {name} has numbers above 65504, the largest of float16: use dtype bfloat16 or float32"

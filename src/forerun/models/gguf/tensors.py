@@ -89,6 +89,13 @@ class GgufTensor:
         rows = self.in_order(tensor.reshape(self.shape))
         return rows - self.added if self.added else rows
 
+    def read_into(self, result: Tensor) -> Tensor:
+        """The numbers, in the number format and the memory of `result`; of a matrix in its usual order no copy in
+        float32 is made."""
+        if len(self.places) == 1 and not (self.heads or self.transposed or self.added):
+            return read_place(self.places[0], result)
+        return result.copy_(self.read())
+
     def groups(self) -> GroupedWeight | None:
         """The matrix as it is stored, in groups; None where it is no matrix in a format that has any."""
         if self.held_bytes is None:
@@ -115,21 +122,22 @@ def bytes_of(place: Place) -> NDArray[np.uint8]:
         raise MissingWeights(f"{place.file} is not as it was when its header was read ({error}): {AGAIN}") from error
 
 
-def read_place(place: Place) -> Tensor:
-    """A stored tensor in float32, unpacked some rows at a time. Raises MissingWeights, MissingPackage."""
+def read_place(place: Place, result: Tensor | None = None) -> Tensor:
+    """A stored tensor, unpacked some rows at a time to `result` or float32. Raises MissingWeights, MissingPackage."""
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ImportError as error:
         raise MissingPackage(f"{place.file} needs the package gguf: pip install 'forerun[gguf]'") from error
     data, width = bytes_of(place), place.shape[-1]
-    result, step = torch.empty(len(data), width), max(1, BLOCK_NUMBERS // width)
+    result = torch.empty(place.shape) if result is None else result
+    rows, step = result.view(len(data), width), max(1, BLOCK_NUMBERS // width)
     for first in range(0, len(data), step):
         part = data[first : first + step]
         plain = PLAIN.get(place.format)
         numbers = part.view(plain) if plain else dequantize(part, GGMLQuantizationType[place.format])
-        result[first : first + step] = torch.from_numpy(np.array(numbers, np.float32))
-    return result.view(place.shape)
+        rows[first : first + step] = torch.from_numpy(np.array(numbers, np.float32))
+    return result
 
 
 def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor]:
