@@ -61,7 +61,7 @@ class Sure:
             load = Load(ids, [wish] * batch, [AMPLE] * batch, 0)
             outlook = Outlook([0] * batch, [AMPLE] * batch, [None] * batch, ends_early=True)
             budgets = controller.budgets(load, outlook, Spare(dict.fromkeys(ids, AMPLE), AMPLE, 16))
-            chains = [self.chain(dice, budget.depth, budget.price) for budget in budgets]
+            chains = [self.chain(dice, budget.depth, budget.min_survival) for budget in budgets]
             nodes = 1 + max(len(survival) for survival, _, _ in chains)
             told = [[1.0, *survival, *[0.0] * (nodes - 1 - len(survival))] for survival, _, _ in chains]
             tree = DraftTree.of_texts([[0] * (1 + len(survival)) for survival, _, _ in chains])
@@ -106,20 +106,20 @@ def test_estimates_that_are_wrong_cost_next_to_nothing(told: Sequence[float], le
 def test_rows_among_others_are_never_cut() -> None:
     controller, ids = MeasuredDepth(), [0, 1]
     SURE.played(controller, 1000)
-    assert controller.drafters.all[0].cut_off.price > 0.1
+    assert controller.drafters.all[0].cut_off.min_survival > 0.1
     outlook = Outlook([0, 0], [AMPLE] * 2, [None] * 2, ends_early=True)
     load = Load(ids, [AUTO_WISH] * 2, [AMPLE] * 2, 0)
     found = controller.budgets(load, outlook, Spare(dict.fromkeys(ids, AMPLE), AMPLE, 16))
-    assert {budget.price for budget in found} == {0.0}
+    assert {budget.min_survival for budget in found} == {0.0}
 
 
 def test_a_fixed_depth_is_never_cut() -> None:
     controller, load = MeasuredDepth(), Load([0], [Speculation(4)], [AMPLE], 0)
     SURE.played(controller, 1000)
-    assert controller.drafters.all[0].cut_off.price > 0.1
+    assert controller.drafters.all[0].cut_off.min_survival > 0.1
     outlook = Outlook([0], [AMPLE], [None], ends_early=True)
     (budget,) = controller.budgets(load, outlook, Spare({0: AMPLE}, AMPLE, 16))
-    assert (budget.depth, budget.price) == (4, 0.0)
+    assert (budget.depth, budget.min_survival) == (4, 0.0)
 
 
 def test_a_modest_drafter_is_cut_later() -> None:
@@ -130,6 +130,6 @@ def test_a_modest_drafter_is_cut_later() -> None:
         for _ in range(200):
             cut_off.learn([0.2], 1, accepted)
         cut_off.aim(10.0, 0.02)
-        prices.append(cut_off.price)
+        prices.append(cut_off.min_survival)
     assert prices[0] > 4 * prices[1]
     assert prices[1] == pytest.approx(0.2 / 5, rel=0.2)

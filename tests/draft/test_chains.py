@@ -84,7 +84,7 @@ def rounds(
     drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
     for _ in range(16):
         rows = [Row(s, list(texts[s])) for s in sorted(rng.sample(sorted(texts), rng.randint(1, 4)))]
-        budgets = [Budget(rng.randint(0, 6), price=rng.choice(prices)) for _ in rows]
+        budgets = [Budget(rng.randint(0, 6), min_survival=rng.choice(prices)) for _ in rows]
         laws = [rng.choice(LAWS) for _ in rows]
         draft = drafter.propose(draws_of(way, rows, laws, vocab), budgets)
         drafted = [row.seq_id for row, budget in zip(rows, budgets, strict=True) if budget.depth]

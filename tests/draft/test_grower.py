@@ -19,7 +19,7 @@ from forerun.shape import RankPath, StaticTree
 
 VOCAB = 32
 BUDGETS = st.builds(
-    lambda depth, width, extra, price: Budget(depth, width, depth + extra if depth else 0, price=price),
+    lambda depth, width, extra, price: Budget(depth, width, depth + extra if depth else 0, min_survival=price),
     st.integers(0, 4),
     st.integers(1, 4),
     st.integers(0, 12),
@@ -96,7 +96,7 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
     draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
     draft = grow(rows, budgets, draws)
     tree, survival = draft.tree, draft.survival
-    assert (survival is None) == all(budget.width == 1 and budget.price == 0 for budget in budgets)
+    assert (survival is None) == all(budget.width == 1 and budget.min_survival == 0 for budget in budgets)
     children, paths, depths = tree.children().tolist(), tree.path_tokens().tolist(), tree.depths()
     assert tree.tokens[:, 0].tolist() == [row.text[-1] for row in rows]
     assert tree.depth == int(depths.max())
@@ -109,8 +109,8 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
             assert len(below) <= budget.width
             if not below:
                 continue
-            assert survival is None or survival[b, node] >= budget.price
-            assert survival is None or rejection or survival[b, below].min() >= budget.price
+            assert survival is None or survival[b, node] >= budget.min_survival
+            assert survival is None or rejection or survival[b, below].min() >= budget.min_survival
             at = draws.roots()
             for token in path:  # every row takes the same steps; only row b is looked at
                 at = draws.advance(at, torch.arange(len(rows)), torch.full((len(rows),), token))
@@ -213,7 +213,7 @@ def all_paths(draws: Draws, row: int, text: Sequence[int], budget: Budget, tied:
             (*path, token): level[path] * chance
             for path, tokens, chances in zip(paths, offer.tokens, offer.survival, strict=True)
             for token, chance in zip(tokens, chances, strict=True)
-            if token >= 0 and level[path] * chance >= budget.price
+            if token >= 0 and level[path] * chance >= budget.min_survival
         }
         found |= level
     return found
@@ -233,7 +233,7 @@ def best_of(paths: Tree, nodes: int, depth: int) -> Tree:
             depth=st.integers(0, 4),
             width=st.integers(1, 3),
             nodes=st.integers(1, 14),
-            price=st.sampled_from([0.0, 0.0, 0.02, 0.2]),
+            min_survival=st.sampled_from([0.0, 0.0, 0.02, 0.2]),
         ),
         min_size=1,
         max_size=3,
@@ -260,7 +260,7 @@ def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature
     for b, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
         found = [tuple(t for t in path if t >= 0) for path in path_tokens[b]]
         found = [path for node, path in enumerate(found) if node and draft.tree.valid[b, node]]
-        priced = any(other.width > 1 or other.price for other in budgets)
+        priced = any(other.width > 1 or other.min_survival for other in budgets)
         paths = all_paths(draws, b, row.text, budget, tied)
         expected = best_of(paths, budget.nodes, budget.depth)
         if not priced:  # chains, whose survival nobody asks for

@@ -86,13 +86,13 @@ def test_a_merged_tree_is_the_best_there_is(seed: int) -> None:
 def test_budgets_are_kept_and_survival_never_grows(seed: int) -> None:
     rng = random.Random(f"limits {seed}")
     trees = [random_tree(rng, 12, 4, arm, at_random(rng)) for arm in range(3)]
-    budget = Budget(rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12), price=rng.choice([0.0, 0.2]))
+    budget = Budget(rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12), min_survival=rng.choice([0.0, 0.2]))
     merged = merge(trees, budget)
     assert len(merged.tokens) <= 1 + budget.nodes
     assert max(len(path) for path in merged.paths()) <= budget.depth
     for node, parent in enumerate(merged.parents[1:], start=1):
         assert parent < node
-        assert budget.price <= merged.survival[node] <= merged.survival[parent] <= 1
+        assert budget.min_survival <= merged.survival[node] <= merged.survival[parent] <= 1
         assert merged.parents.count(parent) <= budget.width
     assert merged.survival == sorted(merged.survival, reverse=True)
 

@@ -13,7 +13,7 @@ from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.mix import ANY_PRICE, MixDrafter, add_guess, came_true, merge, mixed_root
+from forerun.draft.many.mix import ANY_SURVIVAL, MixDrafter, add_guess, came_true, merge, mixed_root
 from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.text.suffix import SuffixDrafter
@@ -124,7 +124,7 @@ def test_a_merged_row_is_the_merger_of_what_the_members_guess_alone(temperature:
     num, merged = len(SPECS), Budget(3, 2 * len(SPECS), 7, len(SPECS))
     draws = draws_of(rows, VOCAB, temperature=temperature)
     found = mix.propose(draws, [merged] * 4)
-    each = [drafter.propose(draws, [Budget(3, 2, 7, price=ANY_PRICE)] * 4) for drafter in alone]
+    each = [drafter.propose(draws, [Budget(3, 2, 7, min_survival=ANY_SURVIVAL)] * 4) for drafter in alone]
     believed = torch.tensor([1.0, 0.7, 0.7**2, 0.7**3])
     for row in range(4):
         trees = [

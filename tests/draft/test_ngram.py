@@ -93,7 +93,7 @@ def test_it_expects_what_matches_of_a_length_have_given(
     alone = [rate(own, n, BELIEF) for n in along]
     survival = [math.prod(alone[: i + 1]) for i in range(depth)] if last else []
     for price in (1e-9, 0.2):
-        draft = drafter.propose(draws_of([row], VOCAB), [Budget(depth, price=price)])
+        draft = drafter.propose(draws_of([row], VOCAB), [Budget(depth, min_survival=price)])
         assert draft.survival is not None
         worth = [chance for chance in survival if chance >= price]
         assert draft.survival[0].tolist() == pytest.approx([1.0, *worth])

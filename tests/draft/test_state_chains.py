@@ -108,7 +108,7 @@ def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
             price: float = price,
             proposing: Callable[..., Draft] = proposing,
         ) -> Draft:
-            draft = proposing(draws, [Budget(b.depth, price=price) for b in budgets], tail)
+            draft = proposing(draws, [Budget(b.depth, min_survival=price) for b in budgets], tail)
             assert (draft.survival is not None) == (price > 0)
             return draft
 

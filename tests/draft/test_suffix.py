@@ -27,7 +27,7 @@ BUDGETS = st.builds(
     depth=st.integers(1, 6),
     width=st.integers(1, 3),
     nodes=st.integers(1, 9),
-    price=st.sampled_from([0.0, 0.0, 0.3]),
+    min_survival=st.sampled_from([0.0, 0.0, 0.3]),
 )
 Path = tuple[int, ...]
 
@@ -47,7 +47,7 @@ def paths(texts: Sequence[Sequence[int]], context: Path, budget: Budget, most: i
         times = [(occurrences(texts, (*context, *path, token)), -token) for token in range(VOCAB)]
         total = sum(count for count, _ in times)
         for count, token in sorted(times, reverse=True)[: budget.width] if len(path) < most and total else []:
-            if min(count / total, chance * (count / total)) >= max(LEAST_SHARE, budget.price):
+            if min(count / total, chance * (count / total)) >= max(LEAST_SHARE, budget.min_survival):
                 todo.append((chance * (count / total), (*path, -token)))
 
 

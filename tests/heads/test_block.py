@@ -41,7 +41,7 @@ def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[
     assert built is not None
     drafter = Beside(runner, built)
     drafter.observe(committed([Row(0, text)]))
-    draft = drafter.propose(draws_of([Row(0, text)], 512), [Budget(4, price=1e-9)])
+    draft = drafter.propose(draws_of([Row(0, text)], 512), [Budget(4, min_survival=1e-9)])
     taps = runner.read([Read(1, text[:-1])], taps=built.taps).taps
     assert taps is not None
     weights, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
@@ -51,7 +51,7 @@ def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[
     torch.testing.assert_close(draft.survival[0], torch.tensor([1.0, *chances[:4]]).cumprod(0), rtol=1e-4, atol=1e-6)
     assert 0.05 < min(chances) < max(chances) < 0.95
     above = chances[0] * chances[1]
-    cut = drafter.propose(draws_of([Row(0, text)], 512), [Budget(4, price=0.99 * above)])
+    cut = drafter.propose(draws_of([Row(0, text)], 512), [Budget(4, min_survival=0.99 * above)])
     assert int(cut.tree.valid.sum()) - 1 == 2
     wide = drafter.propose(draws_of([Row(0, text)], 512), [Budget(1, 3, 3)])
     assert wide.survival is not None

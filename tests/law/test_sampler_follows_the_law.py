@@ -65,7 +65,7 @@ def test_each_position_given_that_the_round_reached_it(rule: Verification, width
 
 GROWN = {
     "in shares": Budget(2, 2, 5),
-    "with a price": Budget(2, 2, 5, price=0.2),
+    "with a price": Budget(2, 2, 5, min_survival=0.2),
     "in a shape": Budget.of(Speculation(tree=StaticTree([[0], [1], [0, 0], [1, 0], [1, 1]]))),
     "in a shape with a gap": Budget.of(Speculation(tree=StaticTree([[0], [1], [0, 1], [1, 0]]))),
 }

@@ -43,7 +43,7 @@ SPREAD = 16  # rounds over which the reading of such a text is spread: what is r
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
 MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
 MODEST_WEIGHT = 1.0  # accepted guesses, as estimated, that this belief counts as
-NO_PRICE = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
+NO_MINIMUM = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
 SLOWLY = 0.99  # what counts of earlier rounds in that comparison
 HIGHEST = 0.9  # survival above which no guess is cut
 STEPS = 128  # of chances that are told apart where a member says how much it expects
@@ -55,8 +55,8 @@ class DraftOption:
 
     `survival` is the chance that a guess is accepted, by depth, going by all that is known; `promised` the same going
     by what the member says. `num_unread` is what a member would have to read first. Where the depth is not `free`, the
-    row is drafted as far as the budget says. `made` is the chance that a guess is made at all, by depth, where a price
-    ends chains; what survives is counted of all that are planned.
+    row is drafted as far as the budget says. `made` is the chance that a guess is made at all, by depth, where a
+    minimum ends chains; what survives is counted of all that are planned.
     """
 
     budget: Budget
@@ -77,7 +77,7 @@ class DraftOption:
         return -(-self.budget.nodes * depth // self.budget.depth)
 
     def num_made(self, depth: int) -> float | int:
-        """How many of these guesses are expected to be made, before the price ends the chain."""
+        """How many of these guesses are expected to be made, before the minimum survival ends the chain."""
         return sum(self.made[:depth]) if self.made else self.num_nodes(depth)
 
     def allows(self, depth: int) -> bool:
@@ -85,8 +85,8 @@ class DraftOption:
         return depth == self.budget.depth or (self.free and depth < self.budget.depth)
 
     def at_most(self, depth: int) -> Assignment:
-        """This option at this depth, where the row may be drafted so far and is free to; at no price."""
-        whole = replace(self, budget=replace(self.budget, price=NO_PRICE), made=()) if self.made else self
+        """This option at this depth, where the row may be drafted so far and is free to; without a minimum survival."""
+        whole = replace(self, budget=replace(self.budget, min_survival=NO_MINIMUM), made=()) if self.made else self
         return Assignment(whole, min(depth, self.budget.depth) if self.free else self.budget.depth)
 
 
@@ -113,11 +113,11 @@ class Assignment(NamedTuple):
         return 1 + self.option.num_made(self.depth - 1)
 
     def steps(self, row: RowOutcome) -> int:
-        """How many guesses were drawn, one that was not made for its price among them."""
+        """How many guesses were drawn, one that was not made for its low survival among them."""
         return min(self.depth, row.num_drafted + 1) if self.option.made else self.depth
 
     def num_counted(self, row: RowOutcome) -> int:
-        """How many guesses count in what is expected: all that were planned where a price may end the chain."""
+        """How many guesses count in what is expected: all that were planned where a minimum ends chains."""
         return self.depth if self.option.made else row.num_drafted
 
     def num_judged(self, row: RowOutcome) -> int:
@@ -184,7 +184,7 @@ class Surprise:
 
 @dataclass(slots=True)
 class CutOff:
-    """The survival below which a guess ends its chain, since it would cost more time than it would save: its `price`.
+    """The survival below which a guess ends its chain, since it would cost more time than it would save.
 
     A guess pays where its chance to be accepted, times the tokens per second of rounds as they are, is more than the
     seconds that a guess takes. A drafter's own estimate stands for the chance, set right by how often guesses that it
@@ -194,7 +194,7 @@ class CutOff:
     never looks at the guess that it ends. `made` counts by depth how many of the guesses that were planned were made.
     """
 
-    price: float = NO_PRICE
+    min_survival: float = NO_MINIMUM
     made: Acceptance = field(default_factory=Acceptance)
     estimated: float = 0.0
     accepted: float = 0.0
@@ -205,8 +205,8 @@ class CutOff:
         return (self.accepted + MODEST_WEIGHT * MODEST) / (self.estimated + MODEST_WEIGHT)
 
     def aim(self, tokens_per_s: float, guess_s: float) -> None:
-        """Set the price by what rounds are worth, and by what a guess takes."""
-        self.price = min(HIGHEST, max(NO_PRICE, tokens_per_s * guess_s / self.modesty))
+        """Set the minimum survival by what rounds are worth, and by what a guess takes."""
+        self.min_survival = min(HIGHEST, max(NO_MINIMUM, tokens_per_s * guess_s / self.modesty))
 
     def reached(self, depth: int) -> list[float]:
         """By depth the chance that a guess is made at all."""
@@ -351,8 +351,8 @@ class MeasuredDrafters:
             free = speculation.auto or (bool(outlook.drafters) and budget.width == 1 and speculation.drafter is None)
             made: Sequence[float] = ()
             if speculation.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
-                budget = replace(budget, price=learned.cut_off.price)
-                made = learned.cut_off.reached(budget.depth) if budget.price > NO_PRICE else ()
+                budget = replace(budget, min_survival=learned.cut_off.min_survival)
+                made = learned.cut_off.reached(budget.depth) if budget.min_survival > NO_MINIMUM else ()
             budget, unread = replace(budget, drafter=drafter), {drafter: member.unread[i]}
             by_drafter[drafter] = DraftOption(budget, frozenset([drafter]), survival, promised, unread, free, made)
         if len(by_drafter) > 1 or (speculation.drafter == MERGED and by_drafter):
@@ -374,7 +374,7 @@ class MeasuredDrafters:
         else:
             survival = list(map(max, learned.promises(None, seq_id, len(promised)), promised))
         return DraftOption(
-            budget=replace(furthest.budget, price=0.0).merging(len(self.all) - 1),
+            budget=replace(furthest.budget, min_survival=0.0).merging(len(self.all) - 1),
             members=frozenset[int]().union(*(option.members for option in options)),
             survival=survival,
             promised=promised,

@@ -185,7 +185,7 @@ class MeasuredDepth:
             name = self.drafters.names[assigned.option.budget.drafter]
             chosen = f"depth {assigned.depth}" + (f" by {name}" if name else "")
             if assigned.option.made:
-                chosen += f" as long as {100 * assigned.option.budget.price:.0f} % survive"
+                chosen += f" as long as {100 * assigned.option.budget.min_survival:.0f} % survive"
         if self.tried is not None:
             return f"{chosen}, to see how it does: {plain}"
         tokens = tokens_of([assigned])
@@ -208,7 +208,7 @@ class MeasuredDepth:
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """All of it. What it tells of its guesses is compared with what will come of them."""
-        priced = any(each and each.option.budget.price for each in self.assigned.values())
+        priced = any(each and each.option.budget.min_survival for each in self.assigned.values())
         survival = draft.survival.tolist() if priced and draft.survival is not None else []
         self.survival = dict(zip(load.seq_ids, survival, strict=False))
         return draft.tree
@@ -227,8 +227,8 @@ class MeasuredDepth:
         last = self.last(seq_ids, rows)
         best = last if last and best.value(scatter) < HYSTERESIS * last.value(scatter) else best
         assigned = best.choice[0]
-        if len(best.choice) == 1 and assigned is not None and assigned.option.budget.price:
-            # The price of a chain that is drafted alone: by what rounds are worth, and by what its guesses take.
+        if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
+            # The minimum survival of a chain drafted alone: by what rounds are worth, and by what its guesses take.
             guess_s = self.drafts_of(best.choice).guess_s(assigned.num_drawn)
             self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
         return best
@@ -385,7 +385,7 @@ class MeasuredDepth:
         if drafted:
             learned.count(drafted)
             for row, each in drafted:
-                if each.option.budget.price and row.seq_id in self.survival:
+                if each.option.budget.min_survival and row.seq_id in self.survival:
                     learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
             if learned.surprise.record(accepted, expected):
                 self.wake()

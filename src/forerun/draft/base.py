@@ -28,17 +28,17 @@ class Budget:
     """How far one sequence may be drafted this round; depth 0 means not at all.
 
     `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not counted).
-    `drafter` picks one of a mix. A guess whose path survives with less than `price` is not worth having, nor is any
-    below it; where a tree's shape must be fixed before it is drawn, such a guess may stay, without any below it. With a
-    price above 0 a drafter that can estimate survival gives it, for chains too. `shape` fixes the tree, with its own
-    depth, width and nodes; a drafter that cannot draft the shape stays within these.
+    `drafter` picks one of a mix. A guess whose path survives with less than `min_survival` is not worth having, nor
+    is any below it; where a tree's shape must be fixed before it is drawn, such a guess may stay, without any below it.
+    With a minimum above 0 a drafter that can estimate survival gives it, for chains too. `shape` fixes the tree, with
+    its own depth, width and nodes; a drafter that cannot draft the shape stays within these.
     """
 
     depth: int
     width: int = 1
     nodes: int = 0
     drafter: int = 0
-    price: float = 0.0
+    min_survival: float = 0.0
     shape: StaticTree | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class Outlook:
     expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
     drafters: Mapping[str, Outlook] = field(default_factory=dict)
     came_true: Sequence[tuple[int, int]] = ()
-    ends_early: bool = False  # whether it draws chains guess by guess, so that a price spares it the rest of them
+    ends_early: bool = False  # whether it draws chains guess by guess, so that a minimum spares it the rest
     depth_matters: bool = False
 
 

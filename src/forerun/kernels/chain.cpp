@@ -30,9 +30,9 @@ struct Chains {
   const Entry* entry;       // null: tokens are read alone
   const float* before;      // the states behind the roots, [num_rows, hidden]; null without an entry
   float norm_eps, slack;
-  const float* prices;  // of each row: the least survival of a guess that is worth having; null: all are
+  const float* min_survival;  // of each row: the least survival of a guess that is worth having; null: all are
   int64_t* tokens;      // [num_rows, depth], out; -1 where there are none
-  float* survival;      // [num_rows, depth], out: of the guesses, along the chain; null where there are no prices
+  float* survival;      // [num_rows, depth], out: of the guesses, along the chain; null where there are no min_survival
   float* states;        // [num_rows, depth, hidden], out: the residual stream behind each guess that was read; or null
 };
 
@@ -102,7 +102,7 @@ class Step {  // the tokens that are read in one pass, and the states behind all
 using namespace forerun;
 
 // `frame` is a pass whose cache, tables and threads hold for all steps. A row ends where its draw is not certain, and
-// where its guess is not worth its price.
+// where its guess survives with less than it must.
 extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pass* frame) {
   const Chains& c = *chains;
   const int64_t width = c.head->width;
@@ -124,15 +124,15 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     const int64_t count = rows.size();
     const Nodes nodes = {c.laws, c.slack, given, stride, c.num_ids, count, rows.data(), lengths.data(),
                          first_guesses.data(), c.tokens, {nullptr, 0}};
-    if (c.prices) offer_each(nodes, 1, chosen.data(), shares.data(), undecided.data(), frame->num_threads);
+    if (c.min_survival) offer_each(nodes, 1, chosen.data(), shares.data(), undecided.data(), frame->num_threads);
     else choose_each(nodes, chosen.data(), frame->num_threads);
     std::vector<int64_t> ahead;
     positions.clear(), slots.clear(), starts.clear(), order.clear();
     for (size_t i = 0; i < rows.size(); i++) {
       const int64_t row = rows[i], position = c.positions[row] + level;
-      if (c.prices) {
+      if (c.min_survival) {
         reached[row] *= shares[i];
-        if (undecided[i] || reached[row] < c.prices[row]) continue;
+        if (undecided[i] || reached[row] < c.min_survival[row]) continue;
         c.survival[row * c.depth + level] = reached[row];
       }
       c.tokens[row * c.depth + level] = chosen[i];

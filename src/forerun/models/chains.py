@@ -26,13 +26,13 @@ from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 class Start:
     """A sequence to be drafted: its row in the round, its id, and how deep.
 
-    Its chain ends before a guess that survives with less than `price`.
+    Its chain ends before a guess that survives with less than `min_survival`.
     """
 
     row: int
     seq_id: int
     depth: int
-    price: float = 0.0
+    min_survival: float = 0.0
 
 
 @runtime_checkable

@@ -78,9 +78,9 @@ class Chain:
 class CascadeDrafter:
     """Drafts the tokens of `judge`, which reads the guesses of `lower` instead of drawing token by token.
 
-    Chains only, whatever width a budget allows, and without survival: a price does not end them. Where the lower member
-    has no guesses the judge drafts alone. Where the judge has no room the lower member drafts alone, as if there were
-    no cascade: its guesses then have its own laws.
+    Chains only, whatever width a budget allows, and without survival: a minimum ends none of them. Where the lower
+    member has no guesses the judge drafts alone. Where the judge has no room the lower member drafts alone, as if there
+    were no cascade: its guesses then have its own laws.
 
     A lower member that reads the target's states can guess behind the target's text alone: the judge reads its guesses
     once, and goes on alone behind what it made of them.

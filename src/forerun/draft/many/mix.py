@@ -46,7 +46,7 @@ from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 from forerun.verify.sanitize import sanitize
 
 NO_RUN = (0, 0)  # where it guessed nothing
-ANY_PRICE = 1e-9  # what survives with less would not be missed: for members to say what survives with how much
+ANY_SURVIVAL = 1e-9  # what survives with less would not be missed: for members to say what survives with how much
 
 
 class MixDrafter:
@@ -124,8 +124,8 @@ class MixDrafter:
     def share(self, drafter: int, budget: Budget) -> Budget:
         """What of a row is a member's to draft."""
         if budget.depth and budget.drafter == len(self.members):
-            width, price = max(1, budget.width // len(self.members)), max(budget.price, ANY_PRICE)
-            return replace(budget, drafter=0, width=width, price=price)
+            width, least = max(1, budget.width // len(self.members)), max(budget.min_survival, ANY_SURVIVAL)
+            return replace(budget, drafter=0, width=width, min_survival=least)
         return replace(budget, drafter=0) if budget.drafter == drafter else NO_DRAFT
 
     def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
@@ -222,7 +222,7 @@ def merge(trees: Sequence[HostTree], budget: Budget) -> HostTree:
     heapq.heapify(heap)
     while heap and len(merged.tokens) <= budget.nodes:
         minus, node, parent = heapq.heappop(heap)
-        if widths[parent] == budget.width or -minus < budget.price:
+        if widths[parent] == budget.width or -minus < budget.min_survival:
             continue
         at = add_guess(merged, whole.tokens[node], parent, -minus, whole.drafters[node])
         widths[parent] += 1

@@ -197,13 +197,13 @@ class Follower:
         """Chains by one call of the runner, or on a device where the host does not see them; None where they grow as
         trees do."""
         unseen = self.runner.draws_unseen and not self.taps and not any(r.params.logits_processors for r in draws.rows)
-        priced = any(budget.price for budget in granted.values())
+        priced = any(budget.min_survival for budget in granted.values())
         if any(budget.width > 1 for budget in granted.values()) or (
             priced if unseen else draws.rejection or not draws.on_host
         ):
             return None
         rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-        starts = [Start(rows[s], s, min(b.depth, b.nodes), b.price) for s, b in granted.items()]
+        starts = [Start(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]
         chains = self.draw_at_once(draws, starts, logits)
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))

@@ -57,8 +57,8 @@ def grow(
     """Grow one tree per sequence of `draws`; `logits` are those after the roots of the rows with a budget, in order.
 
     Trees keep within depth, width and nodes, and take at most depth - 1 further passes. Where guesses are judged by
-    equality a tree is the likeliest `nodes` paths there are, by survival under the round's noise, none below the price.
-    In rejection modes it carries the laws its guesses were drawn from. A width of 1 gives chains, and without a price
+    equality a tree is the likeliest `nodes` paths there are, by survival under the round's noise, none below the least.
+    In rejection modes it carries the laws its guesses were drawn from. A width of 1 gives chains, and without a minimum
     the draft tells no survival. `confidence` is a drafter's own estimate, for each of these nodes, of the chance that
     its first child is accepted once it is; without it the law that children are drawn from stands for that.
     """
@@ -68,7 +68,7 @@ def grow(
     draws.foresee(max((budget.depth for budget in budgets), default=0))
     laws: list[Tensor] = []
     # Whether any tree's shape depends on survival: over a large vocabulary it costs more than the draw.
-    survival = any(budget.width > 1 or budget.price > 0 for budget in budgets)
+    survival = any(budget.width > 1 or budget.min_survival > 0 for budget in budgets)
     places = next_places(growing)
     while places:
         draw_level(draws, growing, places, logits, laws, confidence, survival)

@@ -38,7 +38,7 @@ class GrowingTree:
         """Append a guess, given its survival on from its parent; unless it may be left out and would be in the end."""
         tree = self.tree
         survival *= tree.survival[parent]
-        if self.coupled and (survival <= self.least or survival < self.budget.price):
+        if self.coupled and (survival <= self.least or survival < self.budget.min_survival):
             return
         tree.add(token, parent, survival)
         tree.law_rows.append(-1)
@@ -62,9 +62,9 @@ class GrowingTree:
             return {}
         if budget.width == 1 and budget.shape is None:  # both rules, at less cost
             last = self.decided - 1
-            return {last: FIRST} if first <= last < budget.nodes and survival[last] >= budget.price else {}
+            return {last: FIRST} if first <= last < budget.nodes and survival[last] >= budget.min_survival else {}
         choose = shaped if budget.shape is not None else best_first if self.coupled else settled
-        return choose(self, [node for node in range(first, self.decided) if survival[node] >= budget.price])
+        return choose(self, [node for node in range(first, self.decided) if survival[node] >= budget.min_survival])
 
     def finished(self) -> HostTree:
         """The tree without what does not stay; of a node that stays the parent does too, being no less likely."""

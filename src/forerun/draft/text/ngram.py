@@ -125,12 +125,12 @@ class NgramDrafter:
             self.matches.count(longest, right, FADING)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """One chain per sequence, as deep as its budget wherever anything matches that survives its price.
+        """One chain per sequence, as deep as its budget wherever anything matches that survives as it must.
 
-        With a price it says how likely each guess is, by this text's own matches.
+        With a minimum it says how likely each guess is, by this text's own matches.
         """
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
-        priced = any(budget.price > 0 for budget in budgets)
+        priced = any(budget.min_survival > 0 for budget in budgets)
         texts: list[list[int]] = []
         chances: list[list[float]] = []
         for row, budget in zip(draws.rows, budgets, strict=True):
@@ -140,7 +140,7 @@ class NgramDrafter:
             length, guesses = (0, []) if root is None or depth == 0 else self.copy(history, [*tokens, root], depth)
             if priced:
                 survival = self.survival(history.matches, length, len(guesses))
-                guesses = guesses[: sum(chance >= budget.price for chance in survival)]
+                guesses = guesses[: sum(chance >= budget.min_survival for chance in survival)]
                 chances.append([1.0, *survival[: len(guesses)]])
             texts.append([row.tokens[-1], *guesses])
         tree = DraftTree.of_texts(texts)  # on the host, which knows it all

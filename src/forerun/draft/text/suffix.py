@@ -146,7 +146,7 @@ def chain(root: int, place: Node | Leaf, most: int, budget: Budget) -> HostTree:
     """The likeliest continuation of the likeliest continuation, and so on, while the whole path is likely."""
     tokens: list[int] = []
     chances: list[float] = []
-    chance, least = 1.0, max(LEAST_SHARE, budget.price)
+    chance, least = 1.0, max(LEAST_SHARE, budget.min_survival)
     while len(tokens) < most:
         if isinstance(place, Leaf):  # the rest of a text
             tokens += place.text[place.end : place.end + most - len(tokens)]
@@ -169,7 +169,7 @@ def likeliest(root: int, place: Node | Leaf, most: int, budget: Budget) -> HostT
 
     Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
     """
-    tree, least = HostTree.of_root(root), max(LEAST_SHARE, budget.price)
+    tree, least = HostTree.of_root(root), max(LEAST_SHARE, budget.min_survival)
     heap: list[tuple[float, tuple[int, ...], int, Node | Leaf]] = [(-1.0, (), 0, place)]
     while heap and len(tree.tokens) <= budget.nodes:
         minus, path, parent, place = heapq.heappop(heap)

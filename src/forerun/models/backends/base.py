@@ -62,7 +62,7 @@ class ChainStarts:
 
 # Draws guesses of each start and reads them, all but a chain's last one, into the cache, which has room. A chain ends
 # where its draw is not certain. The tensor, if there is one, is of float32 and gets the residual stream behind every
-# guess that is read: [starts, depth, hidden]. Returns the guesses and, where starts have prices, their survival.
+# guess that is read: [starts, depth, hidden]. Returns the guesses and, where starts have a minimum, their survival.
 ChainDrawer = Callable[[ChainStarts, PagedCache, Tensor | None], tuple[list[list[int]], list[list[float]] | None]]
 
 

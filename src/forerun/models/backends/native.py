@@ -343,16 +343,16 @@ class NativeExecutor:
     def draw_chains(
         self, laws: RowLaws, begin: ChainStarts, cache: PagedCache, states: Float[Tensor, "starts depth hidden"] | None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """The guesses of each start from these laws, drawn and read in turn, and where starts have prices their
+        """The guesses of each start from these laws, drawn and read in turn, and where starts have a minimum their
         survival."""
         laws, embedding, head_ids = laws.some([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
-        depths, prices = [s.depth for s in begin.starts], array("f", [s.price for s in begin.starts])
-        prices = prices if any(prices) else prices[:0]
+        depths, least = [s.depth for s in begin.starts], array("f", [s.min_survival for s in begin.starts])
+        least = least if any(least) else least[:0]
         before = None if begin.states is None else begin.states.float().contiguous()
         deepest, logits = max(depths), begin.logits.float().contiguous()
         tables = [array("q", numbers) for numbers in (depths, begin.slots, begin.positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
-        survival = array("f", bytes(4 * len(tokens) if prices else 0))
+        survival = array("f", bytes(4 * len(tokens) if least else 0))
         chains = CChains(
             num_rows=len(depths),
             depth=deepest,
@@ -372,9 +372,9 @@ class NativeExecutor:
             before=None if before is None else before.data_ptr(),
             norm_eps=self.norm_eps,
             slack=laws.slack,
-            prices=address(prices) if prices else None,
+            min_survival=address(least) if least else None,
             tokens=address(tokens),
-            survival=address(survival) if prices else None,
+            survival=address(survival) if least else None,
             states=None if states is None else states.data_ptr(),
         )
         frame = CPass(
@@ -388,7 +388,7 @@ class NativeExecutor:
         self.lib.forerun_chains(self.pointer, chains, frame)
         rows = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
         guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in rows]
-        if not prices:
+        if not least:
             return guesses, None
         return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
 

@@ -88,5 +88,5 @@ class CChains(Structure):
         ("entry", POINTER(CEntry)),
         ("before", c_void_p),
         *((name, c_float) for name in ("norm_eps", "slack")),
-        *((name, c_void_p) for name in ("prices", "tokens", "survival", "states")),
+        *((name, c_void_p) for name in ("min_survival", "tokens", "survival", "states")),
     ]
