@@ -273,6 +273,13 @@ def test_of_a_repository_the_chosen_file_alone_is_fetched(tmp_path: Path, monkey
         find_checkpoint("owner/name:Q6_K")
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full").write_text("a file, in which no folder can be made")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
+    with pytest.raises(ModelNotFound, match=r"full.*cannot be written.*let XDG_CACHE_HOME name"):
+        find_checkpoint(str(stories(tmp_path / "model.gguf")))
+
+
 def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:
     file = stories(tmp_path / "model.gguf")
     before = find_checkpoint(str(file))

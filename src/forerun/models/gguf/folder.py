@@ -34,9 +34,13 @@ def folder_of(path: Path) -> Path:
     if not (folder / INDEX).exists():
         file = GgufFile.read(path.absolute())
         texts = files_of(file)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in sorted(texts, key=lambda name: name == INDEX):  # last, for it says that all are there
-            replace_file(folder / name, texts[name].encode())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in sorted(texts, key=lambda name: name == INDEX):  # last, for it says that all are there
+                replace_file(folder / name, texts[name].encode())
+        except OSError as error:
+            cure = "free space there, or let XDG_CACHE_HOME name a folder that can be written"
+            raise ModelNotFound(f"{folder}, what stands for {path}, cannot be written ({error}): {cure}") from error
     return folder
 
 
