@@ -75,11 +75,11 @@ class Header:
         return count
 
     def string(self) -> str:
-        """The next text."""
+        """The text that stands next in the file."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """The next texts."""
+        """So many texts that stand next in the file."""
         data, at, texts = self.data, self.at, []
         for _ in range(self.room(count, LENGTH.size)):
             if at + LENGTH.size > len(data):
