@@ -22,6 +22,7 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.errors import ForerunError, MissingPackage, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
 from forerun.models.gguf.file import GgufFile
+from forerun.models.gguf.folder import INDEX
 from forerun.models.gguf.groups import BLOCK_NUMBERS, GROUPED, grouped
 from forerun.models.gguf.tensors import GgufTensor, read_place
 from forerun.models.gguf.tokenizer import PRE, byte_level
@@ -285,6 +286,14 @@ def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:
     before = find_checkpoint(str(file))
     assert find_checkpoint(str(file)) == before
     assert find_checkpoint(str(stories(file, "Q4_0"))) != before
+
+
+def test_a_damaged_folder_says_what_to_remove(tmp_path: Path) -> None:
+    folder = find_checkpoint(str(stories(tmp_path / "model.gguf")))
+    for text in ('{"model.norm.weight": {"shape": [64]}}', '{"model.norm.weight": 7}', "{"):
+        (folder / INDEX).write_text(text)
+        with pytest.raises(MissingWeights, match="is damaged"):
+            Blueprint.of(str(tmp_path / "model.gguf"))
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

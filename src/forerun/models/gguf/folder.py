@@ -24,12 +24,13 @@ from forerun.store import cache_folder, replace_file
 from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
+FORM = 1  # of the files in the folder: another number whenever what is written there changes
 
 
 def folder_of(path: Path) -> Path:
     """The folder that stands for a GGUF file, written if it is not there. Raises ModelError."""
     states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.absolute())]
-    digest = sha256(json.dumps([__version__, states]).encode()).hexdigest()[:16]
+    digest = sha256(json.dumps([__version__, FORM, states]).encode()).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{path.stem}-{digest}"
     if not (folder / INDEX).exists():
         file = GgufFile.read(path.absolute())
@@ -82,7 +83,10 @@ def tokenizer_or_problem(file: GgufFile) -> dict[str, str]:
 def stored_tensors(folder: Path) -> dict[str, GgufTensor]:
     """The tensors of a file by Hugging Face's names, as the folder that stands for it says."""
     entries = read_fields(folder / INDEX, MissingWeights, MissingWeights).values
-    return {name: tensor_of(entry) for name, entry in entries.items()}
+    try:
+        return {name: tensor_of(entry) for name, entry in entries.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MissingWeights(f"{folder / INDEX} is damaged ({error!r}): remove {folder}, it is made anew") from error
 
 
 def tensor_of(entry: dict[str, Any]) -> GgufTensor:
