@@ -290,7 +290,7 @@ def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:
 
 def test_a_damaged_folder_says_what_to_remove(tmp_path: Path) -> None:
     folder = find_checkpoint(str(stories(tmp_path / "model.gguf")))
-    for text in ('{"model.norm.weight": {"shape": [64]}}', '{"model.norm.weight": 7}', "{"):
+    for text in ('{"model.norm.weight": {"shape": [64]}}', "{"):
         (folder / INDEX).write_text(text)
         with pytest.raises(MissingWeights, match="is damaged"):
             Blueprint.of(str(tmp_path / "model.gguf"))
