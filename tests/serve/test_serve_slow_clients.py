@@ -50,7 +50,8 @@ def test_who_does_not_read_holds_no_place_and_does_not_lengthen_the_queue(
     alone = server.post("/v1/completions", **OK).json()["choices"]
     gate = server.server.service.gate
     socks = [unread(server, stream=True) for _ in range(gate.num_places + 1)]
-    until(lambda: not gate.held.total())
+    until(lambda: gate.num_sending == len(socks))
+    assert not gate.held.total()
     assert not gate.visits.total()
     assert gate.num_in == len(socks), "a drain would still wait for them"
     assert server.post("/v1/completions", **OK).json()["choices"] == alone
