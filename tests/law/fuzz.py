@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
@@ -145,17 +144,6 @@ class Bench:
     def requests(self) -> RequestChecker:
         c = self.target.config
         return RequestChecker(self.target.tokenizer(), c.vocab_size, c.max_positions, c.eos_ids, Speculation())
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """With so many threads in torch."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from equality import FORMATS, STATIC, WISHES, Answer, Asked, decode, decode_plain
-from fuzz import Bench, number_format, run, threads
+from fuzz import Bench, number_format, run
 from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
@@ -24,6 +24,7 @@ from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
+from kit.reading import threads
 from kit.sparse import FAMILIES, write_sparse
 
 NUM_PROMPTS, NUM_SAMPLED = 200, 10  # the tenth is a long one

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 from equality import CHAINS, FORMATS, TREES, WISHES, Answer, Asked, Decoded, decode, decode_plain
-from fuzz import Bench, threads
+from fuzz import Bench
 from recipes.stdlib.corpus import read_corpus, standard_library
 
 from forerun.config import Speculation
@@ -20,6 +20,7 @@ from forerun.drafters import plan_drafter
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
+from kit.reading import threads
 
 NUM_PROMPTS, NUM_PARTS, NUM_NEW = 200, 10, 40
 SMALLEST, LONGEST, LEAST_FILES = 16, 1023, 8

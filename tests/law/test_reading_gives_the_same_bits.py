@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzz import threads
 from torch import Tensor
 
 from forerun.models.backends.torch_cpu.backend import TorchBackend
@@ -16,6 +15,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import SMALL, TARGET
+from kit.reading import threads
 from kit.unchecked import unchecked
 
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
