@@ -21,6 +21,7 @@ from hypothesis.extra import numpy as arrays
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.errors import ForerunError, MissingPackage, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
+from forerun.models import loading
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX
 from forerun.models.gguf.groups import BLOCK_NUMBERS, GROUPED, grouped
@@ -286,6 +287,14 @@ def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:
     before = find_checkpoint(str(file))
     assert find_checkpoint(str(file)) == before
     assert find_checkpoint(str(stories(file, "Q4_0"))) != before
+
+
+def test_weights_stay_stored_whatever_dense_layers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("dense layers are not what will run")
+
+    monkeypatch.setattr(loading, "choose_backend", measured)
+    assert Blueprint.of(str(stories(tmp_path / "model.gguf"))).as_stored
 
 
 def test_a_damaged_folder_says_what_to_remove(tmp_path: Path) -> None:

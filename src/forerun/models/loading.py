@@ -26,6 +26,7 @@ from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
@@ -91,8 +92,12 @@ class Blueprint:
             wanted = "use device cpu, or choose a checkpoint without them"
             what = "experts and attention sinks" if judged.is_plain else f"the layers of {judged.family}"
             raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {wanted}")
+        stored = checkpoint.stored_groups(judged)
+        as_stored = stored is not None and spec.quantize is None and spec.dtype == "auto"
         if placement.fixed:
             choice = BackendChoice(BackendKind("torch", dtypes[0]))
+        elif as_stored and find_kernels(spec.kernels, dtypes[0], progress) is not None:
+            choice = BackendChoice(BackendKind("native", dtypes[0]))  # times of dense layers say nothing of groups
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
         num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
@@ -104,7 +109,7 @@ class Blueprint:
             choice,
             num_bytes,
             placement,
-            checkpoint.stored_groups(judged),
+            stored,
         )
 
     @property
