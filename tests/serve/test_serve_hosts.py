@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineClosed, InvalidRequest
@@ -50,7 +50,7 @@ NAMES = {  # of hosts, and whether they are this machine's own
 }  # fmt: skip
 
 
-WRONG = ["me@{}", "me:pw@{}", " {}", "{} ", "{}/", "{}?", "{}#", "{}\\", "{}:", "[{}", "{}:x", "{}\x00", "a b", ""]
+WRONG = ["me@{}", "me:pw@{}", " {}", "{} ", "{}/", "{}?", "{}#", "{}\\", "{}:", "[{}", "{}:x", "{}\x00", "{}\x85", "a\x7f{}", "a b", ""]
 
 
 class Spelled(NamedTuple):
@@ -73,6 +73,7 @@ def spelled_hosts(draw: st.DrawFn) -> Spelled:
 
 
 ANYBODY = frozenset({Spelled("*", None, "")})
+CONTROL = Spelled("0.0.0.0.\x00", None, "")
 
 
 @settings(max_examples=600, deadline=None)
@@ -83,6 +84,7 @@ ANYBODY = frozenset({Spelled("*", None, "")})
     st.none() | st.tuples(st.sampled_from(["http", "http", "https", "https", "HTTP", "file"]), spelled_hosts()),
     st.sampled_from(["http", "https"]),
 )
+@example("0.0.0.0", frozenset(), CONTROL, ("http", CONTROL), "http")
 def test_who_may_ask_is_told_by_what_was_meant(
     bound: str, allowed: frozenset[Spelled], host: Spelled | None, page: tuple[str, Spelled] | None, scheme: str
 ) -> None:

@@ -25,7 +25,7 @@ from forerun.limits import shown
 from forerun.serve.problems import ApiError
 
 ANY = "*"
-AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@?#,\\\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
+AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s\x00-\x1f\x7f-\x9f:/@?#,\\\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 log = logging.getLogger(__name__)
 SCHEME = "bearer"
