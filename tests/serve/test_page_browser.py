@@ -199,6 +199,9 @@ def test_an_answer_that_differs_is_noticed(page: Any) -> None:
     answered(page, other)
     asked(page)
     assert finished(page).startswith("Token 6 differs from plain decoding")
+    for name in ("drafted", "plain"):  # whose tokens all came at once
+        page.locator(f"#lane-{name} .speed", has_text="tokens/s").wait_for()
+        assert f"{name.title()}: " in page.get_attribute("#chart-speed", "aria-label")
 
 
 def test_text_is_never_markup(page: Any) -> None:

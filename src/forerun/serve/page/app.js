@@ -2,7 +2,7 @@
 
 import { Charts } from "./charts.js";
 import { bodyOf, buildForm, FieldError } from "./fields.js";
-import { Lane, quoted, shown, tellToken } from "./lane.js";
+import { Lane, quoted, tellToken } from "./lane.js";
 import { ask, refusal } from "./stream.js";
 
 const EXAMPLES = [

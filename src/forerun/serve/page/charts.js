@@ -1,6 +1,6 @@
 // The charts of a run: speed over time, acceptance by depth, and what each round drafted.
 
-import { depthsOf, shown } from "./lane.js";
+import { depthsOf } from "./lane.js";
 
 const HEIGHT = 190;
 const MOST_DEPTHS = 16;
@@ -83,7 +83,7 @@ export class Charts {
   // Say in words what the charts show, once a run is over.
   describe() {
     const say = (id, text) => document.getElementById(id).setAttribute("aria-label", text);
-    const speeds = this.lanes.filter((lane) => lane.finalRate).map((lane) => `${lane.title}: ${shown(lane.finalRate)} tokens per second`);
+    const speeds = this.lanes.filter((lane) => lane.speedText()).map((lane) => `${lane.title}: ${lane.speedText()}`);
     say("chart-speed", speeds.join("; ") || "No speed yet");
     const rounds = this.lanes[0].rounds;
     const rates = acceptance(rounds).map((rate, i) => `depth ${i + 1}: ${Math.round(100 * rate)} percent`);

@@ -44,6 +44,7 @@ export class Lane {
       this.finish = choice.finish_reason ?? this.finish;
       if (choice.draft) this.addRound(choice.draft, ms);
     }
+    this.draw(this.ids.length, this.lastMs);
   }
 
   addRound(draft, ms) {
@@ -64,13 +65,11 @@ export class Lane {
     }
     this.text.append(pieces);
     this.marks.push({ ms, num: this.ids.length, spans: this.spans.length });
-    this.draw(this.ids.length, ms);
   }
 
   // Show the numbers of the first `num` tokens, `ms` behind the request.
   draw(num, ms) {
-    const rate = this.rate(num, ms);
-    this.speed.textContent = rate ? `${shown(rate)} tokens/s` : num ? "…" : "";
+    this.speed.textContent = this.speedText(num, ms, "tokens/s") || (num ? "…" : "");
     this.bar.style.width = `${Math.min(100, (100 * num) / this.most)}%`;
     const first = this.marks[0]?.ms;
     const per = this.rounds.length ? this.ids.length / this.rounds.length : 0;
@@ -84,6 +83,13 @@ export class Lane {
   rate(num, ms) {
     const first = this.marks[0];
     return first && num > first.num && ms > first.ms ? (1000 * (num - first.num)) / (ms - first.ms) : undefined;
+  }
+
+  // The rate in words; of an answer whose tokens all came at once, that from its request on; empty where none is known.
+  speedText(num = this.ids.length, ms = this.lastMs, unit = "tokens per second") {
+    const rate = this.rate(num, ms);
+    if (rate) return `${shown(rate)} ${unit}`;
+    return this.finish && num === this.ids.length && ms > 0 ? `${shown((1000 * num) / ms)} ${unit} with the prompt` : "";
   }
 
   get lastMs() {
@@ -107,7 +113,7 @@ export class Lane {
   }
 }
 
-export function shown(rate) {
+function shown(rate) {
   return rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
 }
 
