@@ -50,7 +50,10 @@ NAMES = {  # of hosts, and whether they are this machine's own
 }  # fmt: skip
 
 
-WRONG = ["me@{}", "me:pw@{}", " {}", "{} ", "{}/", "{}?", "{}#", "{}\\", "{}:", "[{}", "{}:x", "{}\x00", "{}\x85", "a\x7f{}", "a b", ""]
+WRONG = [
+    "me@{}", "me:pw@{}", " {}", "{} ", "{}/", "{}?", "{}#", "{}\\", "{}:",
+    "[{}", "{}:x", "{}\x00", "{}\x85", "a\x7f{}", "a b", "",
+]  # fmt: skip
 
 
 class Spelled(NamedTuple):
