@@ -5,6 +5,7 @@ Most tests answer with a scripted model, so that what is shown can be told exact
 
 import inspect
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ class ScriptedLLM(LLM):
 def load_instead(monkeypatch: pytest.MonkeyPatch, build: Callable[..., object]) -> None:
     """Commands get what `build` gives instead of a model."""
     monkeypatch.setattr("forerun.commands.answering.build_llm", build)
+    monkeypatch.setattr("forerun.commands.answering.require_template", lambda spec: None)
 
 
 @pytest.fixture
@@ -313,11 +315,25 @@ def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytes
     assert asked(talking) == ["<user>yes\n<assistant>"]
 
 
-def test_chat_without_a_template_says_what_to_do(llm: ScriptedLLM) -> None:
-    result = chat(lines="hi\n")
+def test_chat_without_a_template_says_what_to_do_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded(Exception):
+        pass
+
+    def build(*_: object) -> LLM:
+        raise Loaded
+
+    monkeypatch.setattr("forerun.commands.answering.build_llm", build)
+    result = forerun_("chat", "--model", str(TARGET), stdin="hi\n")
     assert result.exit_code == 2
-    assert "error: no chat template" in result.stderr
+    assert f"error: no chat template in {TARGET / 'tokenizer_config.json'}" in result.stderr
     assert "chat_template.jinja" in result.stderr
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    other = forerun_("chat", "--model", str(TARGET), "--tokenizer", str(tmp_path), stdin="hi\n")
+    assert isinstance(other.exception, Loaded)
 
 
 def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:

@@ -163,9 +163,17 @@ class ModelOptions:
             "folder."
         ),
     ] = "auto"
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub id of another tokenizer and chat template than the model's own.")
+    ] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model, to be loaded as the options say."""
+        return replace(self.loading.spec(self.model), tokenizer=self.tokenizer)
 
     def speculation(self, width: int = 1) -> Speculation:
         """How far to draft: by depth and width, or in the shape given by a file."""

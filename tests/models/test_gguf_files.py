@@ -19,8 +19,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from forerun import LLM, SamplingParams
+from forerun.commands.answering import require_template
 from forerun.config import Speculation
-from forerun.errors import ForerunError, MissingPackage, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
+from forerun.errors import (
+    ChatTemplateError,
+    ForerunError,
+    MissingPackage,
+    MissingWeights,
+    ModelNotFound,
+    TokenizerError,
+    UnsupportedModel,
+)
 from forerun.models import loading
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX
@@ -29,6 +38,7 @@ from forerun.models.gguf.tensors import GgufTensor, read_place
 from forerun.models.gguf.tokenizer import PRE, byte_level
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
+from forerun.models.spec import ModelSpec
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET, read_json
 from kit.gguf_files import write_gguf
@@ -102,7 +112,9 @@ def stories(path: Path, number_format: str = "Q8_0", **more: Any) -> Path:
     """The target of most tests in GGUF, with its tokenizer."""
     config: dict[str, Any] = read_json(TARGET / "config.json")
     config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0})
-    metadata = metadata_of(config) | vocabulary(TARGET) | more
+    metadata = {
+        key: value for key, value in (metadata_of(config) | vocabulary(TARGET) | more).items() if value is not None
+    }
     return write_gguf(TARGET, path, "llama", metadata, number_format)
 
 
@@ -129,6 +141,18 @@ def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -
     asked = [{"role": "user", "content": "hi"}]
     assert llm.tokenizer.apply_chat_template(asked, tokenize=False) == "[user]hi"
     assert Blueprint.of(file).config.eos_ids == (2,)
+    named = {"tokenizer.chat_template.tool_use": "{{ tools }}"}
+    template = Tokenizer.load(find_checkpoint(str(stories(tmp_path / "named.gguf", **named)))).template()
+    assert template.source("tool_use") == "{{ tools }}"
+    assert template.source().startswith("{% for m")
+
+
+def test_without_a_chat_template_the_users_file_is_named(tmp_path: Path) -> None:
+    file = stories(tmp_path / "mine.gguf", **{"tokenizer.chat_template": None})
+    with pytest.raises(ChatTemplateError) as refusal:
+        require_template(ModelSpec(str(file)))
+    assert f"no chat template in {file} (tokenizer.chat_template)" in str(refusal.value)
+    assert "name a folder that has one with --tokenizer" in str(refusal.value)
 
 
 @settings(max_examples=60, deadline=None)

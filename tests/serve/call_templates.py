@@ -6,6 +6,7 @@ from typing import Any
 
 from forerun.serve.calls import FORMS, CallForm
 from forerun.serve.parts import AnswerForm, AnswerPart, AnswerSplitter
+from forerun.text.tokenizer import Tokenizer
 
 SHOWN = "{% for tool in tools or [] %}Use {{ tool.function.name }}. {% endfor %}"
 EACH = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -44,6 +45,12 @@ MISTRAL_LIST = (
     '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ call.id }}"}'
     "{{ '' if loop.last else ', ' }}{% endfor %}]{% endif %}</s>" + OPENED
 )
+NEMOTRON = (
+    f"{SHOWN}{EACH}"
+    "{% if m.tool_calls %}<TOOLCALL>[{% for call in m.tool_calls %}{% set f = call.function %}"
+    '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+    "{{ '' if loop.last else ', ' }}{% endfor %}]</TOOLCALL>{% endif %}<|end|>" + OPENED
+)
 HARMONY = (
     "{% if tools %}<|start|>developer<|message|>" + SHOWN + "<|end|>{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -61,9 +68,20 @@ HARMONY = (
 )
 TEMPLATES = {
     "Hermes": HERMES, "Qwen3-Coder": QWEN_CODER, "GLM-4.5": GLM, "Mistral": MISTRAL, "Mistral's list": MISTRAL_LIST,
-    "Harmony": HARMONY, "Llama 3": LLAMA,
+    "Nemotron Nano 2": NEMOTRON, "Harmony": HARMONY, "Llama 3": LLAMA,
 }  # fmt: skip
 NAMED = {form.name: form for form in FORMS}
+
+
+def written(tokenizer: Tokenizer, name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """An answer of calls, by their functions and arguments, as the template of a form writes it."""
+    made = [
+        {"id": "a1b2c3d4e", "type": "function", "function": {"name": function, "arguments": arguments}}
+        for function, arguments in calls
+    ]
+    message = {"role": "assistant", "content": "", "tool_calls": made}
+    text = tokenizer.apply_chat_template([message], tokenize=False, chat_template=TEMPLATES[name])
+    return text.rpartition("<|assistant|>")[2].removesuffix("<|end|>").removesuffix("</s>")
 
 
 def answer(form: CallForm | str, functions: dict[str, Any], **options: Any) -> AnswerForm:

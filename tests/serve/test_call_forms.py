@@ -18,7 +18,7 @@ from forerun.serve.template_forms import call_form
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
 from serve.call_templates import HERMES as HERMES_TEMPLATE
-from serve.call_templates import NAMED, TEMPLATES, answer, parts
+from serve.call_templates import NAMED, TEMPLATES, answer, parts, written
 
 TOKENIZER = Tokenizer.load(TARGET)
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "list": {"type": "array"}}}
@@ -60,6 +60,13 @@ WRITTEN = {  # by form: calls of weather in Rome, and texts that begin like one 
         ],
         ['[TOOL_CALLS] [{"name": "weather", ', '[TOOL_CALLS][{"name": "other"}]', "[TOOL_CALLS] [] ", "[TOOL_"],
     ),
+    "Nemotron Nano 2": (
+        [
+            '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Rome"}}]</TOOLCALL>',
+            '<TOOLCALL> [ {"name": "weather", "parameters": {"city": "Rome"}} ] </TOOLCALL>',
+        ],
+        ['<TOOLCALL>[{"name": "weather", ', '<TOOLCALL>[{"name": "other"}]</TOOLCALL>', "<TOOLCALL>[]", "<TOOL"],
+    ),
 }  # fmt: skip
 TEXTS = ["Well.", " é 😀 ", "\n", "  ", "<", "a < b", "{}", '"', "\\", "</tool_call>", "[", "</", "\n\n x"]
 
@@ -75,7 +82,7 @@ def test_texts_of_calls_and_half_calls_are_split_alike_wherever_they_are_cut(nam
         whole = parts(form, [text])
         for cuts in (range(len(text)), *(sorted(dice.choices(range(len(text) + 1), k=3)) for _ in range(4))):
             assert parts(form, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == whole, text
-        if not any(piece in halves for piece in pieces) and not any("<tool" in a + b for a, b in swallowed(pieces)):
+        if not any(piece in halves for piece in pieces) and not any("<tool" in (a + b).lower() for a, b in swallowed(pieces)):
             assert whole == put_together(pieces, calls), text
         if not any(kind == "call" for kind, _ in whole):
             assert whole == [("content", text)]
@@ -83,7 +90,7 @@ def test_texts_of_calls_and_half_calls_are_split_alike_wherever_they_are_cut(nam
 
 def swallowed(pieces: list[str]) -> list[tuple[str, str]]:
     """Neighbours of which the first may make the second a part of a tag."""
-    return [(a, b) for a, b in itertools.pairwise(pieces) if a in ("<", "</", "[") and not b.startswith(("<t", "[T"))]
+    return [(a, b) for a, b in itertools.pairwise(pieces) if a in ("<", "</", "[") and not b.startswith(("<t", "[T", "<T"))]
 
 
 def put_together(pieces: list[str], calls: list[str]) -> list[tuple[str, Any]]:
@@ -158,24 +165,46 @@ objects = st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), values,
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
+def weather_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A function whose schema these arguments match."""
+    types = {key: {"type": KINDS.get(type(value), "null")} for key, value in arguments.items()}
+    return {"weather": {"type": "object", "properties": types}}
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.data(), objects)
 def test_what_a_template_writes_of_a_call_is_read_as_that_call(name: str, data: st.DataObject, arguments: Any) -> None:
-    types = {key: {"type": KINDS.get(type(value), "null")} for key, value in arguments.items()}
-    functions = {"weather": {"type": "object", "properties": types}}
-    calls = [
-        {"id": "a1b2c3d4e", "type": "function", "function": {"name": "weather", "arguments": each}}
-        for each in ([arguments] if name in ("Harmony", "Llama 3") else [arguments, {}])
-    ]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
-    text = TOKENIZER.apply_chat_template([message], tokenize=False, chat_template=TEMPLATES[name])
-    text = text.removeprefix("For a call write <tool_call> around JSON.").removeprefix("<|assistant|>")
-    text = text.removesuffix("<|end|>").removesuffix("</s>")
-    found = parts(answer(name, functions), [text])
-    assert found == [("call", ("weather", call["function"]["arguments"])) for call in calls], text
-    cut = data.draw(st.integers(0, len(text)))
-    assert parts(answer(name, functions), [text[:cut], text[cut:]]) == found
+    calls = [("weather", each) for each in ([arguments] if name in ("Harmony", "Llama 3") else [arguments, {}])]
+    text = written(TOKENIZER, name, *calls)
+    assert parts(answer(name, weather_of(arguments)), pieces_of(text, data)) == [("call", call) for call in calls], text
+
+
+def pieces_of(text: str, data: st.DataObject) -> list[str]:
+    """A text, cut at some places or at all."""
+    places = st.lists(st.integers(0, len(text)), max_size=6).map(sorted) | st.just(range(len(text)))
+    return [text[a:b] for a, b in itertools.pairwise([0, *data.draw(places), len(text)])]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40, deadline=None)
+@given(st.data(), objects, st.sampled_from(["", "", "x", " so", "}", '"', "<", "\n", "</", "\\"]))
+def test_a_damaged_call_is_read_alike_in_all_pieces_and_stays_whole(
+    name: str, data: st.DataObject, arguments: Any, instead: str
+) -> None:
+    """Cut off, with letters lost or others in their place: it is a call, or text to the letter."""
+    text, form = written(TOKENIZER, name, ("weather", arguments)), answer(name, weather_of(arguments))
+    start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
+    damaged = text[:start] + instead + text[end:]
+    told = parts(form, [damaged])
+    assert parts(form, pieces_of(damaged, data)) == told
+    if any(kind == "call" for kind, _ in told):
+        return
+    if name == "Harmony":  # whose heads are no text
+        body = damaged.partition("<|message|>")[2].partition("<|call|>")[0]
+        assert body in "".join(what for _, what in told)
+    else:
+        assert told == ([("content", damaged)] if damaged else [])
 
 
 ARGUMENTS: list[tuple[str, Any]] = [  # an object beside the name, and the arguments; None: it is no call

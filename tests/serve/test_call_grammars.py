@@ -16,6 +16,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.tools import ToolUse
 from kit.engines import plain
 from serve.call_templates import NAMED, TEMPLATES, answer, parts
+from serve.call_templates import written as written_by_template
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -58,15 +59,8 @@ def use(name: str, mode: str = "required", **options: Any) -> ToolUse:
 
 
 def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    """Calls as a template writes them."""
-    made = [
-        {"id": "a1b2c3d4e", "type": "function", "function": {"name": function, "arguments": arguments}}
-        for function, arguments in calls
-    ]
-    options: dict[str, Any] = {"tokenize": False, "chat_template": TEMPLATES[name]}
-    message = {"role": "assistant", "content": "", "tool_calls": made}
-    text = plain().tokenizer.apply_chat_template([message], **options).partition("<|assistant|>")[2]
-    text = text.removesuffix("<|end|>").removesuffix("</s>").strip()
+    """Calls as a template writes them, without ids, which are not generated."""
+    text = written_by_template(plain().tokenizer, name, *calls).strip()
     return text.replace("[CALL_ID]a1b2c3d4e", "").replace(', "id": "a1b2c3d4e"', "")
 
 

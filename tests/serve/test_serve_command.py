@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun.cli import app
+from forerun.commands.serve import ServeOptions
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.serve import settings
 from forerun.serve.access import ApiKeys, warn_of_readers
-from forerun.serve.settings import ServeSettings, require_packages
+from forerun.serve.settings import ServeSettings, require_packages, served_name
 from kit.checkpoints import TARGET
 
 MODEL = str(TARGET)
@@ -30,6 +31,19 @@ def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.Monkey
     with pytest.raises(MissingPackage, match=r"needs no_such_package, .* pip install 'forerun\[serve\]'"):
         require_packages()
     assert "pip install 'forerun[serve]'" in told()
+
+
+def test_a_model_is_called_as_it_was_given_and_a_gguf_file_by_its_name_alone() -> None:
+    for given, name in (
+        ("/models/smollm2-135m.Q4_1.gguf", "smollm2-135m.Q4_1"),
+        ("big-Q8_0-00001-of-00003.gguf", "big-Q8_0"),
+        ("owner/name", "owner/name"),
+        ("owner/name:Q4_K_M", "owner/name:Q4_K_M"),
+        ("./folder", "./folder"),
+        ("stdlib", "stdlib"),
+    ):
+        assert served_name(given) == ServeOptions().settings(given).model_name == name
+        assert ServeOptions(served_model_name="mine").settings(given).model_name == "mine"
 
 
 def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from forerun.llm import LLM
 from forerun.serve.harmony import history
 from forerun.serve.parts import AnswerForm, TokenCounter
+from forerun.serve.template_forms import is_harmony
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
@@ -60,6 +61,13 @@ TEXTS: list[tuple[str, list[tuple[str, Any]]]] = [
 def test_channels_are_told_apart_wherever_the_text_is_cut(text: str, expected: list[tuple[str, Any]]) -> None:
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
         assert parts(FORM, pieces) == expected, pieces
+
+
+def test_a_template_is_harmonys_by_what_it_writes_and_not_by_what_it_mentions() -> None:
+    tokenizer = Tokenizer.load(TARGET)
+    mentions = "{# <|start|><|channel|><|message|> #}{% for m in messages %}{{ m.content }}{% endfor %}"
+    quotes = "Not <|start|>x<|channel|>y<|message|>. " + mentions
+    assert [is_harmony(tokenizer, template) for template in (HARMONY, mentions, quotes)] == [True, False, False]
 
 
 def test_random_messages_are_told_as_they_were_put_together() -> None:

@@ -68,6 +68,7 @@ def test_random_texts_in_random_pieces_are_split_as_the_whole_ones_are() -> None
         ("...</think>...", "assistant\n<think>\n\n</think>\n\n", None, None),
         ("...</think>...", "a <think> in the text. assistant\n", None, THINK),
         ("...</think>...", "<think>so far", "<think>so far", OPENED),
+        ("... [THINK]x[/THINK] ...", "[/INST]", None, ReasoningTags("[THINK]", "[/THINK]")),
         ("...</think>...", "<think>so</think> far", "<think>so</think> far", None),
     ],
 )

@@ -22,9 +22,12 @@ from forerun.commands.destination import Result
 from forerun.commands.interrupt import patient_interrupt
 from forerun.control.forecast import forecast_line
 from forerun.llm import LLM
+from forerun.models.source import TOKENIZER_FILES, find_folder, find_tokenizer
+from forerun.models.spec import ModelSpec
 from forerun.options import AnswerOptions, ModelOptions
 from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
+from forerun.text.files import template_of
 
 
 def build_llm(
@@ -33,7 +36,7 @@ def build_llm(
     """The model and its drafter, loaded; a bar is shown where that takes long."""
     with LoadingBar(console) as bar:
         return LLM(
-            options.loading.spec(options.model),
+            options.spec,
             options.draft,
             speculation=options.speculation(),
             verification=options.verification,
@@ -81,6 +84,15 @@ class StreamedAnswer:
     def timing(self) -> AnswerTiming:
         """How long it took."""
         return AnswerTiming(len(self.token_ids), self.first_s, self.total_s)
+
+
+def require_template(spec: ModelSpec) -> None:
+    """Raise ChatTemplateError where a model has no chat template, or none that parses; its weights are not read."""
+    if spec.tokenizer:
+        folder = find_tokenizer(spec.tokenizer)
+    else:
+        folder = find_folder(spec.model, spec.revision, TOKENIZER_FILES, "config.json")  # of the hub, no weights
+    template_of(folder).require()
 
 
 @dataclass(frozen=True, slots=True)

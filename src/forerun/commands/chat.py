@@ -39,10 +39,10 @@ def chat(
         from rich.console import Console
 
         from forerun.card import Painter, speed_line
-        from forerun.commands.answering import LoadedModel, answer
+        from forerun.commands.answering import LoadedModel, answer, require_template
+    require_template(where.spec)
     model = LoadedModel.of(where, how)
     llm, errors, painter = model.llm, model.errors, Painter(Console(), how.raw)
-    llm.tokenizer.template().require()
     label = label_of_widened(llm, where)
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = beginning

@@ -13,7 +13,7 @@ from forerun.config import AUTO
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, auto_or_whole, with_options
-from forerun.serve.settings import ServeSettings, require_certificate, require_packages
+from forerun.serve.settings import ServeSettings, require_certificate, require_packages, served_name
 from forerun.streams import show_note, unfailing_stderr
 
 EXAMPLES = """
@@ -34,7 +34,7 @@ class ServeOptions:
     )
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
     served_model_name: Annotated[
-        str, typer.Option(help="Name of the model in requests and answers; default: as given.")
+        str, typer.Option(help="Name of the model in requests and answers; default: as given, of a GGUF file its name without .gguf.")
     ] = ""
     api_keys: Annotated[
         Path | None, typer.Option(help="File of keys, one a line, with a name in front if wanted; others get 401.")
@@ -92,7 +92,7 @@ class ServeOptions:
         return ServeSettings(
             host=self.host,
             port=self.port,
-            model_name=self.served_model_name or model,
+            model_name=self.served_model_name or served_name(model),
             api_keys=self.api_keys,
             max_queue=self.max_queue,
             max_body_bytes=self.max_body_bytes,

@@ -122,9 +122,10 @@ GLM = CallForm(
 )  # fmt: skip
 MISTRAL = CallForm("Mistral", "named", "[TOOL_CALLS]", key="[ARGS]")
 MISTRAL_LIST = CallForm("Mistral's list", "object", "[TOOL_CALLS]", listed=True)
+NEMOTRON = CallForm("Nemotron Nano 2", "object", "<TOOLCALL>", "</TOOLCALL>", listed=True)
 HARMONY = CallForm("Harmony", "harmony")
 LLAMA = CallForm("Llama 3", "object", key="parameters")
-FORMS = (HERMES, QWEN_CODER, GLM, MISTRAL, MISTRAL_LIST, HARMONY, LLAMA)
+FORMS = (HERMES, QWEN_CODER, GLM, MISTRAL, MISTRAL_LIST, NEMOTRON, HARMONY, LLAMA)
 
 
 def read_objects(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:

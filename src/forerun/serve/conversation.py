@@ -24,6 +24,7 @@ from forerun.serve.schema import MESSAGE, TEMPLATE, BodyField
 from forerun.serve.settings import ServeSettings
 from forerun.serve.template_forms import is_harmony
 from forerun.serve.tools import with_objects
+from forerun.text.tokenizer import Tokenizer
 
 WORD = re.compile(r"\w+")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -40,7 +41,7 @@ class ChatBody:
     def of(cls, given: Mapping[str, Any], llm: LLM, settings: ServeSettings) -> ChatBody:
         """The conversation in the served fields of a body. Raises the ApiError for 400, naming the field at fault."""
         options = with_effort(template_of(given, settings), given, llm)
-        return cls(messages_of(given, options.source(llm.tokenizer), settings.lenient), options)
+        return cls(messages_of(given, options, llm.tokenizer, settings.lenient), options)
 
     @property
     def continued(self) -> Any:
@@ -85,7 +86,7 @@ def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> Cha
     return replace(options, chat_template_kwargs=extra | dict(options.chat_template_kwargs))
 
 
-def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[Any]:
+def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Tokenizer, lenient: bool) -> list[Any]:
     """The messages of a body, of which there must be some, with the fields that are served or that the template reads.
 
     Raises the ApiError for 400 for a message with another field; with `lenient` the field is left out.
@@ -95,12 +96,13 @@ def messages_of(given: Mapping[str, Any], template: str, lenient: bool) -> list[
         raise refused("messages", "messages: there are none: give a list of them.", MISSING)
     if not messages:
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
-    words, names = set(WORD.findall(template)), {name for message in messages for name in message}
+    words, names = set(WORD.findall(options.source(tokenizer))), {name for message in messages for name in message}
     idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
     known, check = {**MESSAGE, **dict.fromkeys(idle & words, BodyField("served"))}, NameCheck(lenient)
     kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
     check.tell()
-    return history(with_objects(kept)) if is_harmony(template) else with_objects(kept)
+    harmony = is_harmony(tokenizer, options.chat_template)
+    return history(with_objects(kept)) if harmony else with_objects(kept)
 
 
 def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:

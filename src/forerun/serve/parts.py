@@ -33,7 +33,10 @@ class ReasoningTags:
     opened: bool = False
 
 
-TAGS = (ReasoningTags("<think>", "</think>"),)  # of Qwen, DeepSeek and most others
+TAGS = (
+    ReasoningTags("<think>", "</think>"),  # of Qwen, DeepSeek and most others
+    ReasoningTags("[THINK]", "[/THINK]"),  # of Magistral and Ministral 3
+)
 
 
 def reasons(template: str) -> bool:

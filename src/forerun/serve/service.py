@@ -31,7 +31,7 @@ from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_
 from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
-from forerun.serve.settings import BODY_S, ServeSettings
+from forerun.serve.settings import BODY_S, ServeSettings, served_name
 from forerun.serve.structured import FIELDS_OF_FORM
 from forerun.serve.uploads import OneByOne, Uploads
 
@@ -80,7 +80,7 @@ class Service:
     @property
     def model_name(self) -> str:
         """The model's name, as bodies give it."""
-        return self.settings.model_name or self.llm.name
+        return self.settings.model_name or served_name(self.llm.name)
 
     @property
     def alive(self) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, MissingPackage
+from forerun.models.gguf.file import PART
 from forerun.serve.access import Hosts
 
 MOST_SAMPLES_AT_ONCE = 128  # prompts of one body times n, OpenAI's limit of n
@@ -63,6 +64,13 @@ class ServeSettings:
             raise InvalidRequest("request_s", f"{self.request_s} must be a number of seconds above 0.")
         if (self.tls_key is None) != (self.tls_certificate is None):
             raise InvalidRequest("tls_key", "a key and a certificate go together: give both, or neither.")
+
+
+def served_name(model: str) -> str:
+    """What a model is called in requests if nothing else is said: as it was given, a GGUF file by its name alone."""
+    path = Path(model)
+    part = PART.fullmatch(path.name)
+    return part[1] if part else path.stem if path.suffix == ".gguf" else model
 
 
 def require_packages() -> None:

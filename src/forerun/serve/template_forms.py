@@ -7,8 +7,10 @@ template that fails, does not show tools or writes calls in another form is refu
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
+from typing import Any
 
 from forerun.errors import ForerunError, InvalidRequest
 from forerun.messages import ChatOptions, Message
@@ -31,6 +33,7 @@ PROBE_ID = "probe0001"  # Mistral's templates take no other length
 CALL = {"id": PROBE_ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": NAME, "tool_call_id": PROBE_ID, "content": "Done"}
+SAYING: Seq[Message] = [USER, {"role": "assistant", "content": REPLY}]
 CONVERSATIONS: Seq[Seq[Message]] = ([USER, CALLING, RESULT], [USER, CALLING])
 
 
@@ -44,7 +47,7 @@ def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
     if NAME not in written(tokenizer, template, [USER], failing=InvalidRequest):
         problem = "tools: the chat template does not show tools to the model: use a model whose template does"
         raise refused("tools", f"{problem}.", "unsupported_parameter")
-    reply, _, _ = written(tokenizer, template, [USER, {"role": "assistant", "content": REPLY}]).partition(REPLY)
+    reply, _, _ = written(tokenizer, template, SAYING).partition(REPLY)
     for conversation in CONVERSATIONS:
         text = written(tokenizer, template, conversation)
         for form in FORMS:
@@ -55,9 +58,12 @@ def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
     raise refused("tools", f"{problem}: known are those of {known}.", "unsupported_parameter")
 
 
-def is_harmony(template: str) -> bool:
-    """Whether a template writes Harmony's messages."""
-    return all(mark in template for mark in MARKS)
+@lru_cache(maxsize=64)
+def is_harmony(tokenizer: Tokenizer, template: str | None) -> bool:
+    """Whether a template, or the checkpoint's own without one, writes an assistant's message as Harmony's are."""
+    _, user, text = written(tokenizer, template, SAYING, tools=None).partition(str(USER["content"]))
+    message, reply, _ = text.partition(REPLY)
+    return bool(user and reply) and all(mark in message for mark in MARKS)
 
 
 def answer_form(
@@ -65,7 +71,7 @@ def answer_form(
 ) -> AnswerForm:
     """The form of the answers to a prompt that a template wrote; `continued` is the text that it goes on from."""
     source, calls = options.source(tokenizer), None if tools is None else tools.form
-    harmony = is_harmony(source) if calls is None else calls.kind == "harmony"
+    harmony = is_harmony(tokenizer, options.chat_template) if calls is None else calls.kind == "harmony"
     begun = prompt[max(prompt.rfind(START), 0) :] if harmony else None
     reasoning = None if begun is not None else reasoning_tags(source, prompt, continued)
     tags = [*(TAGS if begun is not None else ()), *((reasoning.opening, reasoning.closing) if reasoning else ())]
@@ -84,10 +90,14 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def written(
-    tokenizer: Tokenizer, template: str | None, conversation: Seq[Message], failing: type[Exception] = ForerunError
+    tokenizer: Tokenizer,
+    template: str | None,
+    conversation: Seq[Message],
+    failing: type[Exception] = ForerunError,
+    tools: Seq[Mapping[str, Any]] | None = TOOLS,
 ) -> str:
     """What a template writes; nothing where it fails so."""
-    options = ChatOptions(template, add_generation_prompt=conversation == [USER], tools=TOOLS)
+    options = ChatOptions(template, add_generation_prompt=conversation == [USER], tools=tools)
     try:
         return options.render(tokenizer, conversation)
     except failing:

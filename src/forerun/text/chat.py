@@ -21,6 +21,8 @@ from forerun.text.renderer import RENDERER
 
 FILE = "chat_template.jinja"
 OTHER_FILES = "additional_chat_templates/*.jinja"
+PUT_BESIDE = f"put one into {FILE} beside tokenizer.json"
+NAME_ANOTHER = "name a folder that has one with --tokenizer"
 MARK = "<|forerun goes on here|>"
 MOST_DEPTH = 64  # of lists and objects inside a message
 LONGEST_TEMPLATE = 1 << 20
@@ -36,14 +38,22 @@ class ChatTemplate:
     used, and "tool_use" where there are tools. Where the folder has `files`, by name, they count instead of it.
     """
 
-    def __init__(self, declared: object, origin: str, files: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self, declared: object, origin: str, files: Mapping[str, Path] | None = None, cure: str = PUT_BESIDE
+    ) -> None:
         self._declared = declared
         self._origin = origin
         self._files = files or {}
+        self._cure = cure
 
     @classmethod
-    def load(cls, folder: Path, declared: object) -> ChatTemplate:
-        """The templates of a folder; its files are checked when one is used."""
+    def load(cls, folder: Path, declared: object, gguf_file: object = None) -> ChatTemplate:
+        """The templates of a folder; its files are checked when one is used.
+
+        Where the folder stands for a GGUF file, errors name that file.
+        """
+        if isinstance(gguf_file, str):
+            return cls(declared, f"{gguf_file} (tokenizer.chat_template)", cure=NAME_ANOTHER)
         files = {"default": folder / FILE} if (folder / FILE).exists() else {}
         files |= {file.name.removesuffix(".jinja"): file for file in sorted(folder.glob(OTHER_FILES))}
         if files:
@@ -105,8 +115,8 @@ class ChatTemplate:
         if source is None:
             origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
             raise ChatTemplateError(
-                f'no chat template in {origin}: use a chat ("instruct") model, put one into '
-                f"{FILE} beside tokenizer.json, give one as chat_template, or let the model go on from plain text"
+                f'no chat template in {origin}: use a chat ("instruct") model, {self._cure}, '
+                "give one as chat_template, or let the model go on from plain text"
             )
         if len(source) > LONGEST_TEMPLATE:
             raise ChatTemplateError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")

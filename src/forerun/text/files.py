@@ -27,6 +27,7 @@ LISTED = ("additional_special_tokens", "extra_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 MOST_IDS = 1 << 22  # several times what the largest vocabulary has
 AGAIN = "download or copy it again"
+GGUF_FILE = "gguf_file"  # in tokenizer_config.json: the file that such a folder stands for
 PROBLEM = "tokenizer.problem.txt"  # why a folder that stands for a file has no tokenizer.json
 
 
@@ -50,8 +51,13 @@ class TokenizerFiles:
             named |= bos_of_model(backend, folder)
         others = [text for key in LISTED for text in token_texts(config if key in config.values else listed, key)]
         mark_special(backend, [*named.values(), *others])
-        template = ChatTemplate.load(folder, config.values.get("chat_template"))
-        return cls(backend, named, template)
+        return cls(backend, named, template_of(folder, config))
+
+
+def template_of(folder: Path, config: Fields | None = None) -> ChatTemplate:
+    """The chat templates of a folder, whose tokenizer_config.json may have been read already."""
+    values = (config or read_optional(folder / TOKEN_FILES[0])).values
+    return ChatTemplate.load(folder, values.get("chat_template"), values.get(GGUF_FILE))
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:

@@ -24,7 +24,7 @@ from forerun.store import cache_folder, replace_file
 from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
-FORM = 1  # of the files in the folder: another number whenever what is written there changes
+FORM = 2  # of the files in the folder: another number whenever what is written there changes
 
 
 def folder_of(path: Path) -> Path:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from forerun.errors import TokenizerError
 from forerun.limits import shown
 from forerun.models.gguf.file import AGAIN, GgufFile
-from forerun.text.files import damage_as_errors
+from forerun.text.files import GGUF_FILE, damage_as_errors
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 LLAMA3 = (
@@ -77,9 +77,22 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
     starts = kind == "llama" or file.metadata.get(PRE_KEY) in STARTED
     backend.post_processor = framing(file, tokens, starts)
     config: dict[str, Any] = {name: named_token(file, tokens, key) for name, key in NAMED.items()}
-    config["chat_template"] = file.metadata.get("tokenizer.chat_template")
+    config |= {GGUF_FILE: str(file.path), "chat_template": templates_of(file)}
     config = {name: value for name, value in config.items() if value is not None}
     return {"tokenizer.json": backend.to_str(), "tokenizer_config.json": json.dumps(config)}
+
+
+def templates_of(file: GgufFile) -> Any:
+    """The chat template, or a list of them with their names, as tokenizer_config.json has it."""
+    key = "tokenizer.chat_template"
+    named = {"default": file.metadata.get(key)} | {
+        name.removeprefix(f"{key}."): template
+        for name, template in file.metadata.items()
+        if name.startswith(f"{key}.")
+    }
+    if len(named) == 1:
+        return named["default"]
+    return [{"name": name, "template": template} for name, template in named.items() if template is not None]
 
 
 def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
