@@ -34,7 +34,10 @@ class ServeOptions:
     )
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
     served_model_name: Annotated[
-        str, typer.Option(help="Name of the model in requests and answers; default: as given, of a GGUF file its name without .gguf.")
+        str,
+        typer.Option(
+            help="Name of the model in requests and answers; default: as given, of a GGUF file its name without .gguf."
+        ),
     ] = ""
     api_keys: Annotated[
         Path | None, typer.Option(help="File of keys, one a line, with a name in front if wanted; others get 401.")

@@ -86,9 +86,7 @@ def templates_of(file: GgufFile) -> Any:
     """The chat template, or a list of them with their names, as tokenizer_config.json has it."""
     key = "tokenizer.chat_template"
     named = {"default": file.metadata.get(key)} | {
-        name.removeprefix(f"{key}."): template
-        for name, template in file.metadata.items()
-        if name.startswith(f"{key}.")
+        name.removeprefix(f"{key}."): template for name, template in file.metadata.items() if name.startswith(f"{key}.")
     }
     if len(named) == 1:
         return named["default"]
