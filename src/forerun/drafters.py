@@ -76,7 +76,7 @@ def labelled(spec: DraftSpec) -> DraftSpec:
     if spec.name == "model" and argument is not None:
         argument = checkpoint_label(argument)
     elif spec.name in HEADS and argument is not None:
-        leads = HEADS[spec.name].signs.argument is not None
+        leads = HEADS[spec.name].parts.signs.argument is not None
         lead, colon, folder = argument.partition(":") if leads else ("", "", argument)
         argument = f"{lead}{colon}{head_label(folder)}"
     return replace(spec, argument=argument, members=tuple(labelled(member) for member in spec.members))

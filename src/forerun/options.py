@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
@@ -19,6 +20,7 @@ from forerun.config import AUTO, MOST_THREADS, KernelChoice, Quantization, Specu
 from forerun.did_you_mean import complete_from
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
+from forerun.heads.kinds import HEADS
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.spec import ModelSpec
 from forerun.settings_file import read_settings
@@ -26,12 +28,10 @@ from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
-DRAFTERS = (
-    "auto, ngram, suffix, model:DIR, early-exit:LAYERS[:DIR], medusa:DIR, eagle:DIR, block:DIR, mtp, mtp:DIR, "
-    "cascade[A,B] or mix[A,B]"
-)
+SPELLED = ("auto", "ngram", "suffix", "model:DIR", *(kind.spelled for kind in HEADS.values()), "cascade[A,B]")
+DRAFTERS = f"{', '.join(SPELLED)} or mix[A,B]"
 DRAFTER_BEGINNINGS = (
-    *("auto", "ngram", "suffix", "model:", "early-exit:", "medusa:", "eagle:", "block:", "mtp", "cascade[", "mix["),
+    *(re.split(r"(?<=[:[])|,", spelled)[0] for spelled in (*SPELLED, "mix[A,B]")),
     *(f"model:{name}" for name in BUNDLED),
 )
 

@@ -1,6 +1,7 @@
 """A kind of heads stands in its folder and in one table: its names are nowhere else, and its signs are its own."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,26 @@ def test_the_names_of_a_kind_stand_in_the_files_that_read_and_write_its_folders(
     assert places <= {f"heads/{kind}/{file}.py" for file in ("format", "convert")}
 
 
+def test_a_tensor_of_a_kind_is_named_in_one_file() -> None:
+    """Those of a target too; what two kinds call alike, each names for itself. `.weight` alone ends names of parts."""
+    places: dict[tuple[str, str], set[str]] = {}
+    for path in SRC.rglob("*.py"):
+        place = path.relative_to(SRC).as_posix()
+        kind = place.split("/")[1] if place.startswith("heads/") and place.count("/") > 1 else ""
+        for text in texts(path):
+            if re.search(r"\w\.(weight|bias)$", text):
+                places.setdefault((kind, text), set()).add(place)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    files = {file for (kind, _), found in places.items() if kind for file in found}
+    assert files <= {f"heads/{kind}/{file}.py" for kind in NAMES for file in ("format", "convert")}
+
+
 def test_every_kind_drafts_and_is_trained_and_knows_its_folders_from_those_of_others() -> None:
     assert HEADS.keys() <= PLANNERS.keys() & KINDS.keys()
+    signs = {kind: each.parts.signs for kind, each in HEADS.items()}
     for folder in BUNDLED_HEADS.values():
         fields = read_fields(folder / "config.json")
-        shown = [kind for kind, each in HEADS.items() if each.signs.shown_in(fields)]
+        shown = [kind for kind, each in signs.items() if each.shown_in(fields)]
         assert shown == ([] if folder.name == "mtp" else [folder.name])
-    empty = Fields(Path("config.json"), dict.fromkeys(key for kind in HEADS.values() for key, _ in kind.signs.keys))
-    assert not any(kind.signs.shown_in(empty) for kind in HEADS.values())
+    empty = Fields(Path("config.json"), dict.fromkeys(key for each in signs.values() for key, _ in each.keys))
+    assert not any(each.shown_in(empty) for each in signs.values())

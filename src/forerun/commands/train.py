@@ -18,6 +18,7 @@ from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
+from forerun.heads.kinds import HEADS
 from forerun.heads.sizes import StudentSizes
 from forerun.options import (
     LoadingOptions,
@@ -60,7 +61,7 @@ def told_on(console: Console) -> Iterator[None]:
 
 
 LINES_S = 30.0  # between lines off a terminal; looks may be further apart
-KIND_NAMES = ("draft", "early-exit", "medusa", "eagle", "mtp", "block")  # named here, so that help needs no torch
+KIND_NAMES = ("draft", *HEADS)
 EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
 forerun train early-exit --exit 2 --model stdlib --data prompts.jsonl --hours 1 --out my-adapter

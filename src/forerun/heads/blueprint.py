@@ -19,14 +19,14 @@ from forerun.draft.base import Drafter
 from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.folder import HeadFolder, OpenFolder
+from forerun.heads.folder import HeadFolder, HeadSigns, OpenFolder
+from forerun.heads.layouts import DraftLayout
+from forerun.heads.student import MakeStudent
 from forerun.models.config import ModelConfig
 from forerun.models.loading import Blueprint
-from forerun.models.projections import Shapes
+from forerun.models.projections import ADDING, Shapes
 from forerun.models.runner import Runner
 from forerun.models.widen import WRITERS, Plan, Wider
-
-INNER = ("o_proj.weight", "down_proj.weight")  # of a layer's matrices: those that read no residual stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class WideDrafter:
     """What becomes of a drafter: the shapes of its tensors before and after, and the fields that change.
 
     Tensors are told by the ends of their names: `writers` add to a residual stream, matrices that are `inner` read
-    none, and `readers` read one though they are no matrices. `qk_norm` says that its layers norm queries and keys, and
-    `argument` what its argument says before the folder.
+    none, as those of a layer that add to it, and `readers` read one though they are no matrices. `qk_norm` says that
+    its layers norm queries and keys, and `argument` what its argument says before the folder.
     """
 
     folder: HeadFolder
@@ -45,7 +45,7 @@ class WideDrafter:
     writers: tuple[str, ...]
     qk_norm: bool = False
     argument: str = ""
-    inner: tuple[str, ...] = INNER
+    inner: tuple[str, ...] = ADDING
     readers: tuple[str, ...] = ()
 
     @classmethod
@@ -130,3 +130,14 @@ class FolderBlueprint(HeadBlueprint):
             return self.build(cache_tokens.get(name, 0), target)
 
         return DraftPlan({name: self.memory}, build, self.folder.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """What a kind of heads brings: the signs of its folders, the blueprint that finds and checks heads, what makes a
+    student, and the layouts of its conversions."""
+
+    signs: HeadSigns
+    blueprint: type[HeadBlueprint]
+    student: MakeStudent
+    layouts: tuple[DraftLayout, ...] = ()

@@ -8,7 +8,6 @@ That is what a drafter's cache holds while it serves, so layers learn at every d
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,12 +17,10 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.heads.student import Predictions, Student, TextBatch
-from forerun.heads.trained_layer import TrainedLayer
+from forerun.heads.trained_layer import KeysAndValues, TrainedLayer
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
-
-KeysAndValues = tuple[Tensor, Tensor]  # of a step, by batch, head and place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,7 @@ class DraftedStudent(Student):
         places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
-        """What is read at the next step, where the drafts from these places are; `past` as in `attention`."""
+        """What is read at the next step, where the drafts from these places are; `past` as in `through_layer`."""
         raise NotImplementedError
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
@@ -66,43 +63,34 @@ class DraftedStudent(Student):
         roots = batch.roots if dice is None else batch.some_roots(num_steps, dice)
         tokens, states = functional.pad(batch.tokens, (0, num_steps)), self.inputs(batch)
         places, rows = (roots - 1).clamp(min=0), torch.arange(len(states), device=states.device)[:, None]
-        every = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
         logits, past = [], list[KeysAndValues]()
         for step in range(num_steps):
-            at = places if step else every
+            at = places if step else batch.places[:, : states.shape[1]]
             states = self.step(self.embedding[tokens[rows, at + 1 + step]], states, at, past)
             states = states if step else states[rows, places]
             logits.append(self.logits(states.masked_fill((roots == 0)[..., None], 0.0)))
         return Predictions(logits, roots)
 
-    def attention(
-        self, x: Float[Tensor, "batch places inputs"], places: Int[Tensor, "batch places"], past: list[KeysAndValues]
+    def through_layer(
+        self,
+        x: Float[Tensor, "batch places hidden"],
+        places: Int[Tensor, "batch places"],
+        past: list[KeysAndValues],
+        read: Float[Tensor, "batch places inputs"] | None = None,
     ) -> Float[Tensor, "batch places hidden"]:
-        """What attention adds at the step that follows `past`, which this step's keys and values join; `x` is normed.
+        """The stream behind the layer at the step that follows `past`, which this step's keys and values join; `read`
+        as in `TrainedLayer`.
 
         At the first step `places` are those of all texts from 0 on, later those whose drafts are gone on with: the same
-        ones at every step.
+        ones at every step. Each sees the text up to its root, and of the later steps its own tokens alone.
         """
-        positions = places + len(past)
-        q = self.layer.queries(x, positions)
-        past.append(self.layer.keys_and_values(x, positions))
-        return self.layer.joined(attended(q, places, past))
+        mask, positions = None, places + len(past)
+        if past:
+            text = torch.arange(past[0][0].shape[2], device=x.device) <= places[:, :, None]
+            alone = torch.eye(places.shape[1], dtype=torch.bool, device=x.device).expand(len(x), -1, -1)
+            mask = torch.cat([text, *[alone] * len(past)], dim=2)[:, None]
+        return self.layer(x, positions, mask, past, read)
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm whose gain has this name."""
         return rms_norm(x, self.weights[name], self.config.norm_eps)
-
-
-def attended(
-    q: Float[Tensor, "batch heads places head_dim"], places: Int[Tensor, "batch places"], past: list[KeysAndValues]
-) -> Float[Tensor, "batch heads places head_dim"]:
-    """What each place's draft sees: the text up to its root, and of the later steps its own tokens alone."""
-    (keys, values), *own = past
-    length = keys.shape[2]
-    hidden = torch.arange(length, device=q.device) > places[:, None, :, None]
-    scores = [(q @ keys.mT).masked_fill(hidden, -math.inf), *((q * k).sum(-1, keepdim=True) for k, _ in own)]
-    weights = (torch.cat(scores, dim=-1) / math.sqrt(q.shape[-1])).softmax(-1)
-    mixed = weights[..., :length] @ values
-    for i, (_, v) in enumerate(own):
-        mixed = mixed + weights[..., length + i, None] * v
-    return mixed

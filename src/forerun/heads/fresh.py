@@ -19,12 +19,10 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.models.loading import Blueprint
-from forerun.models.projections import Shapes
+from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, HEAD, Shapes
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 HALF = (torch.float16, torch.bfloat16)
 SPREAD = 0.02  # standard deviation of fresh weights
-WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what adds to the residual stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class TargetTables:
         c, device, checkpoint = target.config, target.placement.device, target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (c.vocab_size, c.hidden)).to(device)
         head = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
-        return cls(embedding, head, checkpoint.take(NORM, (c.hidden,)).to(device))
+        return cls(embedding, head, checkpoint.take(FINAL_NORM, (c.hidden,)).to(device))
 
 
 def stored_dtype(target: Blueprint) -> torch.dtype:
@@ -71,7 +69,7 @@ def drawn_weights(shapes: Shapes, seed: int, num_layers: int | None = None) -> d
         if len(shape) == 1:
             weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
             continue
-        spread = SPREAD / math.sqrt(2 * num_layers) if num_layers and name.endswith(WRITERS) else SPREAD
+        spread = SPREAD / math.sqrt(2 * num_layers) if num_layers and name.endswith(ADDING) else SPREAD
         weights[name] = torch.randn(shape, generator=dice) * spread
     return weights
 

@@ -22,7 +22,7 @@ from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import Fields, read_fields, short
 from forerun.heads.folder import model_fields, refuse_unread
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
-from forerun.models.projections import Shapes
+from forerun.models.projections import EMBEDDING, HEAD, Shapes
 from forerun.models.source import TOKENIZER_FILES, find_checkpoint
 from forerun.models.weights import AGAIN, BUFFERS, Checkpoint, read_header, read_headers
 
@@ -121,11 +121,11 @@ class TargetFacts:
 
     def embedding(self) -> Tensor:
         """Its embeddings, in its own number format."""
-        return self.table("model.embed_tokens.weight")
+        return self.table(EMBEDDING)
 
     def head(self) -> Tensor:
         """Its output matrix, likewise."""
-        return self.embedding() if self.config.tied else self.table("lm_head.weight")
+        return self.embedding() if self.config.tied else self.table(HEAD)
 
     def table(self, name: str) -> Tensor:
         """A tensor with a row for each token."""

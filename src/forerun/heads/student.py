@@ -85,10 +85,15 @@ class TextBatch:
         return min(text.roots.start for text in self.texts)
 
     @property
+    def places(self) -> Int[Tensor, "batch length"]:
+        """All places that were read."""
+        rows, length = self.read.shape
+        return torch.arange(length, device=self.tokens.device).expand(rows, -1)
+
+    @property
     def roots(self) -> Int[Tensor, "batch places"]:
         """All places from the first root on."""
-        rows, length = self.read.shape
-        return torch.arange(self.first_root, length, device=self.tokens.device).expand(rows, -1)
+        return self.places[:, self.first_root :]
 
     def inside(self, places: Int[Tensor, "batch places"], ahead: int = 0) -> Bool[Tensor, "batch places"]:
         """Which of these places are roots of their texts, as those are that lie so many places ahead."""

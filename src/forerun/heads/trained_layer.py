@@ -1,7 +1,8 @@
 """Decoder layers with gradients: the arithmetic of `models/backends/torch_cpu/` over whole texts at once.
 
-This file decides how layers are computed while they are trained, by a student that is a stack of them and by others.
-Norms and rotations are the decoder's own functions.
+This file decides how layers are computed while they are trained: attention is one function of what is read, of keys and
+values that are there already, and of a mask that says which of them each place sees. What a kind's drafts see is said
+by its student. Norms and rotations are the decoder's own functions.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from torch.nn import functional
 
 from forerun.annotations import Bool, Float, Int
 from forerun.errors import UnsupportedModel
-from forerun.heads.fresh import NORM
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.config import ModelConfig
+from forerun.models.projections import FINAL_NORM
 from forerun.models.rope import RopeTables, rope_tables
 from forerun.models.rows import rms_norm, rotate
+
+KeysAndValues = tuple[Tensor, Tensor]  # by batch, head of the queries and place
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +34,55 @@ class TrainedLayer:
     place: str
     rope: RopeTables
 
-    def projected(self, x: Float[Tensor, "*places inputs"], name: str) -> Float[Tensor, "*places heads head_dim"]:
-        """Queries ("q"), keys ("k") or values ("v"), head by head."""
-        heads: Tensor = self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.config.head_dim))
-        return heads
+    def __call__(
+        self,
+        x: Float[Tensor, "batch places hidden"],
+        positions: Int[Tensor, "batch places"],
+        mask: Bool[Tensor, "batch 1 places keys"] | None,
+        seen: list[KeysAndValues],
+        read: Float[Tensor, "batch places inputs"] | None = None,
+    ) -> Float[Tensor, "batch places hidden"]:
+        """The stream behind the layer, of `x`. Its attention reads `x`, normed, or `read` as it is.
+
+        The layer's keys and values join those `seen` already, of which each place sees what the mask says; without one
+        there were none, and each place sees all before it.
+        """
+        read = self.normed(x, "input_layernorm") if read is None else read
+        seen.append(self.keys_and_values(read, positions))
+        q = self.rotated(read, "q", positions).transpose(1, 2)
+        k, v = (torch.cat(parts, dim=2) for parts in zip(*seen, strict=True))
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.linear(mixed.transpose(1, 2).flatten(2), "self_attn.o_proj")
+        inner = self.normed(x, "post_attention_layernorm")
+        gate, up = self.linear(inner, "mlp.gate_proj"), self.linear(inner, "mlp.up_proj")
+        return x + self.linear(functional.silu(gate) * up, "mlp.down_proj")
+
+    def keys_and_values(
+        self, read: Float[Tensor, "batch places inputs"], positions: Int[Tensor, "batch places"]
+    ) -> KeysAndValues:
+        """What is seen at these positions, for every head of the queries."""
+        k, v = (
+            heads.repeat_interleave(self.config.group, dim=2).transpose(1, 2)
+            for heads in (self.rotated(read, "k", positions), self.projected(read, "v"))
+        )
+        return k, v
 
     def rotated(
-        self, x: Float[Tensor, "*places inputs"], name: str, positions: Int[Tensor, "*places"]
-    ) -> Float[Tensor, "*places heads head_dim"]:
-        """Queries or keys at these positions, normed where the family does that."""
+        self, x: Float[Tensor, "batch places inputs"], name: str, positions: Int[Tensor, "batch places"]
+    ) -> Float[Tensor, "batch places heads head_dim"]:
+        """Queries ("q") or keys ("k") at these positions, normed where the family does that."""
         heads = self.projected(x, name)
         if self.config.qk_norm:
             heads = self.normed(heads, f"self_attn.{name}_norm")
         cos, sin = (table[positions.flatten()][:, None] for table in (self.rope.cos, self.rope.sin))
-        return rotate(heads.flatten(0, -3), cos, sin).view(heads.shape)
+        return rotate(heads.flatten(0, 1), cos, sin).view(heads.shape)
 
-    def queries(
-        self, x: Float[Tensor, "batch *places inputs"], positions: Int[Tensor, "batch *places"]
-    ) -> Float[Tensor, "batch heads *places head_dim"]:
-        """What looks from these positions."""
-        return self.rotated(x, "q", positions).movedim(-2, 1)
-
-    def keys_and_values(
-        self, x: Float[Tensor, "batch *places inputs"], positions: Int[Tensor, "batch *places"]
-    ) -> tuple[Float[Tensor, "batch heads *places head_dim"], Float[Tensor, "batch heads *places head_dim"]]:
-        """What is seen at these positions, for every head of the queries."""
-        k, v = (
-            heads.repeat_interleave(self.config.group, dim=-2).movedim(-2, 1)
-            for heads in (self.rotated(x, "k", positions), self.projected(x, "v"))
-        )
-        return k, v
-
-    def joined(self, seen: Float[Tensor, "batch heads *places head_dim"]) -> Float[Tensor, "batch *places hidden"]:
-        """What attention adds, from what the heads have seen."""
-        return self.linear(seen.movedim(1, -2).flatten(-2), "self_attn.o_proj")
-
-    def mlp(self, x: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places hidden"]:
-        """What the MLP adds to `x`."""
-        inner = self.normed(x, "post_attention_layernorm")
-        gate, up = self.linear(inner, "mlp.gate_proj"), self.linear(inner, "mlp.up_proj")
-        return self.linear(functional.silu(gate) * up, "mlp.down_proj")
+    def projected(
+        self, x: Float[Tensor, "batch places inputs"], name: str
+    ) -> Float[Tensor, "batch places heads head_dim"]:
+        """Queries, keys or values ("v"), head by head."""
+        heads: Tensor = self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, self.config.head_dim))
+        return heads
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the layer's norm of this name."""
@@ -102,11 +114,11 @@ class LayerStack:
 
     def __call__(self, x: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length hidden"]:
         """The residual stream behind the last layer; the first place of a text is position 0."""
-        masks = {window: mask_of(window, x.shape[1], x.device) for window in set(self.config.windows)}
+        positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        masks = {window: mask_of(window, positions) for window in set(self.config.windows)}
         for index in range(self.config.layers):
             layer = TrainedLayer(self.config, self.weights, f"model.layers.{index}", self.rope)
-            x = x + attention(layer, x, masks[self.config.windows[index]])
-            x = x + layer.mlp(x)
+            x = layer(x, positions, masks[self.config.windows[index]], [])
         return x
 
     def normed(self, x: Float[Tensor, "batch length hidden"], name: str) -> Float[Tensor, "batch length hidden"]:
@@ -114,22 +126,11 @@ class LayerStack:
         return rms_norm(x, self.weights[name], self.config.norm_eps)
 
 
-def attention(
-    layer: TrainedLayer, x: Float[Tensor, "batch length hidden"], mask: Bool[Tensor, "length length"] | None
-) -> Float[Tensor, "batch length hidden"]:
-    """What the layer's attention adds over whole texts."""
-    positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
-    x = layer.normed(x, "input_layernorm")
-    q, (k, v) = layer.queries(x, positions), layer.keys_and_values(x, positions)
-    return layer.joined(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None))
-
-
-def mask_of(window: int | None, length: int, device: torch.device) -> Bool[Tensor, "length length"] | None:
-    """Which places see which; None where each sees all before it."""
-    if window is None or window >= length:
+def mask_of(window: int | None, places: Int[Tensor, "batch length"]) -> Bool[Tensor, "batch 1 length length"] | None:
+    """Which places of texts see which; None where each sees all before it."""
+    if window is None or window >= places.shape[1]:
         return None
-    place = torch.arange(length, device=device)
-    behind = place[:, None] - place
+    behind = places[:, None, :, None] - places[:, None, None, :]
     return (behind >= 0) & (behind < window)
 
 
@@ -158,5 +159,5 @@ class StackStudent(Student):
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its law behind every root."""
         x = self.stack(self.inputs(batch))
-        logits = functional.linear(self.stack.normed(x[:, batch.first_root :], NORM), self.output())
+        logits = functional.linear(self.stack.normed(x[:, batch.first_root :], FINAL_NORM), self.output())
         return Predictions([logits], batch.roots)

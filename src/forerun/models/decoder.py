@@ -22,10 +22,9 @@ from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups, gains
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
-
-HEAD_OF = {True: "model.embed_tokens.weight", False: "lm_head.weight"}  # by whether it is tied to the embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +70,13 @@ class Decoder:
             config, dtype, partial(backend.linear, quantize=quantize), backend.linear, backend.grouped, take_groups
         )
         table = (config.vocab_size, config.hidden)
-        self.embedding: Tensor = host.embedding if host else take("model.embed_tokens.weight", table).to(dtype)
+        self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(dtype)
         self.layers = [layers.load(take, i) for i in range(config.layers)]
-        self.norm = gains(take("model.norm.weight", (config.hidden,)).to(dtype), config.from_one)
+        self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(dtype), config.from_one)
         if config.logits_scale != 1:
             self.norm = self.norm.float() * config.logits_scale
         make_head = partial(backend.linear, quantize="int8" if quantize else None)
-        groups = take_groups(HEAD_OF[config.tied], table) if take_groups and host is None else None
+        groups = take_groups(EMBEDDING if config.tied else HEAD, table) if take_groups and host is None else None
         if groups is not None:
             self.head: Linear = backend.grouped(groups)
         else:
@@ -91,7 +90,7 @@ class Decoder:
     def make_head(self, take: Take, make: MakeLinear) -> Linear:
         """The head, the embedding's weights packed once more where the two are tied."""
         c = self.config
-        weight = self.embedding if c.tied else take("lm_head.weight", (c.vocab_size, c.hidden))
+        weight = self.embedding if c.tied else take(HEAD, (c.vocab_size, c.hidden))
         return make(weight.to(self.dtype))
 
     @property

@@ -33,7 +33,7 @@ from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
-from forerun.models.projections import count_parameters, num_idle
+from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
@@ -41,7 +41,6 @@ from forerun.models.weights import Checkpoint, StoredGroups, check_weights, numb
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
-FINAL_NORM = "model.norm.weight"
 HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1)}  # of layers, head
 
 

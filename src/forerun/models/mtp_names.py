@@ -14,9 +14,10 @@ the one that goes from module to module is behind the module's own.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-FIRST_NORM = "input_layernorm.weight"  # every decoder layer has one
+PARTS = ("projection", "embedding_norm", "state_norm", "norm", "layer")  # of every module
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class MtpNaming:
         """What the checkpoint of a target with so many layers calls this module."""
         return module + num_layers if self.behind_layers else module
 
+    def names_in(self, other: MtpNaming) -> dict[str, str]:
+        """Beginnings of the first module's names, and what they are in the other naming."""
+        return {getattr(self, part).format(0): getattr(other, part).format(0) for part in PARTS}
+
     def owned(self, stored: Collection[str], num_layers: int) -> list[str]:
         """The stored tensors that belong to modules."""
         if not self.behind_layers:
@@ -62,7 +67,7 @@ class MtpNaming:
     def count(self, stored: Collection[str], num_layers: int) -> int:
         """How many modules are stored."""
         count = 0
-        while self.layer.format(self.number(count, num_layers)) + FIRST_NORM in stored:
+        while any(name.startswith(self.layer.format(self.number(count, num_layers))) for name in stored):
             count += 1
         return count
 
@@ -99,6 +104,8 @@ QWEN = MtpNaming(
     norm="mtp.norm.weight",
 )
 NAMINGS = (DEEPSEEK, MIMO, QWEN)
+ALONE: dict[str, Any] = {part: getattr(MIMO, part).removeprefix("model.") for part in ("prefix", *PARTS)}
+PACKAGE = replace(MIMO, name="speculators", state_first=False, **ALONE)  # of a module alone in a folder
 
 
 @dataclass(frozen=True, slots=True)

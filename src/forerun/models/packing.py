@@ -19,7 +19,7 @@ from forerun.annotations import Float, Int
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import Clamp, ModelConfig
 from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
-from forerun.models.projections import Fetch, GatedTable, LayerTable, Projection
+from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable, Projection
 
 T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
@@ -91,7 +91,7 @@ class LayerMaker:
         """The norm gains of query and key heads, one row per head."""
         c = self.config
         order = rotary_order(c)
-        stored = (gains(vector(f"self_attn.{name}_norm.weight"), c.from_one) for name in "qk")
+        stored = (gains(vector(HEAD_NORM.format(name)), c.from_one) for name in "qk")
         q, k = (gain.view(-1, c.head_dim)[:, order] for gain in stored)
         return torch.cat([(q * c.query_scale).expand(c.heads, -1), k.expand(c.kv_heads, -1)])
 

@@ -20,6 +20,9 @@ from forerun.annotations import Float
 from forerun.models.config import ExpertsConfig, ModelConfig
 
 T = TypeVar("T", bound=Any)  # of weights: tensors, or weights in groups
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # beside the layers
+HEAD_NORM = "self_attn.{}_norm.weight"
+ADDING = ("o_proj.weight", "down_proj.weight")  # ends of names of matrices that add to the residual stream
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # a layer's tensor by its name inside the layer
 
@@ -132,7 +135,7 @@ class LayerTable:
         vectors = {f"{name}.weight": c.hidden for name in norms if name is not None}
         if c.qk_norm:
             sizes = (queries, keys) if c.joint_norm else (c.head_dim, c.head_dim)
-            vectors |= {f"self_attn.{name}_norm.weight": size for name, size in zip("qk", sizes, strict=True)}
+            vectors |= {HEAD_NORM.format(name): size for name, size in zip("qk", sizes, strict=True)}
         if c.sinks:
             vectors["self_attn.sinks"] = c.heads
         names = ("self_attn.qkv_proj",) if c.fused_qkv else tuple(f"self_attn.{x}_proj" for x in "qkv")
@@ -183,12 +186,12 @@ def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTab
 
 def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor of the model, one by one: a configuration may promise more than there can be."""
-    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden)
+    yield EMBEDDING, (config.vocab_size, config.hidden)
     for layer in range(config.layers):
         yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(config, layer).items())
-    yield "model.norm.weight", (config.hidden,)
+    yield FINAL_NORM, (config.hidden,)
     if not config.tied:
-        yield "lm_head.weight", (config.vocab_size, config.hidden)
+        yield HEAD, (config.vocab_size, config.hidden)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Shapes:

@@ -29,7 +29,7 @@ from forerun.models.gguf.file import READABLE
 from forerun.models.gguf.folder import INDEX, stored_tensors
 from forerun.models.gguf.tensors import GgufTensor
 from forerun.models.mtp_names import find_modules
-from forerun.models.projections import layer_tensors, promised_tensors
+from forerun.models.projections import EMBEDDING, HEAD, layer_tensors, promised_tensors
 from forerun.models.spec import dtype_name
 
 STORED = ("F64", *READABLE)  # number formats that need no scales beside them
@@ -38,7 +38,7 @@ WHOLE = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # in its own folder: a file elsewhere is none of the checkpoint's
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
-OUTER, HEAD, TABLE = "model.", "lm_head.weight", "model.embed_tokens.weight"
+OUTER = "model."
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Checkpoint:
         layers = [entry for name, entry in self.stored.items() if name.startswith("model.layers.")]
         numbers = [math.prod(entry.shape) for entry in layers]
         held = sum(count * (entry.held_bytes or size) for count, entry in zip(numbers, layers, strict=True))
-        head = self.stored.get(TABLE if config.tied else HEAD)
+        head = self.stored.get(EMBEDDING if config.tied else HEAD)
         of_head = (head and head.held_bytes) or size
         names = tuple(name for name, _ in formats.most_common())
         return StoredGroups(names, held / max(1, sum(numbers)), of_head) if names else None
@@ -230,10 +230,10 @@ def require_files(files: Sequence[Path]) -> None:
 
 def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Tensors by the names that a model's have here, whatever stands in front of its embedding, layers and norm."""
-    tables = [name for name in stored if name.endswith(TABLE.removeprefix(OUTER))]
-    if TABLE in stored or len(tables) != 1:
+    tables = [name for name in stored if name.endswith(EMBEDDING.removeprefix(OUTER))]
+    if EMBEDDING in stored or len(tables) != 1:
         return dict(stored)
-    prefix = tables[0].removesuffix(TABLE.removeprefix(OUTER))
+    prefix = tables[0].removesuffix(EMBEDDING.removeprefix(OUTER))
     parts = tuple(f"{prefix}{part}." for part in ("embed_tokens", "layers", "norm"))
     head = f"{prefix.removesuffix(OUTER)}{HEAD}"
     names = {n: f"{OUTER}{n.removeprefix(prefix)}" if n.startswith(parts) else n for n in stored} | {head: HEAD}
@@ -275,14 +275,14 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     if problem := foreign_tensors(checkpoint.stored):
         raise UnsupportedModel(f"{checkpoint.folder} is not read: {problem}")
     config, size = with_stored_names(config, checkpoint), (config.vocab_size, config.hidden)
-    if not config.tied and HEAD not in checkpoint and TABLE in checkpoint:
+    if not config.tied and HEAD not in checkpoint and EMBEDDING in checkpoint:
         cure = (
             "save it with its head (AutoModelForCausalLM, not AutoModel), or download it again; if both are one table, "
             "set tie_word_embeddings to true"
         )
         raise MissingWeights(f"{checkpoint.folder} has no tensor {HEAD}, and config.json does not tie it: {cure}")
     if config.tied and HEAD in checkpoint:
-        head, embedding = (checkpoint.take(name, size) for name in (HEAD, TABLE))
+        head, embedding = (checkpoint.take(name, size) for name in (HEAD, EMBEDDING))
         if not torch.equal(head, embedding):
             log.warning(
                 "%s: %s differs from the embedding though config.json ties them; it is used as stored "

@@ -41,7 +41,7 @@ from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, config_of, read_config
 from forerun.models.gguf.folder import INDEX
 from forerun.models.loading import Blueprint
-from forerun.models.projections import count_parameters, tensor_shapes
+from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
 from forerun.store import cache_folder, whole_folder
@@ -49,12 +49,11 @@ from forerun.text.chat import OTHER_FILES
 
 RECIPE = 1  # raised when the same shape and seed give other weights
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-EMBEDDING = "model.embed_tokens.weight"
 # What adds to the residual stream, by all names; the later ones are of experts.
-WRITERS: tuple[str, ...] = ("o_proj.weight", "o_proj.bias", "down_proj.weight", "down_proj.bias")
+WRITERS: tuple[str, ...] = (*ADDING, "o_proj.bias", "down_proj.bias")
 WRITERS += ("w2.weight", "experts.down_proj", "experts.down_proj_bias")
 HEAD_NORMED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")  # in families with head norms
-STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
+STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", FINAL_NORM)
 SHARD_BYTES = 256 << 20
 COMPANIONS = (
     "*.json",

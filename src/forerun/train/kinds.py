@@ -19,14 +19,14 @@ from forerun.annotations import Float
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, VocabularyMismatch
 from forerun.fields import Fields, read_fields
-from forerun.heads.fresh import EMBEDDING, HEAD, drawn_weights, stored_dtype
+from forerun.heads.fresh import drawn_weights, stored_dtype
 from forerun.heads.kinds import HEADS
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import MakeStudent, Student, TextBatch
 from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
-from forerun.models.projections import promised_tensors
+from forerun.models.projections import EMBEDDING, HEAD, promised_tensors
 from forerun.models.source import find_tokenizer
 from forerun.models.widen import copy_files
 from forerun.text.chat import OTHER_FILES
@@ -148,7 +148,10 @@ def tokenizer_folder(target: Blueprint) -> Path:
     return target.folder if target.spec.tokenizer is None else find_tokenizer(target.spec.tokenizer)
 
 
-KINDS: Mapping[str, MakeStudent] = {"draft": DraftModelStudent.fresh} | {n: kind.student for n, kind in HEADS.items()}
+KINDS: Mapping[str, MakeStudent] = {
+    "draft": DraftModelStudent.fresh,
+    **{name: kind.parts.student for name, kind in HEADS.items()},
+}
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

@@ -29,8 +29,9 @@ from forerun.draft.model.follower import Follower
 from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
-from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
-from forerun.heads.blueprint import HeadBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.adapter.format import EXIT, SIGNS, adapter_config, adapter_shapes
+from forerun.heads.adapter.student import AdapterStudent
+from forerun.heads.blueprint import HeadBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.models.chains import Chains, SameIds, Start
 from forerun.models.config import ModelConfig
@@ -216,3 +217,6 @@ class ExitBlueprint(HeadBlueprint):
         wide, exit_wide = widened_layers(config, plan, folder.name), widened_tap(plan, self.layer)
         shapes = adapter_shapes(folder, config), adapter_shapes(folder, wide)
         return WideDrafter.of_layers(folder, shapes, wide, {EXIT: exit_wide}, argument=f"{exit_wide}:")
+
+
+PARTS = HeadParts(SIGNS, ExitBlueprint, AdapterStudent.fresh)

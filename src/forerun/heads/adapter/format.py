@@ -10,13 +10,12 @@ from dataclasses import replace
 
 from forerun.heads.folder import HeadFolder, HeadSigns, refuse_sizes
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.loading import FINAL_NORM
-from forerun.models.projections import Shapes, promised_tensors, tensor_shapes
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, promised_tensors, tensor_shapes
 from forerun.models.weights import check_tensors, with_stored_names
 
 EXIT = "exit_layer"
 SIGNS = HeadSigns(((EXIT, ""),), needed=EXIT, argument=EXIT)
-HOSTS = ("model.embed_tokens.weight", "lm_head.weight")  # the host's own are used
+HOSTS = (EMBEDDING, HEAD)  # the host's own are used
 
 
 def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:

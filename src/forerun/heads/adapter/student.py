@@ -18,13 +18,13 @@ from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.adapter.format import EXIT
-from forerun.heads.fresh import EMBEDDING, NORM, WRITERS, TargetTables, drawn_weights, layer_values
+from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import TextBatch
 from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
-from forerun.models.projections import promised_tensors
+from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, promised_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class AdapterStudent(StackStudent):
         config = config_of(Fields(place, values | {"vocab_size": 1, "tie_word_embeddings": True}))
         weights, tables = drawn_weights(dict(promised_tensors(config)), seed, config.layers), TargetTables.of(target)
         del weights[EMBEDDING]
-        weights = {name: tensor * (not name.endswith(WRITERS)) for name, tensor in weights.items()}
-        weights[NORM] = tables.norm
+        weights = {name: tensor * (not name.endswith(ADDING)) for name, tensor in weights.items()}
+        weights[FINAL_NORM] = tables.norm
         return cls.begun(target, values, weights, config=config, head=tables.head, taps=(exit_layer,))
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:

@@ -26,6 +26,7 @@ from forerun.heads.block.format import (
     EMBEDDING,
     HEAD,
     INSIDE,
+    LAYER,
     MAP,
     MAP_NORM,
     MASK_ID,
@@ -224,8 +225,8 @@ def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str
     hidden, found = config.layers.hidden, dict[str, Tensor]()
     for layer in range(config.layers.layers):
         for name in CONVOLUTIONS:
-            found[f"layers.{layer}.{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
-            found[f"layers.{layer}.{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
+            found[f"{LAYER.format(layer)}{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
+            found[f"{LAYER.format(layer)}{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
     return found
 
 

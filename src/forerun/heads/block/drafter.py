@@ -23,13 +23,26 @@ from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
 from forerun.draft.model.parallel_heads import Paths, first_places, grow_parallel
-from forerun.heads.block.format import INSIDE, MAP, MASK_EMBEDDING, RANKED, TAP_IDS, TITLE, BlockTensors, layer_ids
+from forerun.heads.block.convert import LAYOUTS
+from forerun.heads.block.format import (
+    INSIDE,
+    MAP,
+    MASK_EMBEDDING,
+    RANKED,
+    SIGNS,
+    TAP_IDS,
+    TITLE,
+    BlockTensors,
+    layer_ids,
+)
 from forerun.heads.block.network import MASKED, BlockDecoder
-from forerun.heads.blueprint import INNER, FolderBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.block.student import BlockStudent
+from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
 from forerun.models.chains import IdExchange, SameIds
 from forerun.models.decoder import Decoder, States
+from forerun.models.projections import ADDING
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
@@ -148,4 +161,7 @@ class BlockBlueprint(FolderBlueprint):
         )
         inside = {**self.folder.fields.inside(INSIDE).values, TAP_IDS: layer_ids(taps, plan.wide.layers)}
         shapes, writers = (tensors.shapes(), wide.shapes()), (MAP, MASK_EMBEDDING)
-        return WideDrafter.of_layers(self.folder, shapes, layers, {INSIDE: inside}, writers, inner=(*INNER, *RANKED))
+        return WideDrafter.of_layers(self.folder, shapes, layers, {INSIDE: inside}, writers, inner=(*ADDING, *RANKED))
+
+
+PARTS = HeadParts(SIGNS, BlockBlueprint, BlockStudent.fresh, LAYOUTS)

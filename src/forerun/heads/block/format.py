@@ -44,6 +44,7 @@ MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.we
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 PREDECESSORS, SUCCESSORS = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
 SELECTOR = "candidate_selector.hidden_projection.weight"
+LAYER = "layers.{}."  # what the names of a layer begin with
 NEUTRAL = {  # fields of other drafters' arithmetic, and the value with which each changes nothing
     "markov_head_type": "vanilla",
     "output_multiplier": 1,
@@ -53,8 +54,8 @@ NEUTRAL = {  # fields of other drafters' arithmetic, and the value with which ea
     "conv_kernel_size": 0,
 }
 SIGNS = HeadSigns(((INSIDE, ""), ("architectures", "DFlash"), (SPECULATORS, "dflash")))
-RANKED = ("markov_w1.weight", "markov_w2.weight", "_codebook")  # ends of names of matrices that read no states
-LOOKED_UP = ("embed_tokens.weight", "lm_head.weight", "markov_w1.weight", "_codebook")  # ends of names of tables
+RANKED = (MARKOV_W1, MARKOV_W2, PREDECESSORS, SUCCESSORS)  # matrices that read no states
+LOOKED_UP = (EMBEDDING, HEAD, MARKOV_W1, PREDECESSORS, SUCCESSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class BlockTensors:
     @property
     def tables(self) -> Collection[str]:
         """Those in which rows are looked up, or that are heads; they are not held as layers are."""
-        return [name for name in self.shapes() if name.endswith(LOOKED_UP)]
+        return [name for name in self.shapes() if name in LOOKED_UP]
 
     def shapes(self) -> Shapes:
         """Each by its name."""
@@ -136,7 +137,7 @@ class BlockTensors:
         found: Shapes = {MAP: (hidden, len(c.taps) * self.target_hidden)}
         found |= {MAP_NORM: (hidden,), NORM: (hidden,)}
         for layer in range(c.layers.layers):
-            found |= {f"layers.{layer}.{name}": shape for name, shape in layer_tensors(c.layers, layer).items()}
+            found |= {LAYER.format(layer) + name: shape for name, shape in layer_tensors(c.layers, layer).items()}
         if c.mask_id is None:
             found[MASK_EMBEDDING] = (hidden,)
         if c.markov_rank:

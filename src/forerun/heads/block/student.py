@@ -25,6 +25,7 @@ from forerun.fields import Fields
 from forerun.heads.block.format import (
     CONFIDENCE,
     CONFIDENCE_BIAS,
+    LAYER,
     MAP,
     MAP_NORM,
     MARKOV_W1,
@@ -116,7 +117,8 @@ class BlockStudent(Student):
         """The law of every guess of the blocks from these roots, and the confidence in it."""
         c = self.config
         roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
-        states = self.states(batch, roots)
+        most = -(-batch.places.shape[1] // c.most_depth)  # roots at once, as many as a step has: it bounds memory
+        states = torch.cat([self.states(batch, some) for some in roots.split(most, dim=1)], dim=1)
         padded = functional.pad(batch.tokens, (0, c.block_size))
         rows = torch.arange(len(roots), device=roots.device)[:, None]
         logits, confidence = [], []
@@ -153,41 +155,23 @@ class BlockStudent(Student):
         return functional.linear(torch.cat(read, dim=-1), w[CONFIDENCE], w[CONFIDENCE_BIAS])[..., 0]
 
     def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
-        """What the heads read of every place of the blocks from these roots."""
-        c = self.config
+        """What the heads read of every place of the blocks from these roots: a block sees the context before its root,
+        and its own places."""
+        c, num_places = self.config, self.config.num_places(self.config.most_depth)
         context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[MAP]), MAP_NORM)
-        rows = torch.arange(len(roots), device=roots.device)[:, None]
-        mask = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
-        masks = mask.expand(*roots.shape, c.num_places(c.most_depth) - 1, -1)
-        x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masks], dim=2)
+        rows, text = torch.arange(len(roots), device=roots.device)[:, None], batch.places
+        embedding = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
+        masked = embedding.expand(*roots.shape, num_places - 1, -1)
+        x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masked], dim=2).flatten(1, 2)
+        positions = (roots[:, :, None] + torch.arange(num_places, device=x.device)).flatten(1)
+        root = roots.repeat_interleave(num_places, dim=1)[:, :, None]  # of each place
+        beside = (root == root.mT) & (positions[:, None] <= positions[:, :, None] if c.causal else root == root.mT)
+        mask = torch.cat([text[:, None] < root, beside], dim=2)[:, None]
         for index in range(c.layers.layers):
-            layer = TrainedLayer(c.layers, self.weights, f"layers.{index}", self.rope)
-            x = x + self.attention(layer, x, context, roots)
-            x = x + layer.mlp(x)
-        return self.normed(x, NORM)
-
-    def attention(
-        self,
-        layer: TrainedLayer,
-        x: Float[Tensor, "batch roots places hidden"],
-        context: Float[Tensor, "batch length hidden"],
-        roots: Int[Tensor, "batch roots"],
-    ) -> Float[Tensor, "batch roots places hidden"]:
-        """What a layer's attention adds: a block sees the context before its root, and its own places."""
-        c, places = self.config, x.shape[2]
-        inner = layer.normed(x, "input_layernorm")
-        at = roots[:, :, None] + torch.arange(places, device=x.device)
-        text = torch.arange(context.shape[1], device=x.device).expand(len(x), -1)
-        q, (own_k, own_v) = layer.queries(inner, at), layer.keys_and_values(inner, at)
-        k, v = layer.keys_and_values(context, text)
-        unseen = (text[:, None] >= roots[:, :, None])[:, None, :, None]  # [batch, 1, roots, 1, length]
-        later = torch.ones(places, places, dtype=torch.bool, device=x.device).triu(1) & c.causal
-        scores = [(q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4]).masked_fill(unseen, -math.inf)]
-        scores.append((q @ own_k.mT).masked_fill(later, -math.inf))
-        weights = (torch.cat(scores, dim=-1) / math.sqrt(c.layers.head_dim)).softmax(-1)
-        seen, own = weights.split([context.shape[1], places], dim=-1)
-        mixed = (seen.flatten(2, 3) @ v).unflatten(2, q.shape[2:4]) + own @ own_v
-        return layer.joined(mixed)
+            layer = TrainedLayer(c.layers, self.weights, LAYER.format(index).removesuffix("."), self.rope)
+            x = layer(x, positions, mask, [layer.keys_and_values(context, text)])
+        states: Tensor = self.normed(x, NORM).unflatten(1, (-1, num_places))
+        return states
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm whose gain has this name."""

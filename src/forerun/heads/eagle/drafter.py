@@ -21,12 +21,14 @@ from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.parallel_heads import Paths, first_places, grow_parallel
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import FolderBlueprint, WideDrafter, widened_layers, widened_tap
+from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.eagle.format import (
     EMBEDDING,
+    LAYOUTS,
     MAP,
     MAP_BIAS,
     MASK_STATE,
+    SIGNS,
     TAP_IDS,
     TITLE,
     EagleForm,
@@ -34,6 +36,7 @@ from forerun.heads.eagle.format import (
     fitted_tensors,
 )
 from forerun.heads.eagle.network import EagleDecoder
+from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import HeadFolder
 from forerun.heads.speculators import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
@@ -154,3 +157,6 @@ class EagleBlueprint(FolderBlueprint):
         taps = {} if tensors.form.joined else {TAP_IDS: [widened_tap(plan, tap) for tap in tensors.form.taps]}
         writers = (MAP, MAP_BIAS, MASK_STATE)
         return WideDrafter.of_layers(self.folder, shapes, config, taps, writers, readers=(MASK_STATE,))
+
+
+PARTS = HeadParts(SIGNS, EagleBlueprint, EagleStudent.fresh, LAYOUTS)

@@ -22,21 +22,25 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
-from forerun.heads.drafted_layer import DraftedStudent, KeysAndValues
+from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.eagle.format import (
     ARCHITECTURE,
+    HEAD,
+    INPUT_NORM,
     MAP,
     NORM,
     NORMED_RESIDUAL,
     PLACES,
+    STATE_NORM,
     TAP_IDS,
     EagleForm,
     EagleTensors,
     usual_taps,
 )
-from forerun.heads.fresh import HEAD, TargetTables, drawn_weights, layer_values, trainable
+from forerun.heads.fresh import TargetTables, drawn_weights, layer_values, trainable
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import TextBatch
+from forerun.heads.trained_layer import KeysAndValues
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
@@ -116,10 +120,9 @@ class EagleStudent(DraftedStudent):
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
         """The layer's output where the drafts from these places are; its keys and values join the past."""
-        residual = self.layer.normed(states, "hidden_norm")
-        joined = torch.cat([self.layer.normed(embedded, "input_layernorm"), residual], dim=2)
-        x = residual + self.attention(joined, places, past)
-        return x + self.layer.mlp(x)
+        residual = self.normed(states, f"{self.place}.{STATE_NORM}")
+        token = self.normed(embedded, f"{self.place}.{INPUT_NORM}")
+        return self.through_layer(residual, places, past, torch.cat([token, residual], dim=2))
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """Those of its head, or of the target's."""

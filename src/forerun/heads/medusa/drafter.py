@@ -21,9 +21,10 @@ from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.parallel_heads import Paths, grow_parallel
 from forerun.errors import WrongTarget
-from forerun.heads.blueprint import FolderBlueprint, WideDrafter
+from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
 from forerun.heads.folder import HeadFolder
-from forerun.heads.medusa.format import MedusaConfig, fitted_heads
+from forerun.heads.medusa.format import ADDED, LAYOUTS, SIGNS, MedusaConfig, fitted_heads
+from forerun.heads.medusa.joint import make_medusa
 from forerun.heads.medusa.network import MedusaHeads
 from forerun.models.loading import HELD_BYTES
 from forerun.models.runner import Runner
@@ -131,5 +132,7 @@ class MedusaBlueprint(FolderBlueprint):
         """What their blocks add stays 0 in the new channels."""
         wide = replace(self.config, hidden=plan.wide.hidden)
         fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
-        writers = ("linear.weight", "linear.bias", "in.weight")
-        return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, writers)
+        return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, ADDED)
+
+
+PARTS = HeadParts(SIGNS, MedusaBlueprint, make_medusa, LAYOUTS)

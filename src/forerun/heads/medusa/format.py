@@ -26,7 +26,10 @@ HEADS_KEY, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers"
 SIGNS = HeadSigns(((HEADS_KEY, ""),), needed=HEADS_KEY, layout="medusa")
 PREFIX, PICKLE = "medusa_head.", "medusa_lm_head.pt"
 TENSOR = re.compile(r"(?:medusa_head\.)?(\d{1,4})\.(?:in|\d{1,4}|\d{1,4}\.linear)\.(?:weight|bias)")
-FIRST = "0.0.linear.weight"
+ENTRY, BLOCK, OUTPUT = "{}.in", "{}.{}.linear", "{}.{}"  # linear layers: of a head, of its blocks, and behind these
+WEIGHT, BIAS = ".weight", ".bias"
+ADDED = ("in.weight", "linear.weight", "linear.bias")  # ends of names of what adds to a residual stream
+FIRST = BLOCK.format(0, 0) + WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,12 @@ class MedusaConfig:
         found: Shapes = {}
         for head in range(self.num_heads):
             if self.hydra:
-                found[f"{head}.in.weight"] = (self.hidden, (2 + head) * self.hidden)
+                found[ENTRY.format(head) + WEIGHT] = (self.hidden, (2 + head) * self.hidden)
             for block in range(self.num_blocks):
-                found[f"{head}.{block}.linear.weight"] = (self.hidden, self.hidden)
-                found[f"{head}.{block}.linear.bias"] = (self.hidden,)
+                found[BLOCK.format(head, block) + WEIGHT] = (self.hidden, self.hidden)
+                found[BLOCK.format(head, block) + BIAS] = (self.hidden,)
             if self.own_output:
-                found[f"{head}.{self.num_blocks}.weight"] = (self.vocab_size, self.hidden)
+                found[OUTPUT.format(head, self.num_blocks) + WEIGHT] = (self.vocab_size, self.hidden)
         return found
 
     @property
@@ -76,7 +79,7 @@ def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_siz
     """
     refuse_sizes(fields, target, hidden_size=hidden, vocab_size=vocab_size)
     num_blocks = fields.whole(BLOCKS, 1)
-    num_heads, own_output = fields.whole(HEADS_KEY, most=MOST_HEADS), f"0.{num_blocks}.weight" in stored
+    num_heads, own_output = fields.whole(HEADS_KEY, most=MOST_HEADS), OUTPUT.format(0, num_blocks) + WEIGHT in stored
     return MedusaConfig(num_heads, num_blocks, hidden, vocab_size, own_output, fields.flag(HYDRA))
 
 
@@ -96,7 +99,7 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     num_blocks = fields.whole(BLOCKS, 1)
     config = {**files.config, "architectures": [ARCHITECTURE], HEADS_KEY: max(count, fields.whole(HEADS_KEY, count))}
     config |= {BLOCKS: num_blocks, "hidden_size": first.shape[0]}
-    outputs = files.tensors.get(f"0.{num_blocks}.weight")
+    outputs = files.tensors.get(OUTPUT.format(0, num_blocks) + WEIGHT)
     return replace(files, config=config if outputs is None else config | {"vocab_size": outputs.shape[0]})
 
 

@@ -20,13 +20,13 @@ from torch.nn import functional
 
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.fields import read_fields
-from forerun.heads.fresh import EMBEDDING, HEAD, NORM, save_config, save_weights, trainable
+from forerun.heads.fresh import save_config, save_weights, trainable
 from forerun.heads.medusa.student import MedusaStudent
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import LayerStack
 from forerun.models.loading import Blueprint
-from forerun.models.projections import promised_tensors
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, promised_tensors
 from forerun.models.widen import companions, copy_files
 from forerun.store import names_in, whole_folder, writable
 
@@ -73,7 +73,7 @@ class JointMedusaStudent(MedusaStudent):
         """The law of every head behind every root, and the tuned target's own."""
         weights = merged(self.layers.weights, self.weights)
         stack = replace(self.layers, weights=weights)
-        states = stack.normed(stack(functional.embedding(batch.read, weights[EMBEDDING])), NORM)
+        states = stack.normed(stack(functional.embedding(batch.read, weights[EMBEDDING])), FINAL_NORM)
         found = super().predict(replace(batch, taps=states[:, :, None]), dice)
         head = weights[EMBEDDING if stack.config.tied else HEAD]
         return replace(found, target=functional.linear(states[:, batch.first_root :], head))

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.heads.folder import HeadFolder
-from forerun.heads.medusa.format import MedusaConfig
+from forerun.heads.medusa.format import BIAS, BLOCK, ENTRY, OUTPUT, WEIGHT, MedusaConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.rows import pad_rows, padded_rows
@@ -31,15 +31,15 @@ class MedusaHeads:
             return folder.checkpoint.take(name, shapes[name]).to(device) if name in shapes else None
 
         def layer(name: str) -> Linear:
-            return folder.make(take(f"{name}.weight"), take(f"{name}.bias"))
+            return folder.make(take(name + WEIGHT), take(name + BIAS))
 
         heads, blocks = range(config.num_heads), range(config.num_blocks)
         self.config = config
         self.embedding = target.embedding
         self.dtype = target.stream
-        self.entries = [layer(f"{head}.in") if config.hydra else None for head in heads]
-        self.blocks = [[layer(f"{head}.{block}.linear") for block in blocks] for head in heads]
-        self.outputs = [layer(f"{d}.{len(blocks)}") if config.own_output else target.head for d in heads]
+        self.entries = [layer(ENTRY.format(head)) if config.hydra else None for head in heads]
+        self.blocks = [[layer(BLOCK.format(head, block)) for block in blocks] for head in heads]
+        self.outputs = [layer(OUTPUT.format(d, len(blocks))) if config.own_output else target.head for d in heads]
 
     def logits(
         self, head: int, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows seen"]

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.heads.fresh import TargetTables
-from forerun.heads.medusa.format import MOST_HEADS, MedusaConfig
+from forerun.heads.medusa.format import BIAS, BLOCK, ENTRY, MOST_HEADS, OUTPUT, WEIGHT, MedusaConfig
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.loading import Blueprint
@@ -50,9 +50,10 @@ class MedusaStudent(Student):
         tables = TargetTables.of(target)
         weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
         for name, tensor in weights.items():
-            if name.endswith(".in.weight"):
+            head = name.partition(".")[0]
+            if name == ENTRY.format(head) + WEIGHT:
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
-            elif tensor.shape == tables.head.shape and name.endswith(f".{config.num_blocks}.weight"):
+            elif name == OUTPUT.format(head, config.num_blocks) + WEIGHT:
                 tensor.copy_(tables.head)
         return cls.begun(
             target,
@@ -81,11 +82,10 @@ class MedusaStudent(Student):
         for head in range(c.num_heads):
             x = self.inputs(batch, head)
             if c.hydra:
-                x = functional.linear(x, self.weights[f"{head}.in.weight"])
+                x = functional.linear(x, self.weights[ENTRY.format(head) + WEIGHT])
             for block in range(c.num_blocks):
-                name = f"{head}.{block}.linear"
-                x = x + functional.silu(
-                    functional.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
-                )
-            found.append(functional.linear(x, self.weights.get(f"{head}.{c.num_blocks}.weight", self.head)))
+                name = BLOCK.format(head, block)
+                x = x + functional.silu(functional.linear(x, self.weights[name + WEIGHT], self.weights[name + BIAS]))
+            output = self.weights.get(OUTPUT.format(head, c.num_blocks) + WEIGHT, self.head)
+            found.append(functional.linear(x, output))
         return Predictions(found, batch.roots)

@@ -19,10 +19,11 @@ from forerun.cache.plan import ModelMemory
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import FolderBlueprint, HeadBlueprint, WideDrafter, widened_layers
+from forerun.heads.blueprint import FolderBlueprint, HeadBlueprint, HeadParts, WideDrafter, widened_layers
 from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.heads.mtp.format import MtpTensors, check_modules
+from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules
 from forerun.heads.mtp.network import UNKNOWN, MtpDecoder
+from forerun.heads.mtp.student import MtpStudent
 from forerun.models.chains import SameIds
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
@@ -111,3 +112,6 @@ class MtpBlueprint(FolderBlueprint):
         config = widened_layers(tensors.config, plan, name)
         shapes = tensors.shapes(), replace(tensors, config=config).shapes()
         return WideDrafter.of_layers(self.folder, shapes, config, {}, (tensors.naming.projection.rpartition("}.")[2],))
+
+
+PARTS = HeadParts(SIGNS, MtpBlueprint, MtpStudent.fresh, LAYOUTS)

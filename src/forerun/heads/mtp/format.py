@@ -1,7 +1,7 @@
 """What a checkpoint must hold to have MTP modules: which tensors, of which shapes, for how many modules.
 
 The file decides how many modules there are, what their layers are shaped like, and that no tensor of theirs is left
-out: each is read, or refused by name. What namings there are is a table of its own (`mtp_names.py`).
+out: each is read, or refused by name. All names of their tensors are in `models/mtp_names.py`.
 
 Conversions know the layout of Qwen3-Next and that of `speculators`. Both compute the same: the embedding, normed,
 before the state, normed; a projection, a layer, a norm. In `speculators` there is one module, its layer is qwen3's, and
@@ -33,23 +33,15 @@ from forerun.heads.speculators import (
 )
 from forerun.models.bundled import BUNDLED, TARGET
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.loading import FINAL_NORM, Blueprint
-from forerun.models.mtp_names import QWEN, MtpNaming, find_modules
-from forerun.models.projections import Shapes, layer_tensors
+from forerun.models.loading import Blueprint
+from forerun.models.mtp_names import PACKAGE, QWEN, MtpNaming, find_modules
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, layer_tensors
 from forerun.models.weights import Checkpoint
 
 COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names of one number
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the target's own
 SHAPE_KEY = "hidden_size"  # a folder that says it describes its modules' layers; else they are shaped as the target's
 SIGNS = HeadSigns()
 KIND, COUNT = "mtp", COUNT_KEYS[0]  # its type in speculators, and what a number of modules is called there
-PACKAGE_NAMES = {  # beginnings of names, and what they are in speculators
-    QWEN.projection: "mtp_layers.0.input_proj.weight",
-    QWEN.embedding_norm: "mtp_layers.0.token_layernorm.weight",
-    QWEN.state_norm: "mtp_layers.0.hidden_layernorm.weight",
-    QWEN.norm: "mtp_layers.0.final_layernorm.weight",
-    QWEN.layer.format(0): "mtp_layers.0.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +154,7 @@ def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -
     whole, found = target.checkpoint(target.dtype), list[str]()
     for name, is_head in tensors.tables().items():
         if name in checkpoint:
-            shared = HEAD if is_head and not target.config.tied else TABLE
+            shared = HEAD if is_head and not target.config.tied else EMBEDDING
             if not torch.equal(checkpoint.take(name, size), whole.take(shared, size)):
                 found.append(name)
     return found
@@ -182,8 +174,7 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     config |= {"num_hidden_layers": 1, COUNT_KEYS[-1]: fields.whole(COUNT, 1), "dtype": number_format(fields)}
     if files.config.get(KEPT) is not None:
         config[KEPT] = files.config[KEPT]
-    names = {theirs: ours for ours, theirs in PACKAGE_NAMES.items()}
-    return replace(files.without(*TRAINING).renamed(names), config=config)
+    return replace(files.without(*TRAINING).renamed(PACKAGE.names_in(QWEN)), config=config)
 
 
 def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
@@ -208,7 +199,7 @@ def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     if target is not None:
         layer["num_hidden_layers"] = target.config.layers  # by which the package finds the state that it reads
     values = {"architectures": ["MTPDraftModel"], LAYER_CONFIG: layer, COUNT: 1}
-    return replace(files.renamed(PACKAGE_NAMES), config=package_config(fields, target, KIND, values))
+    return replace(files.renamed(QWEN.names_in(PACKAGE)), config=package_config(fields, target, KIND, values))
 
 
 MTP = DraftMethod("MTP module", "mtp", modules_meaning)
@@ -222,5 +213,5 @@ LAYOUTS = (
         write_package,
         is_run=False,
     ),
-    DraftLayout("mtp", MTP, "mtp.fc.weight, and no tensors but mtp.*", is_modules),
+    DraftLayout("mtp", MTP, f"{QWEN.projection}, and no tensors but {QWEN.prefix}*", is_modules),
 )

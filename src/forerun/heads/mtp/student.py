@@ -20,11 +20,12 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.fields import Fields
-from forerun.heads.drafted_layer import DraftedStudent, KeysAndValues
+from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import TextBatch
+from forerun.heads.trained_layer import KeysAndValues
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
@@ -78,5 +79,4 @@ class MtpStudent(DraftedStudent):
         """The module's output where the drafts from these places are; its keys and values join the past."""
         joined = torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=2)
         x = functional.linear(joined, self.weights[QWEN.projection])
-        x = x + self.attention(self.layer.normed(x, "input_layernorm"), places, past)
-        return self.normed(x + self.layer.mlp(x), QWEN.norm)
+        return self.normed(self.through_layer(x, places, past), QWEN.norm)

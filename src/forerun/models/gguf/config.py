@@ -14,7 +14,7 @@ import numpy as np
 
 from forerun.errors import UnsupportedModel
 from forerun.models.gguf.file import GgufFile
-from forerun.models.gguf.tensors import read_place
+from forerun.models.gguf.tensors import ROPE_DIVISORS, read_place
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -88,7 +88,7 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
     """How positions are scaled, as config.json spells it; None where they are not."""
     fields = file.model_fields
     kind = fields.text("rope.scaling.type")
-    if "rope_freqs.weight" in file.tensors:
+    if ROPE_DIVISORS in file.tensors:
         return llama3_scaling(file, config)
     if kind in (None, "none"):
         return None
@@ -101,7 +101,7 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
 
 def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     """Llama 3's scaling, which the file holds as one divisor for each frequency, by the numbers that give these."""
-    divisors = read_place(file.tensors["rope_freqs.weight"]).double()
+    divisors = read_place(file.tensors[ROPE_DIVISORS]).double()
     factor = float(divisors.max())
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     theta, original = float(config.get("rope_theta", 10_000.0)), LLAMA3["original_max_position_embeddings"]

@@ -48,7 +48,8 @@ NORMS = {
     "post_ffw_norm": "mlp_out",
 }
 HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # keys of the metadata
-IDLE = ("rope_freqs.weight",)  # what config.json says instead
+ROPE_DIVISORS = "rope_freqs.weight"
+IDLE = (ROPE_DIVISORS,)  # what config.json says instead
 
 
 @dataclass(frozen=True, slots=True)
