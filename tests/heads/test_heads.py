@@ -87,12 +87,15 @@ def test_what_a_folder_has_of_the_targets_and_other_names_change_nothing(
     assert own == same
 
 
-def test_a_layer_without_a_head_uses_the_targets(made: Callable[[str], Path], tmp_path: Path) -> None:
-    head = load_file(TARGET / "model.safetensors")[EMBEDDING]
-    whole: dict[str, object] = {"draft_vocab_size": 512}
-    ids = torch.zeros(512).long()
-    copied = rewritten(made("eagle-3"), {"lm_head.weight": head, "d2t": ids}, whole, tmp_path / "copied")
-    shared = rewritten(copied, {"lm_head.weight": None, "d2t": None}, whole, tmp_path / "shared")
+@pytest.mark.parametrize("num_ids", [512, 200])
+def test_a_layer_without_a_head_uses_the_targets(num_ids: int, made: Callable[[str], Path], tmp_path: Path) -> None:
+    """The target's whole head, or its rows for the tokens that `d2t` names."""
+    ids = torch.arange(512)[-num_ids:]
+    head, offsets = load_file(TARGET / "model.safetensors")[EMBEDDING][ids], ids - torch.arange(num_ids)
+    sizes: dict[str, object] = {"draft_vocab_size": num_ids}
+    copied = rewritten(made("eagle-3"), {"lm_head.weight": head, "d2t": offsets}, sizes, tmp_path / "copied")
+    table = None if num_ids == 512 else offsets
+    shared = rewritten(copied, {"lm_head.weight": None, "d2t": table}, sizes, tmp_path / "shared")
     own, same = (num_accepted(TARGET, f"eagle:{each}", 4, GREEDY) for each in (copied, shared))
     assert own == same
 
@@ -127,7 +130,7 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[Mode
     ("eagle-3", {"draft_vocab_size": 300}, {}, ModelError, "promises"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5.*for this target"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": 5}, {}, UnsupportedModel, "from 0 to 5"),
-    ("eagle-3", {}, {"lm_head.weight": None}, UnsupportedModel, "no lm_head.weight for so many tokens"),
+    ("eagle-3", {}, {"lm_head.weight": None, "d2t": None}, UnsupportedModel, "no tensor d2t"),
     ("eagle-3", {}, {"fc.weight": None}, MissingWeights, "fc.weight"),
     ("eagle-3", {}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias is none of"),
     ("eagle-3", {}, {"d2t": None}, UnsupportedModel, "no tensor d2t"),
@@ -144,7 +147,7 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[Mode
     ("dspark", {"num_hidden_layers": 3}, {}, MissingWeights, "layers.2.input_layernorm"),
     ("dspark", {"num_hidden_layers": 1}, {}, UnsupportedModel, r"layers.1.*is none of a block drafter"),
     ("dspark", {"model_type": "llama"}, {}, UnsupportedModel, "k_norm.weight is none of"),
-    ("dspark", {"draft_vocab_size": 300}, {}, UnsupportedModel, "draft_vocab_size is 300"),
+    ("dspark", {"draft_vocab_size": 300}, {}, WrongShape, "markov_w2"),
     ("dspark", {"target_layer_ids": None, "dflash_config": {}}, {}, UnsupportedModel, "from -1 to 4"),
     ("dspark", {"dflash_config": {"target_layer_ids": [1, 5]}}, {}, UnsupportedModel, "from -1 to 4"),
     ("dspark", {"dflash_config": {"target_layer_ids": [1, 1]}}, {}, UnsupportedModel, "different layers"),

@@ -241,7 +241,6 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["draft", "--layers", "0"], "layers: 0"),
         (["eagle", "--draft-vocab", "0"], "draft_vocab: 0"),
         (["eagle", "--draft-vocab", "513"], "draft_vocab: 513 must be at most 512"),
-        (["eagle", "--draft-vocab", "9", "--shared-head"], "draft_vocab: the target's head has all tokens"),
         (["eagle", "--taps", "2,7"], "taps: '2,7' must be different layers, from 0 to 5"),
         (["block", "--taps", "2,2"], "taps: '2,2' must be different layers"),
         (["block", "--taps", "last"], "taps: 'last' must be numbers of layers between commas, such as 2,4"),

@@ -8,7 +8,9 @@ That is what a drafter's cache holds while it serves, so layers learn at every d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import KeysAndValues, TrainedLayer
+from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
@@ -25,18 +28,29 @@ from forerun.models.rows import rms_norm
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedStudent(Student):
-    """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, and stay as they
-    are. Drafts are of as many steps as `depth_weights`."""
+    """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, the latter of the
+    ids in `vocabulary`, and stay as they are. Drafts are of as many steps as `depth_weights`."""
 
     place: ClassVar[str]
     config: ModelConfig
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "head_vocab hidden"]
     layer: TrainedLayer = field(init=False)
 
     def __post_init__(self) -> None:
         rope = rope_tables(self.config).to(self.embedding.device)
         object.__setattr__(self, "layer", TrainedLayer(self.config, self.weights, self.place, rope))
+
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
+        """With these tokens' rows of the target's head."""
+        ids = ids.to(self.head.device)
+        return replace(self, vocabulary=ids, head=self.head[ids])
+
+    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The layer, and whose tokens its head's are, where these are not all."""
+        if self.vocabulary is not None:
+            weights = {**weights, OFFSETS: offsets_of(self.vocabulary)}
+        super().write(weights, folder)
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The states that are read beside the tokens behind them, at the first step."""

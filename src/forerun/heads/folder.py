@@ -14,12 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from forerun.annotations import Int
 from forerun.cache.plan import ModelMemory
 from forerun.errors import MissingWeights, ModelNotFound, UnsupportedModel
 from forerun.fields import Fields, read_fields, short
 from forerun.models.backends.base import Backend
 from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
+from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
 from forerun.models.packing import MakeLinear
 from forerun.models.projections import Shapes
@@ -83,6 +88,10 @@ class HeadFolder:
         """How a linear layer is made of weights."""
         return partial(self.backend.linear, quantize=self.target.quantize)
 
+    def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
+        """The target's head, or its rows for these tokens where they are not all."""
+        return target.head if len(ids) == target.config.vocab_size else self.target.head_rows(ids)
+
     def refuse_devices(self, heads: str) -> None:
         """Raise UnsupportedModel for `heads` that are computed on CPUs alone, where the target is not."""
         if self.target.placement.fixed:
@@ -111,10 +120,13 @@ class HeadFolder:
             placement=self.target.placement,
         )
 
-    def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str]) -> ModelMemory:
-        """What the layers take once loaded, with `tables`, which are never quantised."""
+    def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str], shared_rows: int = 0) -> ModelMemory:
+        """What the layers take once loaded, with `tables`, which are never quantised, and with so many rows of the
+        target's head, which are held once more unless they are all."""
+        shared_rows = 0 if shared_rows == self.target.config.vocab_size else shared_rows
         layers = self.layers(config, shapes, tables).memory
         size = sum(math.prod(shape) for name, shape in shapes.items() if name in tables)
+        size += shared_rows * self.target.config.hidden
         return replace(layers, weights_bytes=layers.weights_bytes + size * self.target.dtype.itemsize)
 
     def fingerprint(self) -> str:
@@ -168,17 +180,14 @@ def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
 
 
 def refuse_missing_tables(
-    fields: Fields, target: str, of: ModelConfig, sizes: tuple[int, int], tables: Mapping[str, bool]
+    fields: Fields, target: str, of: ModelConfig, hidden: int, tables: Mapping[str, bool]
 ) -> None:
-    """Raise UnsupportedModel for a drafter of another width or number of tokens than its target's (`sizes`), which has
-    not all of `tables`, an embedding and last a head, of its own."""
-    hidden, draft_vocab = sizes
+    """Raise UnsupportedModel for a drafter of another width (`hidden`) than its target's, which has not all of
+    `tables`, an embedding and last a head, of its own."""
     missing = [name for name, is_own in tables.items() if not is_own]
     if missing and hidden != of.hidden:
         fix = "name a drafter that was trained for it, or add that tensor"
         raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {missing[0]}: {fix}")
-    if draft_vocab != of.vocab_size and [*tables][-1] in missing:
-        raise fields.refuse("draft_vocab_size", f"the folder has no {missing[-1]} for so many tokens: add it")
 
 
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:

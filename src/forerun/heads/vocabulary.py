@@ -36,6 +36,11 @@ class DraftVocabulary(SameIds):
         return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
 
 
+def offsets_of(ids: Int[Tensor, " draft_vocab"]) -> Int[Tensor, " draft_vocab"]:
+    """The table that says so in a folder."""
+    return ids.cpu() - torch.arange(len(ids))
+
+
 def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
     """The target's id of every token of the head's. Raises UnsupportedModel for ids that are not the target's."""
     offsets = checkpoint.take_ids(OFFSETS, (draft_vocab,)) if OFFSETS in checkpoint else None

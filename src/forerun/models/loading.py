@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun import __version__
-from forerun.annotations import ProgressCallback
+from forerun.annotations import Int, ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
@@ -30,9 +30,10 @@ from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import HEAD_OF, Decoder
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
+from forerun.models.layer import Linear
 from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
@@ -240,6 +241,16 @@ class Blueprint:
         groups = take_groups if self.as_stored else None
         decoder = Decoder(c, take, self.dtype, self.backend(progress), self.quantize, host, groups)
         return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
+
+    def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
+        """The output matrix for these tokens alone, held as the whole one is."""
+        name, shape = HEAD_OF[self.config.tied], (self.config.vocab_size, self.config.hidden)
+        checkpoint = self.checkpoint(self.dtype)
+        groups = checkpoint.groups(name, shape) if self.as_stored else None
+        if groups is not None:
+            return self.backend().grouped(groups[ids])
+        weight = checkpoint.take(name, shape)[ids].to(self.placement.device)
+        return self.backend().linear(weight, quantize="int8" if self.quantize else None)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""

@@ -122,7 +122,7 @@ class BlockTensors:
         draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
         tensors = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
         tables = {EMBEDDING: tensors.own_embedding, HEAD: tensors.own_head}
-        refuse_missing_tables(fields, target, of, (config.layers.hidden, draft_vocab), tables)
+        refuse_missing_tables(fields, target, of, config.layers.hidden, tables)
         return tensors
 
     @property

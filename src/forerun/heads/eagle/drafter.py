@@ -129,13 +129,14 @@ class EagleBlueprint(FolderBlueprint):
     @property
     def memory(self) -> ModelMemory:
         """What it takes once loaded."""
-        return self.folder.memory(self.tensors.config, self.tensors.shapes(), (EMBEDDING,))
+        shared = 0 if self.tensors.own_head else len(self.ids)
+        return self.folder.memory(self.tensors.config, self.tensors.shapes(), (EMBEDDING,), shared)
 
     def load(self, max_model_len: int, target: Decoder) -> EagleDecoder:
         """The layers, for texts of `max_model_len` at most."""
         config = self.tensors.config
         config = replace(config, max_positions=min(max_model_len, config.max_positions))
-        return EagleDecoder(replace(self.tensors, config=config), self.folder, target)
+        return EagleDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
 
     def build(self, num_tokens: int, target: Runner) -> EagleDrafter:
         """The drafter for engines on this runner."""

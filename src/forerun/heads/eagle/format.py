@@ -148,7 +148,7 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
     refuse_sizes(fields, target, vocab_size=of.vocab_size, target_hidden_size=of.hidden)
     tensors = read_tensors(fields, stored, of)
     tables = {EMBEDDING: tensors.own_embedding, HEAD: tensors.own_head}
-    refuse_missing_tables(fields, target, of, (tensors.config.hidden, tensors.draft_vocab), tables)
+    refuse_missing_tables(fields, target, of, tensors.config.hidden, tables)
     return tensors
 
 
@@ -250,8 +250,10 @@ def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     if missing and target is None:
         raise UnsupportedModel(f"{files.folder} uses its target's {', '.join(missing)}: name that with --model")
     tables = {} if target is None else {EMBEDDING: target.embedding, HEAD: target.head}
-    dtype = files.tensors[MAP].dtype
-    return replace(files, tensors={**files.tensors, **{name: tables[name]().to(dtype) for name in missing}})
+    found = {name: tables[name]().to(files.tensors[MAP].dtype) for name in missing}
+    if HEAD in found:
+        found[HEAD] = found[HEAD][head_ids(files, len(found[HEAD]))]
+    return in_order(replace(files, tensors={**files.tensors, **found}))
 
 
 def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:

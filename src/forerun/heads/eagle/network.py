@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.heads.eagle.format import (
     ALL_NORM,
@@ -43,10 +43,11 @@ from forerun.models.rows import product
 class EagleDecoder(StateDecoder):
     """The layers as a decoder over a cache of its own; it reads embeddings and states side by side.
 
-    `mask` is what P-EAGLE's masked places read in the place of a state; None elsewhere.
+    `ids` are the tokens of its head. `mask` is what P-EAGLE's masked places read in the place of a state, None
+    elsewhere.
     """
 
-    def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder) -> None:
+    def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
         shapes, form, make = tensors.shapes(), tensors.form, folder.make
 
         def take(name: str) -> Tensor:
@@ -59,7 +60,7 @@ class EagleDecoder(StateDecoder):
 
         super().__init__(tensors.config, fetch, target.dtype, folder.backend, folder.target.quantize, host=target)
         self.embedding = take(EMBEDDING) if tensors.own_embedding else target.embedding
-        self.head = make(take(HEAD)) if tensors.own_head else target.head
+        self.head = make(take(HEAD)) if tensors.own_head else folder.shared_head(ids, target)
         self.map = make(take(MAP), take(MAP_BIAS) if form.fc_bias else None)
         self.joined = form.joined
         self.all_norm = take(ALL_NORM) if form.norm_before_fc else None

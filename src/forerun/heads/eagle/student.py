@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.eagle.format import (
@@ -61,15 +60,10 @@ class EagleStudent(DraftedStudent):
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> EagleStudent:
         """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train.
 
-        The head has all of the target's tokens, or the first so many. Raises InvalidRequest for more than there are,
-        and for some of them where the head is shared.
+        The head has all of the target's tokens, or the first so many. Raises InvalidRequest for more than there are.
         """
         sizes.only(cls.kind, "mlp", "shared_head", "draft_vocab", "taps")
         of, is_shared, num_ids = target.config, bool(sizes.shared_head), sizes.draft_vocab or target.config.vocab_size
-        if sizes.draft_vocab is not None and is_shared:
-            raise InvalidRequest(
-                "draft_vocab", "the target's head has all tokens: leave --shared-head out, or this one."
-            )
         check_most("draft_vocab", num_ids, of.vocab_size)
         taps = sizes.tapped(of.layers) or usual_taps(of.layers)
         values = {
@@ -103,10 +97,11 @@ class EagleStudent(DraftedStudent):
         """Its configuration, and whether it has a head of its own."""
         return {**super().about, "shared_head": HEAD not in self.weights}
 
-    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> EagleStudent:
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
         """With these tokens' rows of the target's head."""
-        head = trainable({HEAD: self.head[ids]}, self.head.device)
-        return replace(self, vocabulary=ids.to(self.head.device), weights={**self.weights, **head})
+        student = super().with_vocabulary(ids)
+        own = trainable({HEAD: student.head}, self.head.device) if HEAD in self.weights else {}
+        return replace(student, weights={**self.weights, **own})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's states, fused."""
@@ -130,7 +125,5 @@ class EagleStudent(DraftedStudent):
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The layer and, if it has one, its head, and whose tokens the head's are."""
-        if HEAD in weights:
-            ids = torch.arange(len(weights[HEAD])) if self.vocabulary is None else self.vocabulary.cpu()
-            weights = {**weights, OFFSETS: ids - torch.arange(len(ids))}
-        super().write(weights, folder)
+        every = {OFFSETS: torch.zeros(len(weights[HEAD]), dtype=torch.long)} if HEAD in weights else {}
+        super().write({**every, **weights}, folder)

@@ -1,0 +1,136 @@
+"""Stage 1: prompts that the target writes itself, so that nobody's texts are needed.
+
+Behind its template's beginning of a user's turn an instruct model writes what a user might ask (Magpie, 2406.08464).
+Each prompt begins with an opening from `OPENINGS`, so that all kinds of questions occur, and some are about a passage,
+which is an answer of the target to an earlier prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from forerun import LLM, SamplingParams
+
+BATCH = 32
+PROMPT_TOKENS, PASSAGE_TOKENS = 96, 192
+LEAST_LETTERS = 20
+TEMPERATURE, TOP_P = 1.0, 0.95
+END = "<|im_end|>"
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+USER = f"{SYSTEM}<|im_start|>user\n"
+OPENINGS = (
+    "",
+    "What",
+    "Why",
+    "How can I",
+    "How does",
+    "Who",
+    "When",
+    "Where",
+    "Which",
+    "Can you",
+    "Could you explain",
+    "Explain",
+    "Describe",
+    "Compare",
+    "Write",
+    "Write a story about",
+    "Write a short poem about",
+    "Write an email to",
+    "Write a blog post about",
+    "Write a Python function that",
+    "Write a program in",
+    "Implement",
+    "Fix this code:\n",
+    "Given a list of",
+    "Give me",
+    "List",
+    "Suggest",
+    "Plan",
+    "Imagine that you are",
+    "Pretend to be",
+    "Act as",
+    "You are",
+    "I am",
+    "I want to",
+    "My",
+    "If",
+    "Is it true that",
+    "Suppose that",
+    "Solve",
+    "Calculate",
+    "A train",
+    "A farmer has",
+    "Maria bought",
+    "There are",
+    "Each",
+    "Tom is",
+    "In a class of",
+    "Translate German to English:",
+    "Translate the following sentence to English:",
+    "Translate into German:",
+    "Rewrite",
+    "Correct the grammar of",
+    "Extract",
+    "Classify",
+    "Tell me about the history of",
+    "Discuss",
+    "What is the difference between",
+    "What are the main causes of",
+    "The following is",
+    "Q:",
+)
+ARTICLES = ("Write a newspaper article about", "Write an encyclopedia article about", "Tell me in detail about")
+ABOUT = (
+    "Summarize: {}",
+    "Summarize the following article:\n{}",
+    "{}\n\nWhat is this text about?",
+    "{}\n\nGive the most important points of this text.",
+    "Answer the question based on the passage below.\n\nPassage: {}\n\nQuestion: What is the passage about?",
+    "Evaluate this text, and say what could be better:\n{}",
+    "Extract all names, places and dates from this text:\n{}",
+    "Translate into German: {}",
+)
+
+
+def write_prompts(model: str, count: int, path: Path, threads: int | None = None) -> None:
+    """Add prompts to a `.jsonl` until it has `count`; a fourth of them are about passages."""
+    have = path.read_text("utf-8").count("\n") if path.exists() else 0
+    if have >= count:
+        return
+    llm = LLM(model, max_num_seqs=BATCH, max_model_len=1024, threads=threads)
+    with path.open("a", encoding="utf-8") as file:
+        while have < count:
+            for text in batch_of(llm, have):
+                file.write(json.dumps({"prompt": text}) + "\n")
+            file.flush()
+            have += BATCH
+            print(f"{have} of {count} prompts", flush=True)
+
+
+def batch_of(llm: LLM, first: int) -> Iterator[str]:
+    """The prompts from number `first` on, as many as were usable."""
+    places = range(first, first + BATCH)
+    if (first // BATCH) % 4:
+        openings = [OPENINGS[i % len(OPENINGS)] for i in places]
+        yield from (text for text in went_on(llm, openings, places, PROMPT_TOKENS) if len(text) >= LEAST_LETTERS)
+        return
+    topics = went_on(llm, [ARTICLES[i % len(ARTICLES)] for i in places], places, 24)
+    asked = [f"{USER}{topic}{END}\n<|im_start|>assistant\n" for topic in topics]
+    for i, passage in zip(places, answered(llm, asked, places, PASSAGE_TOKENS), strict=True):
+        yield ABOUT[i % len(ABOUT)].format(passage.strip())
+
+
+def went_on(llm: LLM, openings: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
+    """Messages of a user that begin so."""
+    rest = answered(llm, [USER + opening for opening in openings], seeds, tokens)
+    return [(opening + more).strip() for opening, more in zip(openings, rest, strict=True)]
+
+
+def answered(llm: LLM, prompts: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
+    """What the target writes behind these, up to the end of a turn."""
+    params = [SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, max_tokens=tokens, seed=seed) for seed in seeds]
+    ids = [llm.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    return [result.outputs[0].text for result in llm.generate(ids, params)]
