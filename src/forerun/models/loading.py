@@ -30,11 +30,11 @@ from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
-from forerun.models.decoder import HEAD_OF, Decoder
+from forerun.models.decoder import Decoder
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
-from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
@@ -244,7 +244,7 @@ class Blueprint:
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
         """The output matrix for these tokens alone, held as the whole one is."""
-        name, shape = HEAD_OF[self.config.tied], (self.config.vocab_size, self.config.hidden)
+        name, shape = EMBEDDING if self.config.tied else HEAD, (self.config.vocab_size, self.config.hidden)
         checkpoint = self.checkpoint(self.dtype)
         groups = checkpoint.groups(name, shape) if self.as_stored else None
         if groups is not None:
