@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from kit.checkpoints import SMALL
+from kit.checkpoints import SMALL, TARGET
 from kit.engines import plain
-from kit.servers import Running, drafting, running, serving, until
+from kit.servers import TEMPLATE, Running, drafting, running, serving, until
 
 PATIENCE_MS = 300_000  # only to end a hang
 BROWSER = next(
@@ -160,6 +161,43 @@ def test_at_the_same_time_with_a_chosen_drafter_and_tree_by_keyboard_alone(page:
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     assert f"by {DRAFTER}, " in page.inner_text("#said")
+
+
+def test_a_chat_model_is_talked_with_in_its_template_and_keeps_the_conversation(browser: Any, tmp_path: Path) -> None:
+    shutil.copytree(TARGET, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
+    bodies: list[dict[str, Any]] = []
+    with LLM(str(tmp_path / "model"), draft="ngram") as llm, running(llm) as own, opened(browser, own) as page:
+        page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+        page.wait_for_selector("#f-seed")
+        assert page.is_checked("#chat")
+        assert page.inner_text("#prompt-label") == "Message"
+        talk: list[dict[str, str]] = []
+        for text in ("Once upon a time", "The dog"):
+            asked(page, text)
+            finished(page)
+            talk.append({"role": "user", "content": text})
+            assert bodies[-2]["messages"] == bodies[-1]["messages"] == talk
+            params = SamplingParams(max_tokens=40, seed=7, temperature=0.8)
+            talk.append({"role": "assistant", "content": llm.chat(talk, params, use_tqdm=False)[0].outputs[0].text})
+            assert page.input_value("#prompt") == ""
+        texts = [each.partition("\n")[2].strip() for each in page.locator("#turns li:visible").all_inner_texts()]
+        assert texts == [message["content"].strip() for message in talk[:-1]]
+        asked(page, "No", **{"f-temperature": "-1"})  # a refused message leaves no trace
+        page.wait_for_selector("#alert:not([hidden])")
+        assert page.input_value("#prompt") == "No"
+        assert page.locator("#turns li:visible").count() == 4
+        page.uncheck("#chat")
+        assert page.is_hidden("#talk")
+        asked(page)
+        finished(page)
+        assert bodies[-1]["prompt"] == "Once upon a time"
+        page.check("#chat")
+        page.click("#anew")
+        assert page.is_hidden("#talk")
+        asked(page, "Hi")
+        finished(page)
+        assert bodies[-1]["messages"] == [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.full

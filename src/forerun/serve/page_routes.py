@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from forerun.errors import TokenizerError
 from forerun.serve.service import Service
 
-SCRIPTS = ("app.js", "fields.js", "stream.js", "lane.js", "charts.js", "uplot.min.js")
+SCRIPTS = ("app.js", "fields.js", "stream.js", "lane.js", "talk.js", "charts.js", "uplot.min.js")
 STYLES = ("style.css", "uplot.min.css")
 FILES = {  # by address: the file and its type
     "/": ("index.html", "text/html"),

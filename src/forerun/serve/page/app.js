@@ -1,9 +1,11 @@
 // The page: asks the server with drafting and without, shows both answers, and says whether they are the same.
+// With a model that has a chat template it is a conversation, unless its user chooses to complete text.
 
 import { Charts } from "./charts.js";
 import { bodyOf, buildForm, FieldError } from "./fields.js";
 import { Lane, quoted, tellToken } from "./lane.js";
 import { ask, refusal } from "./stream.js";
+import { Conversation } from "./talk.js";
 
 const EXAMPLES = [
   ["Code: a class", "class Stack:\n    \"\"\"A last-in, first-out stack.\"\"\"\n\n    def __init__(self):\n        self.items = []\n\n    def push(self, "],
@@ -11,12 +13,13 @@ const EXAMPLES = [
   ["Code: a test", "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_put(self):\n"],
   ["A tale", "Once upon a time, there was a little"],
   ["A question, as a message", "How does speculative decoding work? Answer in three sentences.", true],
+  ["A rewrite, as a message", "Rename x to total in this function and repeat the rest as it is:\n\ndef mean(numbers):\n    x = 0\n    for number in numbers:\n        x += number\n    return x / len(numbers)\n", true],
 ];
 const $ = (id) => document.getElementById(id);
 let told = null; // what the server says of itself
 let running = null; // the AbortController of the run under way
 let replaying = 0;
-let lanes, charts;
+let lanes, charts, talk;
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
@@ -57,23 +60,38 @@ async function connect() {
     return line;
   }));
   $("chat-line").hidden = !told.chat;
+  $("chat").checked = told.chat;
   buildForm(told);
-  if (!$("prompt").value) choose(0);
+  if (!$("prompt").value) choose(EXAMPLES.findIndex(([, , message]) => Boolean(message) === told.chat));
+  showMode();
+}
+
+function inChat() {
+  return Boolean(told?.chat && $("chat").checked);
+}
+
+function showMode() {
+  const chat = inChat();
+  $("prompt-label").textContent = chat ? "Message" : "Prompt";
+  $("talk").hidden = !chat || !talk.messages.length;
 }
 
 function choose(number) {
   const [, text, message] = EXAMPLES[number];
   $("prompt").value = text;
   $("chat").checked = Boolean(message && told.chat);
+  showMode();
 }
 
 async function run() {
   if (running || !told) return;
   stopReplay();
   alert("");
+  const chat = inChat();
+  const text = $("prompt").value;
   let body;
   try {
-    if (!$("prompt").value) throw new Error("Prompt: type one first.");
+    if (!text) throw new Error(`${chat ? "Message" : "Prompt"}: type one first.`);
     body = bodyOf();
   } catch (error) {
     alert(error.message);
@@ -91,7 +109,15 @@ async function run() {
   $("stop").disabled = false;
   verdict("Answering with drafting …", "");
   if (matchMedia("(max-width: 60rem)").matches) document.querySelector(".results").scrollIntoView();
-  const own = (lane, speculation) => send(lane, { ...body, speculation });
+  talk.unfold();
+  if (chat) {
+    talk.ask(text);
+    $("prompt").value = "";
+    showMode();
+  }
+  const asked = chat ? { messages: [...talk.messages] } : { prompt: text };
+  const own = (lane, speculation) => send(lane, chat, { ...body, ...asked, speculation });
+  let stopped = false;
   try {
     if (race === "beside") await Promise.all([own(lanes[0], body.speculation), own(lanes[1], false)]);
     else {
@@ -104,7 +130,8 @@ async function run() {
     conclude(race, body);
   } catch (error) {
     running.abort();
-    if (error.name === "AbortError") verdict("Stopped.", "");
+    stopped = error.name === "AbortError";
+    if (stopped) verdict("Stopped.", "");
     else {
       verdict("Not finished.", "bad");
       alert(error.status === 401 ? "The server does not know this key: reload the page to give another." : error.message);
@@ -113,15 +140,25 @@ async function run() {
     running = null;
     $("run").disabled = false;
     $("stop").disabled = true;
+    if (chat) keep(text, stopped);
     charts.update();
     charts.describe();
   }
 }
 
-function send(lane, body) {
-  const chat = $("chat").checked && told.chat;
-  const asked = chat ? { messages: [{ role: "user", content: $("prompt").value }] } : { prompt: $("prompt").value };
-  const form = { ...asked, model: told.model, stream: true, stream_options: { include_usage: true }, draft_details: true, n: 1 };
+// Keep the drafted answer in the conversation; a message that got none goes back to where it was written.
+function keep(text, stopped) {
+  const [{ finish, said }] = lanes;
+  if (finish || (stopped && said)) talk.answer(said);
+  else {
+    talk.retract();
+    $("prompt").value ||= text;
+  }
+  showMode();
+}
+
+function send(lane, chat, body) {
+  const form = { model: told.model, stream: true, stream_options: { include_usage: true }, draft_details: true, n: 1 };
   lane.root.classList.add("live");
   return ask(chat ? "v1/chat/completions" : "v1/completions", { ...body, ...form }, $("key").value, running.signal, (chunk, ms) => {
     lane.add(chunk, ms);
@@ -230,6 +267,7 @@ function start() {
   lanes = [new Lane($("lanes"), "Drafted", "drafted"), new Lane($("lanes"), "Plain", "plain")];
   lanes.forEach(inspect);
   charts = new Charts(...lanes);
+  talk = new Conversation($("turns"));
   let kept = "auto";
   try {
     kept = localStorage.getItem("forerun-theme") ?? "auto";
@@ -255,6 +293,13 @@ function start() {
     begin();
   });
   $("stop").addEventListener("click", () => running?.abort());
+  $("chat").addEventListener("change", showMode);
+  $("anew").addEventListener("click", () => {
+    if (running) return;
+    talk.clear();
+    showMode();
+    $("prompt").focus();
+  });
   $("replay").addEventListener("click", replay);
   $("inline").addEventListener("change", (event) => document.body.classList.toggle("show-rejected", event.target.checked));
   $("tip").addEventListener("pointerleave", hideTip);

@@ -3,7 +3,7 @@
 
 export const FIELDS = [
   { name: "temperature", label: "Temperature", kind: "number", step: 0.1, min: 0, place: "sampling", help: "0 takes the likeliest token." },
-  { name: "max_tokens", label: "Most tokens", kind: "whole", min: 1, place: "sampling", value: 96 },
+  { name: "max_tokens", label: "Most tokens", kind: "whole", min: 1, place: "sampling", value: 96, inChat: 256 },
   { name: "top_p", label: "Top p", kind: "number", step: 0.05, min: 0, max: 1, place: "sampling" },
   { name: "seed", label: "Seed", kind: "whole", place: "sampling", help: "Empty: drawn for each run." },
   { name: "top_k", label: "Top k", kind: "whole", place: "more" },
@@ -81,7 +81,7 @@ function controlOf(field, told) {
   if (usual !== undefined && usual !== null) input.placeholder = usual;
   if (field.name === "depth") input.value = told.speculation.depth;
   else if (field.name === "width" && told.speculation.width > 1) input.value = told.speculation.width;
-  else if (field.value !== undefined) input.value = field.value;
+  else if (field.value !== undefined) input.value = told.chat && field.inChat ? Math.min(field.inChat, told.max_model_len >> 1) : field.value;
   return input;
 }
 

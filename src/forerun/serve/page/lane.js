@@ -32,7 +32,7 @@ export class Lane {
 
   // Forget the answer; `most` tokens fill the bar.
   clear(most) {
-    Object.assign(this, { most, ids: [], whole: "", rounds: [], roundOf: [], spans: [], marks: [], usage: null, finish: "" });
+    Object.assign(this, { most, ids: [], whole: "", said: "", rounds: [], roundOf: [], spans: [], marks: [], usage: null, finish: "" });
     this.text.replaceChildren();
     this.draw(0, 0);
   }
@@ -42,6 +42,7 @@ export class Lane {
     if (chunk.usage) this.usage = chunk.usage;
     for (const choice of chunk.choices) {
       this.finish = choice.finish_reason ?? this.finish;
+      this.said += choice.delta?.content ?? "";
       if (choice.draft) this.addRound(choice.draft, ms);
     }
     this.draw(this.ids.length, this.lastMs);
@@ -89,7 +90,7 @@ export class Lane {
   speedText(num = this.ids.length, ms = this.lastMs, unit = "tokens per second") {
     const rate = this.rate(num, ms);
     if (rate) return `${shown(rate)} ${unit}`;
-    return this.finish && num === this.ids.length && ms > 0 ? `${shown((1000 * num) / ms)} ${unit} with the prompt` : "";
+    return this.finish && num === this.ids.length && ms > 0 ? `${shown((1000 * num) / ms)} ${unit} in all` : "";
   }
 
   get lastMs() {
