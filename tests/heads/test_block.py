@@ -21,7 +21,7 @@ from forerun.heads.block.network import MASKED
 from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from heads.references import FORMS, GREEDY, block_guesses
 from kit.checkpoints import TARGET, read_json
 
@@ -103,6 +103,25 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
                 results[s] = [read.hidden[rows], after[rows], told_sure[rows]]
         found.append([tensor for s in sorted(results) for tensor in results[s]])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_what_a_backend_remembers_is_what_its_passes_keep(kernels: str, made: Callable[[str], Path]) -> None:
+    """To the bit: the keys and values of every layer, of what its attention reads."""
+    target = Blueprint.of(str(TARGET), dtype="float32", kernels=kernels)
+    planned = BlockBlueprint.of(HeadFolder.at(made("dspark"), "dspark", target))
+    decoder, found = planned.load(64, target.load(64).decoder), []
+    context = torch.randn(7, decoder.config.hidden, generator=torch.Generator().manual_seed(1))
+    for remembers in (False, True):
+        runner = Runner.of(decoder, 64)
+        runner.cache.reserve([0], [len(context)])
+        batch = runner.pack([Read(0, [0] * len(context))])
+        if remembers:
+            decoder.executor.remember(context, batch, runner.cache)
+        for layer in () if remembers else range(decoder.config.layers):
+            decoder.executor.run(range(layer, layer + 1), torch.zeros_like(context), batch, runner.cache, context)
+        found.append([stored[:, :, batch.slots] for stored in (runner.cache.keys, runner.cache.values)])
+    assert all(torch.equal(one, other) and one.any() for one, other in zip(*found, strict=True))
 
 
 def test_a_causal_block_is_read_as_far_as_the_draft_goes_and_another_as_a_whole(made: Callable[[str], Path]) -> None:

@@ -72,6 +72,7 @@ std::vector<Task> share_out(const Shape& shape, const Pass& pass) {
   const int64_t group = shape.heads / shape.kv_heads, fair = pass.num_tokens * shape.heads / pass.num_threads;
   const size_t chunk = std::min<int64_t>(CHUNK_QUERIES, std::max<int64_t>(1, fair));
   std::vector<std::vector<int64_t>> queries(pass.num_paths);
+  if (!pass.num_paths) return {};
   for (int64_t token = 0; token < pass.num_tokens; token++)
     for (int64_t g = 0; g < group; g++) queries[pass.path_of[token]].push_back(token * group + g);
   std::vector<Task> tasks;
@@ -92,22 +93,27 @@ class Worker {  // one thread's part of a pass
       : d(decoder), c(decoder.shape), pass(pass), tasks(tasks), s(scratch), thread(thread), num_threads(num_threads) {}
 
   void run() {
+    if (!pass.num_paths) return layers();
     const int64_t hidden = padded(c.hidden);
     each_row([&](int64_t r) {
       memcpy(s.x + r * hidden, pass.x + r * c.hidden, c.hidden * sizeof(float));
       memset(s.x + r * hidden + c.hidden, 0, (hidden - c.hidden) * sizeof(float));
     });
-    for (int64_t i = pass.first_layer; i < pass.end_layer; i++) layer(d.layers[i], i);
+    layers();
     each_row([&](int64_t r) { memcpy(pass.x + r * c.hidden, s.x + r * hidden, c.hidden * sizeof(float)); });
   }
 
  private:
+  void layers() {
+    for (int64_t i = pass.first_layer; i < pass.end_layer; i++) layer(d.layers[i], i);
+  }
+
   void layer(const Layer& l, int64_t index) {
     const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size());
     const Rows rows{s.rows, s.scales};
     const int64_t cache = index * c.kv_heads * pass.num_slots * c.head_dim;
     T *keys = static_cast<T*>(pass.keys) + cache, *values = static_cast<T*>(pass.values) + cache;
-    const bool reads = pass.read && index == pass.first_layer;
+    const bool reads = pass.read && (index == pass.first_layer || !pass.num_paths);
     each_row([&](int64_t r) {
       if (!reads) norm_stream(r, l.attention_norm);
       prepare_row(*l.qkv, reads ? pass.read + r * l.qkv->depth : s.normed + r * hidden, rows, r);
@@ -123,6 +129,7 @@ class Worker {  // one thread's part of a pass
     }
     store_heads(l, keys, values);
     wait();
+    if (!pass.num_paths) return;
     for (size_t i = thread; i < tasks.size(); i += num_threads) attend_task(tasks[i], l, keys, values);
     wait();
     each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, rows, r); });

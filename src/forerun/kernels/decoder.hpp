@@ -36,7 +36,7 @@ struct Layer {
   int64_t per_token() const { return (experts ? experts->active : 0) + (every.down != nullptr); }  // MLPs that one takes
 };
 
-struct Pass {
+struct Pass {  // without paths nothing looks: keys and values are made of `read`, in all layers, and `x` is not used
   int64_t num_tokens, num_paths, first_layer, end_layer, num_threads;
   float* x;           // [num_tokens, hidden], in and out
   const float* read;  // what the first layer's attention reads in place of x, normed, [num_tokens, depth of qkv]; or null

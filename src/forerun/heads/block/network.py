@@ -45,7 +45,7 @@ from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear
 from forerun.models.packing import MakeLinear, Take
-from forerun.models.rows import product, rms_norm, rotate
+from forerun.models.rows import product, rms_norm
 from forerun.sampling.winners import largest
 
 MASKED = -1  # stands for the token of a masked place
@@ -89,23 +89,11 @@ class BlockDecoder(Decoder):
         """Put context into the cache, which is `inputs`; without it read blocks, whose masked places are MASKED."""
         assert not any(more.values()), "all layers are read, and nobody reads their states"
         if inputs is not None:
-            self.remember(inputs, batch, cache)
+            self.executor.remember(inputs, batch, cache)
             return Hidden(inputs, None)
         masked = (batch.tokens == MASKED)[:, None]
         embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)])
         return super().forward(batch if self.block.causal else all_seen(batch), cache, inputs=embedded)
-
-    def remember(self, context: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache) -> None:
-        """The keys and values that every layer makes of the context."""
-        c, total = self.config, len(batch.tokens)
-        cos, sin = self.rope.cos[batch.positions][:, None], self.rope.sin[batch.positions][:, None]
-        for i, layer in enumerate(self.layers):
-            qkv = product(layer.attention.qkv, context).view(total, -1, c.head_dim)
-            key, value = qkv[:, c.heads : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
-            if layer.attention.qk_norm is not None:
-                key = rms_norm(key, layer.attention.qk_norm[c.heads :], c.norm_eps)
-            for stored, new in ((cache.keys[i], rotate(key, cos, sin)), (cache.values[i], value)):
-                stored.index_copy_(1, batch.slots, new.to(stored.dtype).transpose(0, 1))
 
     def states(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """What the heads read of the stream behind the last layer."""

@@ -87,6 +87,10 @@ class Executor(Protocol):
         """
         ...
 
+    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+        """Put into the cache the keys and values that the attention of every layer makes of `read`, as it is."""
+        ...
+
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of rows of the stream."""
         ...

@@ -304,34 +304,44 @@ class NativeExecutor:
             array("q", itertools.accumulate(0 if copy is None else len(copy.source) for copy in copies)),
             array("q", [slot for copy in copies if copy is not None for slot in copy.source] or [0]),
         ]
-        addresses = [table.buffer_info()[0] for table in tables]
+        names = ("path_of", "last_key", "first_slots", "num_plain", "source_ends", "sources")
         num_experts = c_int64(0)
-        each_path = dict(zip(("first_slots", "num_plain", "source_ends", "sources"), addresses[2:], strict=True))
         self.lib.forerun_forward(
             self.pointer,
-            CPass(
+            self.frame(
+                cache,
                 num_tokens=len(x),
                 num_paths=len(batch.paths),
                 first_layer=layers.start,
                 end_layer=layers.stop,
-                num_threads=torch.get_num_threads(),
                 x=x.data_ptr(),
                 read=None if read is None else read.data_ptr(),
                 positions=batch.positions.data_ptr(),
                 slots=batch.slots.data_ptr(),
-                path_of=addresses[0],
-                last_key=addresses[1],
-                **each_path,
-                keys=cache.keys.data_ptr(),
-                values=cache.values.data_ptr(),
-                num_slots=cache.keys.shape[2],
-                cos=self.parts.rope.cos.data_ptr(),
-                sin=self.parts.rope.sin.data_ptr(),
                 num_experts=addressof(num_experts),
+                **{name: table.buffer_info()[0] for name, table in zip(names, tables, strict=True)},
             ),
         )
         self.num_experts_read += num_experts.value
         return x
+
+    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+        """A pass in which nothing looks."""
+        read, places = padded_to_width(read), {"positions": batch.positions.data_ptr(), "slots": batch.slots.data_ptr()}
+        sizes = {"num_tokens": len(read), "end_layer": self.num_layers}
+        self.lib.forerun_forward(self.pointer, self.frame(cache, read=read.data_ptr(), **places, **sizes))
+
+    def frame(self, cache: PagedCache, **fields: int | None) -> CPass:
+        """A pass over this cache, with these fields beside its own."""
+        return CPass(
+            num_threads=torch.get_num_threads(),
+            keys=cache.keys.data_ptr(),
+            values=cache.values.data_ptr(),
+            num_slots=cache.keys.shape[2],
+            cos=self.parts.rope.cos.data_ptr(),
+            sin=self.parts.rope.sin.data_ptr(),
+            **fields,
+        )
 
     def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
         """Chains under coupled noise, where every row's law is compiled."""
@@ -377,15 +387,7 @@ class NativeExecutor:
             survival=address(survival) if least else None,
             states=None if states is None else states.data_ptr(),
         )
-        frame = CPass(
-            num_threads=torch.get_num_threads(),
-            keys=cache.keys.data_ptr(),
-            values=cache.values.data_ptr(),
-            num_slots=cache.keys.shape[2],
-            cos=self.parts.rope.cos.data_ptr(),
-            sin=self.parts.rope.sin.data_ptr(),
-        )
-        self.lib.forerun_chains(self.pointer, chains, frame)
+        self.lib.forerun_chains(self.pointer, chains, self.frame(cache))
         rows = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
         guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in rows]
         if not least:

@@ -102,6 +102,19 @@ class TorchExecutor:
         turns: tuple[Tensor, Tensor],
     ) -> Float[Tensor, "rows hidden"]:
         """What attention adds; `x` is normed. Keys and values go to `store`; `turns` are cosines and sines."""
+        total, queries = len(batch.tokens), self.looking(layer, x, batch, store, turns)
+        mixed = attend(queries, *store, batch.paths, layer.window, layer.sinks)
+        return layer.out(pad_rows(mixed.view(total, -1), len(x)))
+
+    def looking(
+        self,
+        layer: Attention,
+        x: Float[Tensor, "rows inputs"],
+        batch: TokenBatch,
+        store: tuple[Tensor, Tensor],
+        turns: tuple[Tensor, Tensor],
+    ) -> Float[Tensor, "total heads head_dim"]:
+        """The queries of what is read; its keys and values go to `store`."""
         c, total, (keys, values) = self.parts.config, len(batch.tokens), store
         qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
@@ -116,8 +129,14 @@ class TorchExecutor:
         rotated = rotate(rotated, *turns)
         keys.index_copy_(1, batch.slots, rotated[:total, c.heads :].transpose(0, 1))
         values.index_copy_(1, batch.slots, value.transpose(0, 1))
-        mixed = attend(rotated[:total, : c.heads], keys, values, batch.paths, layer.window, layer.sinks)
-        return layer.out(pad_rows(mixed.view(total, -1), len(x)))
+        return rotated[:total, : c.heads]
+
+    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+        """Keys and values alone, layer by layer; nothing looks at them yet."""
+        read = pad_rows(read, padded_rows(len(read)))
+        for i, layer in enumerate(self.parts.layers):
+            turns = self.turns(batch.positions + layer.attention.first_turn, len(read))
+            self.looking(layer.attention, read, batch, (cache.keys[i], cache.values[i]), turns)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32."""
