@@ -142,10 +142,13 @@ SERVED = {
     "medusa, hydra": StudentSizes(heads=3, hydra=True),
     "eagle": StudentSizes(mlp=48),
     "eagle, shared head": StudentSizes(mlp=48, shared_head=True),
-    "eagle, shared head of some tokens": StudentSizes(mlp=48, shared_head=True, draft_vocab=300),
+    "eagle, some tokens": StudentSizes(mlp=48, shared_head=True, draft_vocab=300),
     "mtp": StudentSizes(mlp=48),
+    "mtp, some tokens": StudentSizes(mlp=48, draft_vocab=300),
     "mtp, portable": StudentSizes(mlp=48, portable=True),
     "block": BLOCK,
+    "block, some tokens": replace(BLOCK, draft_vocab=300),
+    "block, selector of some tokens": replace(BLOCK, selector_rank=8, draft_vocab=300),
     "block, selector": replace(BLOCK, selector_rank=8),
     "block, portable": replace(BLOCK, markov_rank=8, portable=True),
 }
@@ -175,7 +178,12 @@ class Told:
 
 
 @pytest.mark.short(
-    "draft", "early-exit", "medusa, hydra", "eagle, shared head of some tokens", "mtp, portable", "block"
+    "draft",
+    "early-exit",
+    "medusa, hydra",
+    "eagle, some tokens",
+    "mtp, some tokens",
+    "block, some tokens",
 )
 @pytest.mark.parametrize("name", SERVED)
 def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(

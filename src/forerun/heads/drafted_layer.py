@@ -8,9 +8,7 @@ That is what a drafter's cache holds while it serves, so layers learn at every d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -20,7 +18,6 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import KeysAndValues, TrainedLayer
-from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.config import ModelConfig
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
@@ -45,12 +42,6 @@ class DraftedStudent(Student):
         """With these tokens' rows of the target's head."""
         ids = ids.to(self.head.device)
         return replace(self, vocabulary=ids, head=self.head[ids])
-
-    def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The layer, and whose tokens its head's are, where these are not all."""
-        if self.vocabulary is not None:
-            weights = {**weights, OFFSETS: offsets_of(self.vocabulary)}
-        super().write(weights, folder)
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The states that are read beside the tokens behind them, at the first step."""

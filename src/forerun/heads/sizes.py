@@ -34,7 +34,7 @@ class StudentSizes:
         bool | None, Option("--shared-head", help="medusa, eagle: with the target's output matrix alone.")
     ] = None
     draft_vocab: Annotated[
-        int | None, Option(help="eagle: how many tokens it guesses, the most frequent ones; default: all.")
+        int | None, Option(help="eagle, block, mtp: how many tokens it guesses, the most frequent ones; default: all.")
     ] = None
     block: Annotated[int | None, Option(help="block: guesses of a block; default: 8.")] = None
     markov_rank: Annotated[

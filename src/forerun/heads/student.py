@@ -19,6 +19,7 @@ from forerun.annotations import Bool, Float, Int
 from forerun.draft.spec import DraftSpec
 from forerun.heads.fresh import save_config, save_weights, stored_dtype, trainable
 from forerun.heads.sizes import StudentSizes
+from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.loading import Blueprint
 
 Begun = TypeVar("Begun", bound="Student")
@@ -175,7 +176,10 @@ class Student:
         raise NotImplementedError
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Put a checkpoint with these weights into an empty folder; what the target has is left out."""
+        """Put a checkpoint with these weights, and the ids of its tokens, into an empty folder; what the target has is
+        left out."""
+        if self.vocabulary is not None:
+            weights = {**weights, OFFSETS: offsets_of(self.vocabulary)}
         save_weights(weights, self.dtype, folder)
         save_config(self.values, folder)
 

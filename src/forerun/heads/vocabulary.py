@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.errors import UnsupportedModel
 from forerun.heads.layouts import DraftFiles, TargetFacts
-from forerun.models.chains import SameIds
+from forerun.models.chains import IdExchange, SameIds
 from forerun.models.weights import Checkpoint
 
 OFFSETS, MASK = "d2t", "t2d"
@@ -34,6 +34,12 @@ class DraftVocabulary(SameIds):
         if len(logits) == 0:
             return logits.new_empty(0, self.vocab_size)
         return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
+
+
+def exchange_of(ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> IdExchange:
+    """What exchanges the ids of a head of these tokens for the target's."""
+    every = len(ids) == vocab_size and bool((ids == torch.arange(vocab_size)).all())
+    return SameIds(vocab_size, vocab_size) if every else DraftVocabulary(vocab_size, ids)
 
 
 def offsets_of(ids: Int[Tensor, " draft_vocab"]) -> Int[Tensor, " draft_vocab"]:

@@ -46,7 +46,7 @@ from forerun.heads.speculators import (
     package_layer,
     refuse_fields,
 )
-from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, with_id_tables
+from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, head_ids, with_id_tables
 from forerun.models.config import config_of
 
 KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their values where they are not given
@@ -160,7 +160,11 @@ def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> Dr
         if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
             wanted = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
             raise UnsupportedModel(f"{files.folder}: {wanted}")
-    return files.without(*tables)
+    files = files.without(*tables)
+    if OFFSETS not in files.tensors or HEAD in files.tensors:
+        return files
+    head = of.head()[head_ids(files, of.config.vocab_size)].to(files.tensors[MAP].dtype)
+    return replace(files, tensors={**files.tensors, HEAD: head})
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:

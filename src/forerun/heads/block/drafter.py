@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
@@ -39,8 +39,8 @@ from forerun.heads.block.network import MASKED, BlockDecoder
 from forerun.heads.block.student import BlockStudent
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
-from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
-from forerun.models.chains import IdExchange, SameIds
+from forerun.heads.vocabulary import MASK, OFFSETS, exchange_of, read_ids
+from forerun.models.chains import IdExchange
 from forerun.models.decoder import Decoder, States
 from forerun.models.projections import ADDING
 from forerun.models.runner import DeviceTokens, Read, Runner
@@ -117,11 +117,11 @@ class BlockDrafter(Follower):
 
 @dataclass(frozen=True, slots=True)
 class BlockBlueprint(FolderBlueprint):
-    """`block:DIR`: a drafter that was checked, not loaded; `ids` are between those of its head and the target's."""
+    """`block:DIR`: a drafter that was checked, not loaded; `ids` are the target's of its head's tokens."""
 
     folder: HeadFolder
     tensors: BlockTensors
-    ids: IdExchange
+    ids: Int[Tensor, " draft_vocab"]
 
     @classmethod
     def of(cls, folder: HeadFolder) -> BlockBlueprint:
@@ -131,25 +131,27 @@ class BlockBlueprint(FolderBlueprint):
         tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
         folder.check(tensors.shapes(), TITLE, (OFFSETS, MASK))
         size = target.config.vocab_size
-        if tensors.draft_vocab == size and OFFSETS not in checkpoint:
-            return cls(folder, tensors, SameIds(size, size))
-        return cls(folder, tensors, DraftVocabulary(size, read_ids(checkpoint, tensors.draft_vocab, size)))
+        return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, size))
 
     @property
     def memory(self) -> ModelMemory:
         """What it takes once loaded."""
-        return self.folder.memory(self.tensors.config.layers, self.tensors.shapes(), self.tensors.tables)
+        tensors = self.tensors
+        shared = 0 if tensors.own_head else len(self.ids)
+        return self.folder.memory(tensors.config.layers, tensors.shapes(), tensors.tables, shared)
 
     def load(self, max_model_len: int, target: Decoder) -> BlockDecoder:
         """The layers and what stands on them, for texts of `max_model_len` at most."""
         config, layers = self.tensors.config, self.tensors.config.layers
         layers = replace(layers, max_positions=min(max_model_len + config.block_size, layers.max_positions))
         tensors = replace(self.tensors, config=replace(config, layers=layers))
-        return BlockDecoder(tensors, self.folder, target, self.ids.spread)
+        return BlockDecoder(tensors, self.folder, target, self.ids)
 
     def build(self, num_tokens: int, target: Runner) -> BlockDrafter:
         """The drafter for engines on this runner."""
-        return BlockDrafter(self.load(target.decoder.config.max_positions, target.decoder), num_tokens, self.ids)
+        config = target.decoder.config
+        ids = exchange_of(self.ids, config.vocab_size)
+        return BlockDrafter(self.load(config.max_positions, target.decoder), num_tokens, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, the map of the states that they read, and what stands on their own."""

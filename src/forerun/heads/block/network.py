@@ -41,6 +41,7 @@ from forerun.heads.block.format import (
     BlockTensors,
 )
 from forerun.heads.folder import HeadFolder
+from forerun.heads.vocabulary import exchange_of
 from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear
@@ -55,21 +56,21 @@ SpreadLogits = Callable[[Tensor], Tensor]  # logits over the head's own ids to t
 class BlockDecoder(Decoder):
     """The layers as a decoder, with `heads` on its states.
 
-    It reads the target's states as context, if given any, and else the tokens of blocks. `spread` maps logits over the
-    ids of its own head to those over the target's.
+    It reads the target's states as context, if given any, and else the tokens of blocks. `ids` are the
+    tokens of its head.
     """
 
-    def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, spread: SpreadLogits) -> None:
+    def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
         shapes, self.block = tensors.shapes(), tensors.config
 
         def take(name: str, _shape: tuple[int, ...]) -> Tensor:
             name = name.removeprefix("model.")
             return folder.checkpoint.take(name, shapes[name]) if name in shapes else target.embedding
 
-        self.shared_head = None if tensors.own_head else target.head
+        self.shared_head = None if tensors.own_head else folder.shared_head(ids, target)
         self.head_shape = (tensors.draft_vocab, tensors.config.layers.hidden)
         super().__init__(tensors.config.layers, take, target.dtype, folder.backend, folder.target.quantize)
-        self.heads = BlockHeads.load(tensors, folder, spread)
+        self.heads = BlockHeads.load(tensors, folder, exchange_of(ids, tensors.config.layers.vocab_size).spread)
         self.fc = folder.make(take(MAP, ()))
         self.hidden_norm = take(MAP_NORM, ())
         mask_id = self.block.mask_id

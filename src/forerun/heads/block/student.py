@@ -58,12 +58,13 @@ FADES = 4.0  # depths after which a guess counts 1/e
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStudent(Student):
-    """A block drafter in training. `embedding` and `head` are the target's, and stay as they are."""
+    """A block drafter in training. `embedding` and `head` are the target's, the latter of the ids in `vocabulary`, and
+    stay as they are."""
 
     kind: ClassVar[str] = "block"
     config: BlockConfig
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "vocab hidden"]
+    head: Float[Tensor, "head_vocab hidden"]
     rope: RopeTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,18 @@ class BlockStudent(Student):
 
         Raises InvalidRequest.
         """
-        sizes.only(cls.kind, "layers", "mlp", "block", "markov_rank", "selector_rank", "confidence", "taps", "portable")
+        usual = (
+            "layers",
+            "mlp",
+            "block",
+            "markov_rank",
+            "selector_rank",
+            "confidence",
+            "taps",
+            "portable",
+            "draft_vocab",
+        )
+        sizes.only(cls.kind, *usual)
         of = target.config
         values = values_of(target, sizes)
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
@@ -113,6 +125,11 @@ class BlockStudent(Student):
             most_depth=config.most_depth,
         )
 
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> BlockStudent:
+        """With these tokens' rows of the target's head."""
+        ids = ids.to(self.head.device)
+        return replace(self, vocabulary=ids, head=self.head[ids])
+
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every guess of the blocks from these roots, and the confidence in it."""
         c = self.config
@@ -138,7 +155,8 @@ class BlockStudent(Student):
             return found + functional.linear(w[MARKOV_W1][before], w[MARKOV_W2])
         if SELECTOR not in w:
             return found
-        pairs = functional.linear(w[PREDECESSORS][before] * functional.linear(states, w[SELECTOR]), w[SUCCESSORS])
+        after = w[SUCCESSORS] if self.vocabulary is None else w[SUCCESSORS][self.vocabulary]
+        pairs = functional.linear(w[PREDECESSORS][before] * functional.linear(states, w[SELECTOR]), after)
         if whole:
             return found + pairs
         flat = found.flatten(0, 1)
@@ -187,6 +205,7 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     of, block = target.config, sizes.block or BLOCK_SIZE
     mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
     check_most("block", block, MOST_DEPTH)
+    check_most("draft_vocab", sizes.draft_vocab or 1, of.vocab_size)
     usual = 0 if sizes.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
     rank = usual if sizes.markov_rank is None else sizes.markov_rank
     if sizes.markov_rank and sizes.selector_rank:
@@ -201,6 +220,7 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     return {
         **author_values(layers, block, mask_id if sizes.portable else None, rank, sizes.selector_rank or 0, confident),
         "vocab_size": of.vocab_size,
+        **({} if sizes.draft_vocab is None else {"draft_vocab_size": sizes.draft_vocab}),
         **layer_values(target, sizes.layers or LAYERS, sizes.mlp),
     }
 

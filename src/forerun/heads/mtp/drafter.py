@@ -14,17 +14,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import FolderBlueprint, HeadBlueprint, HeadParts, WideDrafter, widened_layers
 from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules
+from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules, guessed_ids
 from forerun.heads.mtp.network import UNKNOWN, MtpDecoder
 from forerun.heads.mtp.student import MtpStudent
-from forerun.models.chains import SameIds
+from forerun.heads.vocabulary import exchange_of
+from forerun.models.chains import IdExchange
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
@@ -32,14 +33,14 @@ from forerun.models.widen import Plan
 
 
 class MtpDrafter(StateFollower):
-    """Drafts with a target's `modules`, and a cache of `num_tokens`."""
+    """Drafts with a target's `modules`, and a cache of `num_tokens`; `ids` are between its guesses and the target's."""
 
     names: tuple[str, ...] = ("mtp",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, modules: MtpDecoder, num_tokens: int) -> None:
+    def __init__(self, modules: MtpDecoder, num_tokens: int, ids: IdExchange) -> None:
         config = modules.config
-        super().__init__(Runner.of(modules, num_tokens), SameIds(config.vocab_size, config.vocab_size))
+        super().__init__(Runner.of(modules, num_tokens), ids)
         self.num_modules = len(modules.modules)
         self.hidden = config.hidden
 
@@ -75,12 +76,13 @@ class MtpBlueprint(FolderBlueprint):
 
     folder: HeadFolder
     tensors: MtpTensors
+    ids: Int[Tensor, " draft_vocab"]
 
     @classmethod
     def of(cls, folder: HeadFolder, ships: bool = False) -> MtpBlueprint:
         """The modules in a folder, which `ships` says is the target's own. Raises ModelError as `check_modules`."""
         folder.refuse_devices("MTP modules")
-        return cls(folder, check_modules(folder, ships))
+        return cls(folder, check_modules(folder, ships), guessed_ids(folder, ships))
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
@@ -92,17 +94,20 @@ class MtpBlueprint(FolderBlueprint):
     @property
     def memory(self) -> ModelMemory:
         """What they take once loaded; tables of their own count as they are stored."""
-        return self.folder.memory(self.tensors.config, self.tensors.shapes(), self.tensors.own)
+        tensors = self.tensors
+        return self.folder.memory(tensors.config, tensors.shapes(), tensors.own, shared_rows=len(self.ids))
 
     def load(self, max_model_len: int, target: Decoder) -> MtpDecoder:
         """The modules, for texts of `max_model_len` at most."""
         config = self.tensors.config
         config = replace(config, max_positions=min(max_model_len, config.max_positions))
-        return MtpDecoder(replace(self.tensors, config=config), self.folder, target)
+        return MtpDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
 
     def build(self, num_tokens: int, target: Runner) -> MtpDrafter:
         """The drafter for engines on this runner."""
-        return MtpDrafter(self.load(target.decoder.config.max_positions, target.decoder), num_tokens)
+        config = target.decoder.config
+        ids = exchange_of(self.ids, config.vocab_size)
+        return MtpDrafter(self.load(config.max_positions, target.decoder), num_tokens, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """Modules in a folder of their own: what they map into their residual stream stays 0 in the new channels."""

@@ -15,7 +15,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from forerun.annotations import Int
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
@@ -31,6 +33,7 @@ from forerun.heads.speculators import (
     package_layer,
     refuse_fields,
 )
+from forerun.heads.vocabulary import OFFSETS, read_ids
 from forerun.models.bundled import BUNDLED, TARGET
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
@@ -40,6 +43,7 @@ from forerun.models.weights import Checkpoint
 
 COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names of one number
 SHAPE_KEY = "hidden_size"  # a folder that says it describes its modules' layers; else they are shaped as the target's
+DRAFT_VOCAB = "draft_vocab_size"  # of how many tokens guesses are, which `d2t` names
 SIGNS = HeadSigns()
 KIND, COUNT = "mtp", COUNT_KEYS[0]  # its type in speculators, and what a number of modules is called there
 
@@ -104,8 +108,18 @@ def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
         f"{tensors.config.family}"
     )
     others = checkpoint.stored.keys() - modules.tensors if ships else ()
-    folder.check(shapes, heads, (*tables, *others), "or name a folder with the modules alone")
+    folder.check(shapes, heads, (*tables, *others, OFFSETS), "or name a folder with the modules alone")
     return replace(tensors, own=frozenset(own_tables(tensors, checkpoint, target)))
+
+
+def guessed_ids(folder: HeadFolder, ships: bool) -> Int[Tensor, " draft_vocab"]:
+    """The tokens that the modules guess: all of the target's, or those of a folder of its own that names some.
+
+    Raises UnsupportedModel for a number or a table of them that cannot be.
+    """
+    vocab_size = folder.target.config.vocab_size
+    draft_vocab = vocab_size if ships else folder.fields.whole(DRAFT_VOCAB, vocab_size, most=vocab_size)
+    return read_ids(folder.checkpoint, draft_vocab, vocab_size)
 
 
 def layer_config(folder: HeadFolder, ships: bool, naming: MtpNaming) -> ModelConfig:

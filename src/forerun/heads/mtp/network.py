@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.format import MtpTensors
@@ -48,10 +48,11 @@ class MtpDecoder(StateDecoder):
 
     Row p of a text is its token p + 1, beside what is known of the tokens up to p. A pass reads through all modules, or
     the last ones: `inputs` has the states of each, side by side, and the pass gives the normed output of each likewise.
-    UNKNOWN is a state that the module before gives for the row before. Logits are those of the first module that read.
+    UNKNOWN is a state that the module before gives for the row before. Logits are those of the first module that read,
+    for the tokens `ids`.
     """
 
-    def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder) -> None:
+    def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
         shapes, naming, backend, quantize = tensors.shapes(), tensors.naming, folder.backend, folder.target.quantize
 
         def take(name: str) -> Tensor:
@@ -69,9 +70,8 @@ class MtpDecoder(StateDecoder):
             entry = StateEntry(folder.make(weight), token_norm, state_norm, norm, naming.state_first)
             table, head = (tensors.name(module, name or "") for name in (naming.embedding, naming.head))
             embedding = take(table) if table in tensors.own else target.embedding
-            self.modules.append(
-                MtpModule(embedding, entry, make_head(take(head)) if head in tensors.own else target.head)
-            )
+            own_head = make_head(take(head)[ids]) if head in tensors.own else None
+            self.modules.append(MtpModule(embedding, entry, own_head or folder.shared_head(ids, target)))
         if len(self.modules) == 1:  # several take turns, step by step
             own = self.modules[0]
             self.embedding, self.head = own.embedding, own.head

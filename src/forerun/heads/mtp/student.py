@@ -22,8 +22,8 @@ from forerun.annotations import Float, Int
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
-from forerun.heads.mtp.format import COUNT_KEYS, MtpTensors
-from forerun.heads.sizes import StudentSizes
+from forerun.heads.mtp.format import COUNT_KEYS, DRAFT_VOCAB, MtpTensors
+from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import TextBatch
 from forerun.heads.trained_layer import KeysAndValues
 from forerun.models.config import config_of
@@ -49,13 +49,15 @@ class MtpStudent(DraftedStudent):
 
         A portable one has norms on queries and keys, as modules of `speculators` have.
         """
-        sizes.only(cls.kind, "mlp", "portable")
-        of = target.config
+        sizes.only(cls.kind, "mlp", "portable", "draft_vocab")
+        of, num_ids = target.config, sizes.draft_vocab
+        check_most("draft_vocab", num_ids or 1, of.vocab_size)
         values = {
             "model_type": "qwen3" if sizes.portable else "llama",
             COUNT_KEYS[-1]: 1,
             "vocab_size": of.vocab_size,
             **layer_values(target, 1, sizes.mlp),
+            **({} if num_ids is None else {DRAFT_VOCAB: num_ids}),
         }
         config = config_of(Fields(Path("the module's config.json"), values))
         weights = drawn_weights(MtpTensors(config, QWEN, of.layers).shapes(), seed)
