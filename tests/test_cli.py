@@ -4,6 +4,7 @@ Most tests answer with a scripted model, so that what is shown can be told exact
 """
 
 import inspect
+import io
 import json
 import shutil
 import signal
@@ -21,12 +22,16 @@ from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.accept.stop import StopChecker
 from forerun.cache.plan import MemoryShares, ModelMemory
+from forerun.card import Painter
+from forerun.commands.answering import Reply
 from forerun.commands.bench import BenchOptions
 from forerun.commands.prove import ProveOptions
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM
 from forerun.options import LoadingOptions, ModelOptions
 from forerun.sampling.params import SamplingParams
+from forerun.serve.parts import AnswerForm
+from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from heads.adapters import adapter_of
 from kit.checkpoints import SMALL, TARGET
@@ -265,8 +270,6 @@ CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assis
 
 @pytest.fixture
 def talking(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
-    from forerun.text.chat import ChatTemplate
-
     monkeypatch.setattr(llm, "tokenizer", Tokenizer(TOKENIZER._backend, template=ChatTemplate(CHAT, "a test")))
     return llm
 
@@ -304,9 +307,34 @@ def test_ctrl_c_cancels_the_answer_and_not_the_program(talking: ScriptedLLM) -> 
     assert asked(talking)[1].startswith("<user>hi\n<assistant>Once upon a time, there\n<user>and?")
 
 
-def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.text.chat import ChatTemplate
+def test_reasoning_is_shown_apart_and_is_no_part_of_the_conversation(
+    talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "STORY", TOKENIZER.encode("<think>\nWe look.\n</think>\n\nA dog."))
+    thinking = ChatTemplate(CHAT + "{# until </think> #}", "a test")
+    monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=thinking))
+    result = forerun_("chat", "--model", "m", stdin="hi\nand?\n")
+    assert result.stdout == "We look.\n\nA dog." * 2
+    assert asked(talking)[1] == "<user>hi\n<assistant>A dog.\n<user>and?\n<assistant>"
+    painted = forerun_("chat", "--model", "m", stdin="hi\n", FORCE_COLOR="1").stdout
+    assert "\x1b[2m" in painted.partition("A")[0]
+    assert "\x1b[2m" not in painted.partition("dog")[2]
 
+
+def test_of_channels_the_final_one_is_kept() -> None:
+    tags = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    form = AnswerForm(begun="<|start|>assistant", special={tag: i for i, tag in enumerate(tags)})
+    pieces = [tags[0], "analysis", tags[1], "We ", "look.", tags[2], tags[3], "assistant"]
+    pieces += [tags[0], "final", tags[1], "A <|end|>", " dog.", "<|other|>"]
+    reply = Reply(form, Painter(Console(file=io.StringIO()), plain=True))
+    for piece in pieces:
+        reply.add(Segment(piece, Origin.TARGET, special=piece in (*tags, "<|other|>")))
+    reply.close()
+    assert reply.content == "A <|end|> dog."
+    assert reply.painter._console.file.getvalue() == "We look.\n\nA <|end|> dog."  # type: ignore[attr-defined]
+
+
+def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}" + CHAT
     monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=ChatTemplate(refusing, "t")))
     result = chat(lines="no\nyes\n")

@@ -27,6 +27,7 @@ STYLES = {
     Origin.BONUS: Style(color="cyan"),
     Origin.TARGET: Style(),
 }
+THOUGHT = Style(dim=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,11 @@ class Painter:
         self._console = console
         self.colours = not plain and console.color_system is not None and not console.no_color
 
-    def write(self, text: str, origin: Origin) -> None:
-        """One piece of text, at once."""
+    def write(self, text: str, origin: Origin, *, thought: bool = False) -> None:
+        """One piece of text, at once; what the model thought is dim, whatever its origin."""
         if self.colours:
-            text = STYLES[origin].render(text, color_system=ColorSystem.STANDARD)
+            style = THOUGHT if thought else STYLES[origin]
+            text = style.render(text, color_system=ColorSystem.STANDARD)
         self._console.file.write(text)
         self._console.file.flush()
 

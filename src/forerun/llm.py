@@ -272,7 +272,7 @@ class LLM:
             prompts, sampling_params, speculation=speculation, tenant=tenant, progress=progress, use_tqdm=use_tqdm
         )
 
-    def chat_prompt(self, conversation: Conversation, options: ChatOptions | None = None) -> Prompt:
+    def chat_prompt(self, conversation: Conversation, options: ChatOptions | None = None) -> dict[str, Any]:
         """A conversation as a prompt for `generate` and `stream`: the template's text, and its tokens."""
         text = (options or ChatOptions()).render(self.tokenizer, conversation)
         ids = self.tokenizer.encode_within(text, self.plan.max_model_len, add_special_tokens=False)

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from forerun.accept.commit import Origin
-from forerun.accept.delta import Delta
+from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Stats
 from forerun.card import AnswerTiming, Painter, Setting, run_card
 from forerun.commands.destination import Result
@@ -27,6 +27,7 @@ from forerun.models.spec import ModelSpec
 from forerun.options import AnswerOptions, ModelOptions
 from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
+from forerun.serve.parts import AnswerForm, AnswerPart, AnswerSplitter
 from forerun.text.files import template_of
 
 
@@ -119,7 +120,8 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
     """Load the model, stream its answer to standard output, and tell of it on a card or as JSON."""
     model = LoadedModel.of(where, how)
     llm, painter = model.llm, Painter(Console(), how.raw)
-    said = answer(model, text, (lambda *_: None) if result.as_json else painter.write)
+    show = (lambda _: None) if result.as_json else lambda segment: painter.write(segment.text, segment.origin)
+    said = answer(model, text, show)
     if not result.as_json:
         painter.end()
         if not painter.visible:
@@ -131,7 +133,37 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
     return said
 
 
-def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[str, Origin], None]) -> StreamedAnswer:
+class Reply:
+    """An answer in a conversation as it is shown, its reasoning apart, and its `content`, which is kept."""
+
+    def __init__(self, form: AnswerForm, painter: Painter) -> None:
+        self.form, self.painter = form, painter
+        self.splitter = AnswerSplitter(form)
+        self.content = ""
+        self.thinking = False  # at the end of what was shown
+        self.origin = Origin.TARGET
+
+    def add(self, segment: Segment) -> None:
+        """Show what is certain with the next segment; special tokens are shown nowhere."""
+        if segment.special and segment.text not in self.form.special:
+            return
+        self.origin = segment.origin
+        self.show(self.splitter.feed(self.splitter.literals.broken(segment.text, segment.special)))
+
+    def close(self) -> None:
+        """Show the rest, once the answer has ended."""
+        self.show(self.splitter.close())
+
+    def show(self, parts: Sequence[AnswerPart]) -> None:
+        """Write parts, with an empty line between reasoning and what follows it."""
+        for part in parts:
+            thought = part.kind == "reasoning"
+            self.painter.write("\n\n" * (self.thinking and not thought) + part.text, self.origin, thought=thought)
+            self.thinking = thought
+            self.content += "" if thought else part.text
+
+
+def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[Segment], None]) -> StreamedAnswer:
     """Streams one answer through `show`. After Ctrl-C it ends with the finish reason "cancelled"."""
     result, bar = StreamedAnswer(), LoadingBar(model.errors)
     started_s = time.perf_counter()
@@ -145,7 +177,7 @@ def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[str,
             result.origins += delta.origins
             for segment in delta.segments:
                 result.text += segment.text
-                show(segment.text, segment.origin)
+                show(segment)
             result.finish_reason, result.stop_reason = delta.finish_reason, delta.stop_reason
             if interrupt.asked and result.finish_reason is None:
                 result.finish_reason = "cancelled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,9 @@ def chat(
         from rich.console import Console
 
         from forerun.card import Painter, speed_line
-        from forerun.commands.answering import LoadedModel, answer, require_template
+        from forerun.commands.answering import LoadedModel, Reply, answer, require_template
+        from forerun.messages import ChatOptions
+        from forerun.serve.template_forms import answer_form
     require_template(where.spec)
     model = LoadedModel.of(where, how)
     llm, errors, painter = model.llm, model.errors, Painter(Console(), how.raw)
@@ -53,12 +56,16 @@ def chat(
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                ids = llm.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-                said = answer(model, ids, painter.write)
+                prompt = llm.chat_prompt(asked)
+                form = answer_form(ChatOptions(), prompt["prompt"], None, None, llm.tokenizer)
+                reply = Reply(form, painter)
+                shown = replace(model.params, skip_special_tokens=not form.shown_special_ids)
+                said = answer(replace(model, params=shown), prompt["prompt_token_ids"], reply.add)
+                reply.close()
             except InvalidRequest as error:  # the turn leaves no trace
                 show_error(error)
                 continue
-            messages = [*asked, {"role": "assistant", "content": said.text.strip()}]
+            messages = [*asked, {"role": "assistant", "content": reply.content.strip()}]
             painter.end()
             note = "cancelled; " if said.finish_reason == "cancelled" else ""
             speed = f"[{note}{speed_line(said.timing, llm.stats)}{label}]"
