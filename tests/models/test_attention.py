@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -73,8 +74,8 @@ def test_the_padding_is_the_smallest_under_which_a_kernel_is_invariant(
     """A kernel that adds in another order where its queries are no multiple of `rows`; for 24, no padding will do."""
     honest = attend_path
 
-    def fickle(q: Tensor, keys: Tensor, values: Tensor, path: object, window: int | None) -> Tensor:
-        found = honest(q, keys, values, path, window)
+    def fickle(q: Tensor, keys: Tensor, values: Tensor, path: object, window: int | None, **more: Any) -> Tensor:
+        found = honest(q, keys, values, path, window, **more)
         return found + 1e-7 if len(q) % rows else found
 
     monkeypatch.setattr(attention, "attend_path", fickle)

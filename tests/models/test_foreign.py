@@ -193,7 +193,7 @@ def test_configurations_that_undo_a_quantisation_exist_in_transformers() -> None
 @pytest.mark.parametrize(
     ("architecture", "part", "inner"),
     [
-        ("Gemma3ForConditionalGeneration", "text_config", "gemma3_text"),
+        ("PaliGemmaForConditionalGeneration", "text_config", "gemma2"),
         ("Llama4ForConditionalGeneration", "text_config", "llama4_text"),
         ("Qwen2_5_VLForConditionalGeneration", "text_config", "qwen2_5_vl_text"),
         ("InternVLChatModel", "llm_config", "qwen2"),

@@ -51,7 +51,14 @@ NAMES = {
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "exaone4": "Exaone4",
+    "gemma2": "Gemma2",
+    "ministral3": "Ministral3",
+    "internlm3": "InternLM3",
+    "cohere2": "Cohere2",
+    "starcoder2": "Starcoder2",
 }
+GELU = ("gemma2", "gemma3_text", "starcoder2")
+EPS = {"cohere2": "layer_norm_eps", "starcoder2": "norm_epsilon"}  # the others': rms_norm_eps
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 SPARSE: dict[str, dict[str, Any]] = {  # what these families cannot do without
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
@@ -74,9 +81,9 @@ def of_family(family: str) -> dict[str, Any]:
 
 def expected_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     """What transformers' modelling code does with these attributes."""
-    if config.model_type in ("llama", "granite", "glm4", "olmo2"):
+    if config.model_type in ("llama", "granite", "glm4", "olmo2", "internlm3"):
         return (None,) * config.num_hidden_layers
-    if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3"):
+    if config.model_type in ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3", "starcoder2"):
         return (config.sliding_window,) * config.num_hidden_layers
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
@@ -96,7 +103,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     absent = object()
     choices: dict[str, list[Any]] = {
         "head_dim": [absent, 4, 16, 128],
-        "rms_norm_eps": [absent, 1e-6, 1e-5],
+        EPS.get(raw["model_type"], "rms_norm_eps"): [absent, 1e-6, 1e-5],
         "rope_theta": [absent, 500.0, 1e6],
         "tie_word_embeddings": [absent, True, False],
         "attention_bias": [absent, True, False],
@@ -105,7 +112,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         "use_sliding_window": [absent, True, False],
         "max_window_layers": [absent, 0, 1, 2, 5],
         "torch_dtype": [absent, "float32", "float16", "bfloat16"],
-        "hidden_act": [absent, "gelu_pytorch_tanh" if raw["model_type"] == "gemma3_text" else "silu"],
+        "hidden_act": [absent, "gelu_pytorch_tanh" if raw["model_type"] in GELU else "silu"],
         "num_key_value_heads": [None, 1, 2, 4, 8],
     }
     if raw["model_type"] in ("qwen2_moe", "qwen3_moe"):
@@ -122,7 +129,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             raw[key] = value
     if raw["model_type"] not in ("llama", "qwen2", "qwen3") and raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = 8
-    windowed = ("gpt_oss", "qwen2_moe", "exaone4", "gemma3_text", "olmo3", "smollm3")
+    windowed = ("gpt_oss", "qwen2_moe", "exaone4", "gemma2", "gemma3_text", "olmo3", "smollm3", "cohere2")
     if raw["model_type"] in windowed and raw.get("sliding_window", 0) is None:
         del raw["sliding_window"]
     return raw
@@ -145,7 +152,7 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
         "heads": "num_attention_heads",
         "kv_heads": "num_key_value_heads",
         "intermediate": "intermediate_size",
-        "norm_eps": "rms_norm_eps",
+        "norm_eps": EPS.get(theirs.model_type, "rms_norm_eps"),
         "tied": "tie_word_embeddings",
         "max_positions": "max_position_embeddings",
         "bos_id": "bos_token_id",
@@ -153,8 +160,13 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
         assert getattr(ours, field) == getattr(theirs, attribute), field
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     theta = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)["rope_theta"]
-    yarn = RopeConfig(theta, "yarn", 32.0, 4096, truncate=False)
-    assert ours.rope == (yarn if theirs.model_type == "gpt_oss" else RopeConfig(theta))
+    scaled = {
+        "gpt_oss": RopeConfig(theta, "yarn", 32.0, 4096, truncate=False),
+        "ministral3": RopeConfig(theta, "yarn", 16.0, 16_384, mscale=1.0, mscale_all_dim=1.0, query_beta=0.1),
+    }
+    assert ours.rope == scaled.get(theirs.model_type, RopeConfig(theta))
+    caps = [getattr(theirs, key, None) for key in ("attn_logit_softcapping", "final_logit_softcapping")]
+    assert [ours.score_cap, ours.logits_cap] == caps
     local = theirs.rope_parameters.get("sliding_attention")
     assert ours.local_rope == (None if local is None else RopeConfig(local["rope_theta"]))
     assert (ours.experts is not None) == any(is_sparse(theirs, layer) for layer in range(ours.layers))
@@ -182,6 +194,11 @@ def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
         ("qwen3", {"attention_bias": True, "mlp_bias": True}, (True, True, False)),
         ("mixtral", {"attention_bias": True}, (False, False, False)),
         ("glm4", {}, (True, False, False)),
+        ("cohere2", {"attention_bias": True}, (True, True, False)),
+        ("internlm3", {"qkv_bias": True}, (True, False, False)),
+        ("internlm3", {"bias": True}, (False, True, True)),
+        ("starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, (True, True, True)),
+        ("starcoder2", {"hidden_act": "gelu_pytorch_tanh", "use_bias": False}, (False, False, False)),
         ("qwen2_moe", {}, (True, False, False)),
         ("qwen2_moe", {"qkv_bias": False}, (False, False, False)),
         ("qwen3_moe", {"attention_bias": True}, (True, True, False)),
@@ -291,8 +308,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (of_family("qwen3_moe") | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
     (of_family("qwen3_moe") | {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'; it must be a list of layers"),
     (of_family("qwen3_moe") | {"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]; it must be a list of layers"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: type is 'dynamic'; supported are default"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: rope_type is 'longrope'; supported are"),
+    ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_scaling: type is 'mrope'; supported are default"),
+    ({"rope_parameters": {"rope_type": "axial"}}, "rope_parameters: rope_type is 'axial'; supported are"),
+    ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is None; it must be a number above 0"),
+    ({"rope_scaling": {"type": "longrope"}}, "short_factor is None; it must be 4 numbers above 0, one for each"),
+    ({"rope_scaling": {"type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [1, 0, 1, 1]}}, "long_factor"),
+    (of_family("gemma3_text") | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; gemma3_text is"),
+    (
+        of_family("gemma2") | {"hidden_activation": "gelu"},
+        "hidden_activation is 'gelu'; supported is gelu_pytorch_tanh",
+    ),
+    (of_family("starcoder2") | {"hidden_act": "relu"}, "hidden_act is 'relu'; supported is gelu_pytorch_tanh"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is None; it must be a number above 0"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one set of parameters for all layers"),
     (

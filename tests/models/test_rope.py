@@ -2,12 +2,13 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -30,15 +31,16 @@ def make(rope: dict[str, Any], head_dim: int) -> LlamaConfig:
     )
 
 
-def ours(config: LlamaConfig) -> RopeTables:
-    """Through config.json, as a checkpoint would come."""
+def ours(config: LlamaConfig, length: int | None = None) -> RopeTables:
+    """Through config.json, as a checkpoint would come; of an engine for texts of this length."""
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)
-        return rope_tables(read_config(Path(name)))
+        read = read_config(Path(name))
+    return rope_tables(replace(read, max_positions=length or read.max_positions))
 
 
-def theirs(config: LlamaConfig) -> RopeTables:
-    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(POSITIONS)[None])
+def theirs(config: LlamaConfig, length: int = POSITIONS) -> RopeTables:
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(length)[None])
     return RopeTables(cos[0], sin[0])
 
 
@@ -51,7 +53,7 @@ ORIGINAL = st.sampled_from([16, 24, 64, POSITIONS])
 FACTOR = st.floats(1.0, 16.0)
 ROPES = st.one_of(
     st.fixed_dictionaries({"rope_type": st.just("default"), "rope_theta": THETA}),
-    st.fixed_dictionaries({"rope_type": st.just("linear"), "rope_theta": THETA, "factor": FACTOR}),
+    st.fixed_dictionaries({"rope_type": st.sampled_from(["linear", "dynamic"]), "rope_theta": THETA, "factor": FACTOR}),
     st.fixed_dictionaries(
         {
             "rope_type": st.just("llama3"),
@@ -84,6 +86,7 @@ ROPES = st.one_of(
 @given(rope=ROPES, head_dim=st.sampled_from([2, 6, 8, 16, 64, 128]))
 @settings(max_examples=200, deadline=None)
 def test_tables_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    assume(head_dim > 2 or rope["rope_type"] != "dynamic")  # transformers divides by head_dim - 2
     config = make(rope, head_dim)
     expected, found = theirs(config), ours(config)
     assert found.cos.dtype == found.sin.dtype == torch.float32
@@ -127,3 +130,36 @@ def test_no_table_is_shared_out_to_threads(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(tables.cos) == 5000
     assert sum(sizes) == 2 * 5000 * 32, "all angles went through these functions"
     assert max(sizes) <= 2048
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64} | {
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+
+
+@pytest.mark.parametrize("rope", [LONG, LONG | {"factor": 2.0}, LONG | {"attention_factor": 1.3}], ids=str)
+def test_longrope_goes_by_the_longest_text(rope: dict[str, Any]) -> None:
+    """transformers goes by the text that it reads: here all of one length, which is what an engine is loaded for."""
+    config = make(rope, 8)
+    for length in (1, 63, 64, 65, POSITIONS):
+        expected, found = theirs(config, length), ours(config, length)
+        assert torch.equal(found.cos, expected.cos)
+        assert torch.equal(found.sin, expected.sin)
+
+
+def test_a_dynamic_base_grows_with_the_longest_text() -> None:
+    config = make({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 16)
+    for length in (POSITIONS // 2, POSITIONS, POSITIONS + 1, 3 * POSITIONS):
+        expected, found = theirs(config, length), ours(config, length)
+        torch.testing.assert_close(found.cos, expected.cos, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found.sin, expected.sin, rtol=0, atol=1e-4)
+
+
+def test_what_does_not_turn_is_not_scaled() -> None:
+    config = make(LONG | {"attention_factor": 1.5}, 8)
+    with tempfile.TemporaryDirectory() as name:
+        config.save_pretrained(name)
+        found = rope_tables(replace(read_config(Path(name)), head_dim=12, rotary_dim=8))
+    assert (found.cos[:, [4, 5, 10, 11]] == 1).all()
+    assert torch.equal(found.cos[0, :4], torch.full((4,), 1.5))

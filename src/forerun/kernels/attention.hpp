@@ -70,13 +70,15 @@ __attribute__((noinline)) void score(const float (*q)[MAX_HEAD], const float* bl
   for (int r = 0; r < Q; r++) store(scores + r * stride, sums(dots[r]));
 }
 
-// Scores to weights that add up to `total`, the sink's among them; the first of them belongs to key `first`, those
-// outside get 0.
-__attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64_t seen_from, int64_t position, float sink) {
-  const int64_t count = position + 1 - first;
+// Scores, softly bounded by `cap` unless it is 0, to weights that add up to `total`, the sink's among them; the first of
+// them belongs to key `first`, those outside get 0.
+__attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64_t seen_from, int64_t position, float sink,
+                                             float cap) {
+  const int64_t count = position + 1 - first, end = (count + LANES - 1) / LANES * LANES;
   const float never = -INFINITY;
+  if (cap)
+    for (int64_t k = 0; k < end; k += LANES) store(scores + k, soft_capped(load(scores + k), cap));
   for (int64_t k = 0; k < seen_from - first; k++) scores[k] = never;
-  const int64_t end = (count + LANES - 1) / LANES * LANES;
   for (int64_t k = count; k < end; k++) scores[k] = never;
   Floats top = all(never), total{};
   for (int64_t k = 0; k < end; k += LANES) top = larger(load(scores + k), top);
@@ -122,7 +124,7 @@ inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t str
 // Queries that share a key head, in ascending positions; `window` 0 means all keys. `scores` is a thread's own.
 template <typename T>
 void attend(const std::vector<Query>& queries, const Path& path, const T* keys, const T* values, int64_t head_dim,
-            int64_t window, float scale, std::vector<float>& scores) {
+            int64_t window, float scale, float cap, std::vector<float>& scores) {
   const int64_t width = (head_dim + LANES - 1) / LANES * LANES;
   const auto seen_from = [&](const Query& q) { return window && q.position >= window ? q.position + 1 - window : 0; };
   const int64_t first = seen_from(queries.front()) / LANES * LANES, end = queries.back().position + 1;
@@ -150,7 +152,8 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   }
   for (size_t i = 0; i < queries.size(); i++) {
     const int64_t own = seen_from(queries[i]) / LANES * LANES;  // where this query's own blocks begin
-    totals[i] = weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position, queries[i].sink);
+    totals[i] =
+        weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position, queries[i].sink, cap);
   }
   for (int64_t key = first; key < end; key += LANES) {
     load_block(values, path, key, end, head_dim, width, block);

@@ -60,11 +60,15 @@ inline const bfloat16* rows_of(const bfloat16* cache, const Path& path, int64_t 
   return copy;
 }
 
-// Scores to pairs of weights, as rows of queries; `last` and `from` are each lane's own keys. Returns the lanes' totals,
-// their sinks' weights among them.
+// Scores, softly bounded by `cap` unless it is 0, to pairs of weights, as rows of queries; `last` and `from` are each lane's
+// own keys. Returns the lanes' totals, their sinks' weights among them.
 inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints last, Ints from, Floats sinks, float scale,
-                          PairTile* weights) {
+                          float cap, PairTile* weights) {
   const Floats never = all(-INFINITY);
+  if (cap) {
+    for (int64_t k = 0; k < num_keys; k++) store(scores + k * LANES, soft_capped(load(scores + k * LANES) * scale, cap));
+    scale = 1.0f;
+  }
   const auto score_of = [&](int64_t k) {
     const Ints key = static_cast<int32_t>(first + k) - Ints{};
     return (key <= last) & (key >= from) ? load(scores + k * LANES) * scale : never;
@@ -90,7 +94,7 @@ inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints l
 }
 
 inline void attend_tiles(const std::vector<Query>& queries, const Path& path, const bfloat16* keys, const bfloat16* values,
-                         int64_t head_dim, int64_t window, float scale, TileScratch& s) {
+                         int64_t head_dim, int64_t window, float scale, float cap, TileScratch& s) {
   const int64_t width = (head_dim + PAIRED - 1) / PAIRED * PAIRED, value_tiles = width / LANES;
   const int num_tiles = (queries.size() + TILE - 1) / TILE;
   const auto seen_from = [&](const Query& q) { return window && q.position >= window ? q.position + 1 - window : 0; };
@@ -146,7 +150,8 @@ inline void attend_tiles(const std::vector<Query>& queries, const Path& path, co
       last[i] = query.position, from[i] = seen_from(query), sinks[i] = query.sink;
     }
     PairTile* const weights = s.weights + t * num_blocks;
-    const Floats totals = weigh_lanes(s.scores + t * num_keys * LANES, first, num_keys, last, from, sinks, scale, weights);
+    const Floats totals =
+        weigh_lanes(s.scores + t * num_keys * LANES, first, num_keys, last, from, sinks, scale, cap, weights);
     for (int64_t d = 0; d < value_tiles; d += 2) {  // two tiles of sums; a head's width is an even number of them
       _tile_zero(0);
       _tile_zero(1);

@@ -137,15 +137,17 @@ class Worker {  // one thread's part of a pass
     const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
     each_row([&](int64_t r) {
       add(r, l.attention_out_norm);
-      norm_stream(r, l.mlp_norm);
+      if (!l.parallel) norm_stream(r, l.mlp_norm);
       prepare_row(next, s.normed + r * hidden, rows, r);
     });
     product(next, rows);
     if (l.experts) return sparse(l, *l.experts, rows);
     const int64_t inner = l.every.down->depth;
     each_row([&](int64_t r) {
-      if (c.gelu) activate_row(s.wide + r * next.width, l.every.down->inputs, s.normed + r * inner, Gelu{});
-      else activate_row(s.wide + r * next.width, l.every.down->inputs, s.normed + r * inner, Silu{});
+      const float* wide = s.wide + r * next.width;
+      const bool plain = l.every.is_plain();
+      if (c.gelu) activate_row(wide, l.every.down->inputs, s.normed + r * inner, Gelu{}, plain);
+      else activate_row(wide, l.every.down->inputs, s.normed + r * inner, Silu{}, plain);
       prepare_row(*l.every.down, s.normed + r * inner, rows, r);
     });
     product(*l.every.down, rows);
@@ -224,7 +226,8 @@ class Worker {  // one thread's part of a pass
   void store_heads(const Layer& l, T* keys, T* values) {
     const int64_t num_heads = c.heads + 2 * c.kv_heads, count = pass.num_tokens * num_heads;
     for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++) {
-      const int64_t token = i / num_heads, head = i % num_heads, turn = (l.first_turn + pass.positions[token]) * c.head_dim;
+      const int64_t token = i / num_heads, head = i % num_heads;
+      const int64_t turn = (pass.positions[token] + (head < c.heads ? l.first_query_turn : l.first_turn)) * c.head_dim;
       float* x = s.wide + token * l.qkv->width + head * c.head_dim;
       if (head < c.heads + c.kv_heads) {
         const float* gain = l.qk_norm && !l.joint_norm ? l.qk_norm + head * c.head_dim : nullptr;
@@ -251,9 +254,9 @@ class Worker {  // one thread's part of a pass
     const Path path{pass.first_slots[task.path], pass.num_plain[task.path], sources};
 #if defined(FORERUN_AMX)
     if constexpr (std::is_same_v<T, bfloat16>)
-      if (has_amx()) return attend_tiles(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), tiles);
+      if (has_amx()) return attend_tiles(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, tiles);
 #endif
-    attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), scores);
+    attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, scores);
   }
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(c.head_dim)); }
@@ -323,6 +326,9 @@ Linear* forerun_grouped(const Groups* groups, int64_t outputs, int64_t inputs, c
 
 void forerun_free_linear(Linear* linear) { delete linear; }
 
+// From now on the layer's outputs are softly bounded, where it is multiplied by itself: a model's head.
+void forerun_cap(Linear* linear, float limit) { linear->cap = limit; }
+
 // x is [num_rows, inputs], out [num_rows, outputs padded to whole panels]; norm may be null.
 void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, const float* norm, float eps, float* out,
                       int64_t num_threads) {
@@ -346,6 +352,12 @@ void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, co
     }
 #pragma omp barrier
     multiply(*linear, rows, num_rows, out, thread, num);
+    if (linear->cap) {
+#pragma omp barrier
+      const int64_t size = num_rows * linear->width / LANES;
+      for (int64_t i = size * thread / num; i < size * (thread + 1) / num; i++)
+        store(out + i * LANES, soft_capped(load(out + i * LANES), linear->cap));
+    }
   }
 }
 

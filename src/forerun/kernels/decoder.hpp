@@ -7,11 +7,13 @@ namespace forerun {
 struct Shape {
   int64_t hidden, heads, kv_heads, head_dim, cache_format;  // Format of keys and values
   int64_t gelu;  // whether the activation is GELU by tanh; else it is SiLU
-  float norm_eps;
+  float norm_eps, score_cap;  // the last bounds scores of attention softly; 0: nothing does
 };
 
-struct Gated {  // an MLP: gate over up, and down; or null
+struct Gated {  // an MLP: gate over up, or what is activated alone, and down; or null
   const Linear *gate_up, *down;
+
+  bool is_plain() const { return gate_up->outputs == down->inputs; }  // nothing is gated
 };
 
 struct Experts {  // of which each token takes some
@@ -31,7 +33,8 @@ struct Layer {
   int64_t joint_norm;                      // whether all query heads are normed as one, and all key heads
   const float* sinks;                      // each query head's score of nothing; or null
   int64_t window;                          // 0: sees everything
-  int64_t first_turn;                      // of the tables of cosines and sines: the row of position 0
+  int64_t first_turn, first_query_turn;    // of the tables of cosines and sines: the row of position 0, of keys and queries
+  int64_t parallel;                        // whether the MLP reads what attention reads
 
   int64_t per_token() const { return (experts ? experts->active : 0) + (every.down != nullptr); }  // MLPs that one takes
 };

@@ -115,6 +115,7 @@ struct Linear {
   int64_t outputs, inputs, width, depth;  // the latter two padded: of the result, and of the sum
   Memory panels;
   float *bias, *scales;
+  float cap = 0;     // what bounds the outputs softly; 0: nothing does
   int32_t* offsets;  // 128 times the sum of an output's int8 weights
 
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 || f == FLOAT16 ? 2 : 1; }

@@ -35,14 +35,18 @@ struct Bounded {  // gates up to the limit, the rest on both sides of 1
   }
 };
 
-// The activation of gate and up, of `size` numbers; what lies behind up to the padded size becomes zero.
+// The activation of gate and up, of `size` numbers each; what lies behind up to the padded size becomes zero. Where `plain`
+// there is no up.
 template <typename Activation>
-__attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t size, float* out, Activation activation) {
+__attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t size, float* out, Activation activation,
+                                                   bool plain = false) {
+  const auto up_at = [&](int64_t i) { return plain ? all(1.0f) : load(gate_up + size + i); };
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) store(out + i, activation(load(gate_up + i), load(gate_up + size + i)));
+  for (; i + LANES <= size; i += LANES) store(out + i, activation(load(gate_up + i), up_at(i)));
   float gate[LANES] = {}, up[LANES] = {};
   memcpy(gate, gate_up + i, (size - i) * sizeof(float));
-  memcpy(up, gate_up + size + i, (size - i) * sizeof(float));
+  if (plain) store(up, all(1.0f));
+  else memcpy(up, gate_up + size + i, (size - i) * sizeof(float));
   for (; i < padded(size); i += LANES) {
     store(out + i, activation(load(gate), load(up)));
     memset(gate, 0, sizeof gate), memset(up, 0, sizeof up);

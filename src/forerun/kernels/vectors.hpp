@@ -248,6 +248,11 @@ FORERUN_INLINE Floats exponential(Floats x) {
   return choose(x < lowest, Floats{}, choose(x != x, x, result));
 }
 
+// limit * tanh(x / limit), to about a unit in the last place of the limit.
+FORERUN_INLINE Floats soft_capped(Floats x, float limit) {
+  return all(limit) - all(2.0f * limit) / (exponential(x * (2.0f / limit)) + 1.0f);
+}
+
 // The logarithm of normal numbers above 0, to about one unit in the last place. Polynomial of Cephes, logf.
 FORERUN_INLINE Floats logarithm(Floats x) {
   const Ints raw = bits(x) - 0x3f3504f3;  // what lies between two powers of 2 is cut at the square root of a half

@@ -9,7 +9,7 @@ where they lie is in `projections.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,16 @@ import torch
 
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
-from forerun.models.families import FAMILIES, LLAMA_NORMS, ExpertNames, Family, LayerNorms, Sparse, Windows
+from forerun.models.families import (
+    FAMILIES,
+    INSIDE,
+    LLAMA_NORMS,
+    ExpertNames,
+    Family,
+    LayerNorms,
+    Sparse,
+    Windows,
+)
 from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
 from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned, turning_layers
 
@@ -33,6 +42,14 @@ SILU = ("silu", "swish")  # two names of one function
 GELU = ("gelu_pytorch_tanh",)
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
 MOST_EXPERTS = 10_000  # of a layer; the tensors will say how many there are
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+OF_ALL_PARTS = (  # keys that count for a language model inside another model where they stand beside it
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    WIDENED,
+)
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of one number
 
 
@@ -76,7 +93,9 @@ class ModelConfig:
     less 1 if `from_one`; `gelu`: the activation is GELU by tanh in place of SiLU. Scales multiply embeddings, what
     layers add to the stream, queries beside the usual root of their width, and logits. `turned[i]` says by which angles
     layer i turns queries and keys, all by `rope` where it is empty; `rotary_dim` of each head turn, all where it is 0,
-    neighbours together if `interleaved`.
+    neighbours together if `interleaved`. `score_cap` and `logits_cap` bound scores of attention and logits softly. The
+    norms subtract the mean if `centred`, and have biases if `norm_bias`. With `parallel` the MLP reads what attention
+    reads. `plain_mlp` names an MLP's two layers where nothing is gated.
     """
 
     family: str
@@ -116,14 +135,31 @@ class ModelConfig:
     joint_norm: bool = False
     fused_qkv: bool = False
     fused_gate_up: bool = False
+    score_cap: float | None = None
+    logits_cap: float | None = None
+    centred: bool = False
+    norm_bias: bool = False
+    parallel: bool = False
+    plain_mlp: tuple[str, str] | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether layers are Llama's but for widths, biases, windows, norms of heads, sinks and experts."""
         scales = self.embedding_scale, self.added_scale, self.query_scale, self.logits_scale
         others = self.from_one, self.gelu, self.turned, self.rotary_dim, self.interleaved, self.joint_norm
+        more = self.score_cap, self.logits_cap, self.centred, self.parallel, self.plain_mlp, self.rope.query_beta
         fused = self.fused_qkv or self.fused_gate_up
-        return self.norms == LLAMA_NORMS and set(scales) == {1.0} and not any(others) and not fused
+        return self.norms == LLAMA_NORMS and set(scales) == {1.0} and not any((*others, *more)) and not fused
+
+    @property
+    def num_turns(self) -> int:
+        """Tables of rotations that layers choose from by `turned`."""
+        return 1 + max(self.turned, default=0)
+
+    @property
+    def queries_grow(self) -> bool:
+        """Whether queries have a table of their own behind the others, in which they grow with their positions."""
+        return bool(self.rope.query_beta) and self.max_positions > self.rope.original_max_positions
 
     @property
     def group(self) -> int:
@@ -154,7 +190,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ()) -> ModelConfig:
     """The configuration that these fields of config.json spell, with these special ids."""
+    fields = text_part(fields)
     family = find_family(fields)
+    fields = replace(fields, values={**family.defaults, **fields.values})
     refuse_options(fields, family)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     layers, vocab_size = fields.whole("num_hidden_layers", most=MOST_LAYERS), fields.whole("vocab_size")
@@ -163,6 +201,12 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         raise fields.refuse("num_key_value_heads", f"it must divide num_attention_heads, {heads}: correct it")
     positions = fields.whole("max_position_embeddings")
     head_dim, windows = read_head_dim(fields, family, hidden, heads), read_windows(fields, family, layers)
+    rotary_dim = read_rotary_dim(fields, family, head_dim)
+    score_cap, logits_cap = (fields.optional(key) if key in family.capped else None for key in CAPS)
+
+    def rope(of: str) -> RopeConfig:
+        return read_rope(fields, family, positions, rotary_dim or head_dim, of)
+
     return ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
@@ -172,8 +216,8 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=fields.whole("intermediate_size"),
-        norm_eps=fields.number("rms_norm_eps", family.norm_eps),
-        rope=read_rope(fields, family, positions, "full_attention"),
+        norm_eps=fields.number(family.eps_key, family.norm_eps),
+        rope=rope("full_attention"),
         tied=fields.flag("tie_word_embeddings", family.tied),
         max_positions=positions,
         qkv_bias=has_bias(fields, family, family.qkv_bias),
@@ -193,15 +237,31 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else read_scale(fields, family, "embedding"),
         added_scale=read_scale(fields, family, "added"),
         query_scale=read_query_scale(fields, family, head_dim),
-        logits_scale=1 / read_scale(fields, family, "logits"),
-        local_rope=read_rope(fields, family, positions, "sliding_attention") if family.local else None,
+        logits_scale=read_scale(fields, family, "output") / read_scale(fields, family, "logits"),
+        local_rope=rope("sliding_attention") if family.local else None,
         turned=read_turned(fields, family, windows),
-        rotary_dim=read_rotary_dim(fields, family, head_dim),
+        rotary_dim=rotary_dim,
         interleaved=family.interleaved,
         joint_norm=family.joint_norm,
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
+        score_cap=score_cap,
+        logits_cap=logits_cap,
+        centred=family.centred,
+        norm_bias=family.norm_bias,
+        parallel=family.parallel,
+        plain_mlp=family.plain_mlp,
     )
+
+
+def text_part(fields: Fields) -> Fields:
+    """The fields of the language model, which is a part of the model where its architecture stands in INSIDE."""
+    usual = next((INSIDE[name] for name in fields.names("architectures") if name in INSIDE), None)
+    if usual is None:
+        return fields
+    part = fields.inside("text_config")
+    outer = {key: fields.values[key] for key in OF_ALL_PARTS if fields.values.get(key) is not None}
+    return replace(part, values={**usual, **part.values, **outer})
 
 
 def find_family(fields: Fields) -> Family:
@@ -226,14 +286,14 @@ def refuse_options(fields: Fields, family: Family) -> None:
     for key in ("quantization_config", "compression_config", "quantization"):
         if fields.values.get(key) is not None:
             raise fields.refuse(key, unquantised(fields.values[key]))
-    key, known = ("hidden_activation", GELU) if family.gelu else ("hidden_act", SILU)
+    key, known = "hidden_activation" if family.capped else "hidden_act", GELU if family.gelu else SILU
     if fields.values.get(key, known[0]) not in known:
         raise fields.refuse(key, f"supported is {known[0]}: choose a checkpoint with it")
-    if not family.gelu:  # other families do not read what follows
+    if not family.capped:  # other families do not read what follows
         return
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if fields.values.get(key) is not None:
-            raise fields.refuse(key, "logits that are capped are not computed: choose another checkpoint")
+    for key in CAPS:
+        if key not in family.capped and fields.values.get(key) is not None:
+            raise fields.refuse(key, f"{family.name} is computed without it: choose another checkpoint")
     if fields.values.get("use_bidirectional_attention"):
         raise fields.refuse("use_bidirectional_attention", "it must be false: choose a model that writes text")
 
@@ -252,9 +312,10 @@ def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
     return math.sqrt(head_dim / fields.number("query_pre_attn_scalar", float(family.query_scalar)))
 
 
-def has_bias(fields: Fields, family: Family, declared: bool | str) -> bool:
-    """A family's declared bias, looked up in config.json where it is declared by key."""
-    return fields.flag(declared, family.biased) if isinstance(declared, str) else declared
+def has_bias(fields: Fields, family: Family, declared: bool | str | tuple[str, ...]) -> bool:
+    """A family's declared bias, looked up in config.json where it is declared by key, or by several of one meaning."""
+    keys = (declared,) if isinstance(declared, str) else declared
+    return keys if isinstance(keys, bool) else any(fields.flag(key, family.biased) for key in keys)
 
 
 def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
@@ -374,7 +435,8 @@ def read_dtype(fields: Fields) -> torch.dtype:
 def special_sources(folder: Path) -> list[Fields]:
     """The files that name special ids, the one that counts first: generation_config.json may name several ends."""
     paths = [folder / name for name in ("generation_config.json", "config.json")]
-    return [read_fields(path) for path in paths if path.exists()]
+    found = [read_fields(path) for path in paths if path.exists()]
+    return [*found, *(text_part(fields) for fields in found)]
 
 
 def read_special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:

@@ -21,8 +21,8 @@ from forerun.models.backends.base import Backend, DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
-from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups, gains
-from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD
+from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups, centred, gains, shifted
+from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
 
@@ -75,14 +75,23 @@ class Decoder:
         self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(dtype), config.from_one)
         if config.logits_scale != 1:
             self.norm = self.norm.float() * config.logits_scale
-        make_head = partial(backend.linear, quantize="int8" if quantize else None)
+        shift = take(FINAL_NORM_BIAS, (config.hidden,)).to(dtype) if config.norm_bias else None
+
+        def make_head(weight: Tensor) -> Linear:
+            bias = None if shift is None else shifted(weight, None, shift)
+            return backend.linear(weight, bias, quantize="int8" if quantize else None)
+
         groups = take_groups(EMBEDDING if config.tied else HEAD, table) if take_groups and host is None else None
         if groups is not None:
             self.head: Linear = backend.grouped(groups)
         else:
             self.head = host.head if host else self.make_head(take, make_head)
+        if config.logits_cap is not None and host is None:
+            self.head = backend.capped(self.head, config.logits_cap)
         if config.embedding_scale != 1 and host is None:  # behind the head, which may be of the same numbers
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
+        if config.centred and host is None:
+            self.embedding = centred(self.embedding, 1)
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope)
         self.executor = backend.executor(parts)

@@ -11,6 +11,15 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
+class Turning(Enum):
+    """Which layers turn queries and keys by their positions."""
+
+    ALL = "every layer"
+    LISTED = "those that no_rope_layers lists or, without it, all but every fourth"
+    WINDOWED = "those with a sliding window"
+    WINDOWED_IF_ANY = "those with a sliding window, or every layer where none has one"
+
+
 class Windows(Enum):
     """Which layers see only the tokens inside a sliding window."""
 
@@ -83,22 +92,25 @@ LLAMA_NORMS = LayerNorms()
 class Family:
     """One family's declared facts.
 
-    A bias is there, is not, or is there where config.json sets the key named here; `biased` says what such a key means
-    where it is absent. `head_dim`, `window`, `norm_eps`, `theta` and `rope`, the parameters of positions, are the
-    family's values where config.json lacks the key; head_dim None divides the hidden size by the heads. `sinks`: each
-    query head has a score that no key has. `sparse` None: all MLPs are dense. `norms` are a layer's, whose stored gains
-    are less 1 where they are `from_one`. `scales` names what multiplies embeddings, what layers add, and scores of
-    attention, and what divides logits, each by its key. `scaled_embedding`: embeddings are times the root of their
-    width. `local`: layers with a window turn by a base of their own, this one unless told. `skips`: config.json lists
-    layers that do not turn. `interleaved`: neighbours turn together, and not the halves of a head. `rotary` is the
-    share of a head that turns where config.json does not say; None: all of it. `fused_qkv`, `fused_gate_up`: one tensor
-    holds all parts.
+    A bias is there, is not, or is there where config.json sets one of the keys named here; `biased` says what such a
+    key means where it is absent. `head_dim`, `window`, `norm_eps`, `theta` and `rope`, the parameters of positions, are
+    the family's values where config.json lacks the key, and `defaults` those of other keys; head_dim None divides the
+    hidden size by the heads. `sinks`: each query head has a score that no key has. `sparse` None: all MLPs are dense.
+    `norms` are a layer's, whose stored gains are less 1 where they are `from_one`; the mean is subtracted where they
+    are `centred`. `scales` names what multiplies embeddings, what layers add, scores of attention, and logits
+    (`output`), and what divides logits, each by its key. `scaled_embedding`: embeddings are times the root of their
+    width. `capped` are keys of soft bounds on scores and logits. `scaled_queries`: queries may grow with their
+    positions. `local`: layers with a window turn by a base of their own, this one unless told. `interleaved`:
+    neighbours turn together, and not the halves of a head. `rotary` is the share of a head that turns where config.json
+    does not say; None: all of it. `stretched` are other names of LongRoPE in its config.json. `parallel`: the MLP reads
+    what attention reads. `fused_qkv`, `fused_gate_up`: one tensor holds all parts. `plain_mlp` are the names of an
+    MLP's two layers where nothing is gated.
     """
 
     name: str
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
+    qkv_bias: bool | str | tuple[str, ...] = False
+    out_bias: bool | str | tuple[str, ...] = False
+    mlp_bias: bool | str | tuple[str, ...] = False
     qk_norm: bool = False
     windows: Windows = Windows.NONE
     head_dim: int | None = None
@@ -117,14 +129,22 @@ class Family:
     scaled_embedding: bool = False
     query_scalar: int | None = None  # whose root divides queries where config.json does not say; None: their width
     local: float | None = None
-    skips: bool = False
     interleaved: bool = False
     rotary: float | None = None
     joint_norm: bool = False  # all query heads are normed as one, and all key heads
-    only_windows_turn: bool = False  # in a model that has layers with windows
+    turning: Turning = Turning.ALL
     fused_qkv: bool = False
     fused_gate_up: bool = False
     tied: bool = False  # what config.json means where it does not say
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    eps_key: str = "rms_norm_eps"
+    centred: bool = False
+    norm_bias: bool = False
+    capped: tuple[str, ...] = ()
+    scaled_queries: bool = False
+    stretched: tuple[str, ...] = ()
+    parallel: bool = False
+    plain_mlp: tuple[str, str] | None = None
 
 
 STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
@@ -137,11 +157,37 @@ SANDWICHED = LayerNorms(  # Gemma's
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 )
 BEHIND = LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")  # OLMo 2's
+BESIDE = LayerNorms("input_layernorm", None)  # Cohere's
+GEMMA2 = Family(
+    "gemma2",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    windows=Windows.EVERY_OTHER,
+    head_dim=256,
+    window=4096,
+    norms=SANDWICHED,
+    from_one=True,
+    gelu=True,
+    scaled_embedding=True,
+    query_scalar=256,
+    tied=True,
+    capped=("attn_logit_softcapping", "final_logit_softcapping"),
+    defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+)
 GRANITE = {  # what a number multiplies, by its key in config.json
     "embedding": "embedding_multiplier",
     "added": "residual_multiplier",
     "scores": "attention_multiplier",
     "logits": "logits_scaling",
+}
+
+LLAMA_2: dict[str, object] = {  # of 7 billion parameters
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
 }
 
 FAMILIES: dict[str, Family] = {
@@ -153,6 +199,30 @@ FAMILIES: dict[str, Family] = {
         with_experts="MixtralForCausalLM",
     ),
     "MistralForCausalLM": Family("mistral", windows=Windows.ALL, window=4096, with_experts="MixtralForCausalLM"),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        windows=Windows.ALL,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope={
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        scaled_queries=True,
+    ),
+    "InternLM3ForCausalLM": Family(
+        "internlm3",
+        qkv_bias=("qkv_bias", "attention_bias"),
+        out_bias=("bias", "mlp_bias"),
+        mlp_bias=("bias", "mlp_bias"),
+        head_dim=128,
+        norm_eps=1e-5,
+    ),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": Family(
         "qwen3",
@@ -165,28 +235,61 @@ FAMILIES: dict[str, Family] = {
         with_experts="Qwen3MoeForCausalLM",
     ),
     "MiMoForCausalLM": replace(QWEN2, name="mimo"),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        GEMMA2,
+        name="gemma3_text",
         qk_norm=True,
         windows=Windows.EVERY_SIXTH,
-        head_dim=256,
-        window=4096,
         theta=1e6,
-        norms=SANDWICHED,
-        from_one=True,
-        gelu=True,
-        scaled_embedding=True,
-        query_scalar=256,
         local=10_000.0,
-        tied=True,
+        capped=("final_logit_softcapping",),
+        defaults={},
     ),
     "GraniteForCausalLM": Family(
         "granite", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", scales=GRANITE
     ),
     "Phi3ForCausalLM": Family(
-        "phi3", windows=Windows.ALL, norm_eps=1e-5, rotary=1.0, fused_qkv=True, fused_gate_up=True
+        "phi3",
+        windows=Windows.ALL,
+        norm_eps=1e-5,
+        rotary=1.0,
+        fused_qkv=True,
+        fused_gate_up=True,
+        stretched=("su", "yarn"),
+        defaults={"original_max_position_embeddings": 4096},
+    ),
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        windows=Windows.EVERY_FOURTH,
+        window=4096,
+        norm_eps=1e-5,
+        norms=BESIDE,
+        scales={"output": "logit_scale"},
+        interleaved=True,
+        turning=Turning.WINDOWED,
+        tied=True,
+        defaults={"logit_scale": 0.0625},
+        eps_key="layer_norm_eps",
+        centred=True,
+        parallel=True,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        qkv_bias="use_bias",
+        out_bias="use_bias",
+        mlp_bias="use_bias",
+        biased=True,
+        windows=Windows.ALL,
+        norm_eps=1e-5,
+        gelu=True,
+        tied=True,
+        eps_key="norm_epsilon",
+        centred=True,
+        norm_bias=True,
+        plain_mlp=("c_fc", "c_proj"),
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
@@ -217,7 +320,7 @@ FAMILIES: dict[str, Family] = {
         window=4096,
         norm_eps=1e-5,
         norms=BEHIND,
-        only_windows_turn=True,
+        turning=Turning.WINDOWED_IF_ANY,
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3",
@@ -226,7 +329,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
         windows=Windows.NOT_TURNED,
         theta=2e6,
-        skips=True,
+        turning=Turning.LISTED,
         tied=True,
     ),
     "Glm4ForCausalLM": Family(
@@ -295,4 +398,23 @@ FAMILIES: dict[str, Family] = {
             clamped=True,
         ),
     ),
+}
+
+INSIDE: dict[str, dict[str, object]] = {  # models whose text_config is a language model, and its usual values
+    "Mistral3ForConditionalGeneration": {"model_type": "mistral", "head_dim": 128},
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    },
+    "LlavaForConditionalGeneration": LLAMA_2,
+    "LlavaNextForConditionalGeneration": LLAMA_2,
+    "InternVLForConditionalGeneration": {"model_type": "qwen2"},
+    "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2"},
+    "AyaVisionForConditionalGeneration": {"model_type": "cohere2"},
+    "SmolVLMForConditionalGeneration": {"model_type": "llama"},
+    "Idefics3ForConditionalGeneration": {"model_type": "llama"},
+    "VoxtralForConditionalGeneration": {"model_type": "llama"},
 }

@@ -31,8 +31,8 @@ class Attention:
     """What mixes tokens. `qk_norm` are the gains of query heads, then key heads; `window` None sees everything.
 
     `sinks` are each query head's score of nothing. What is read is normed where there is a `norm`, and what is added
-    where there is an `out_norm`. `first_turn` is where this layer's table of rotations begins. With
-    `joint_norm` all query heads are normed as one, and all key heads.
+    where there is an `out_norm`. `first_turn` is where this layer's table of rotations begins, `first_query_turn` where
+    that of queries does, if it is another. With `joint_norm` all query heads are normed as one, and all key heads.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -43,6 +43,7 @@ class Attention:
     window: int | None
     out_norm: Float[Tensor, " hidden"] | None = None
     first_turn: int = 0
+    first_query_turn: int | None = None
     joint_norm: bool = False
 
 
@@ -50,13 +51,15 @@ class Attention:
 class GatedMlp:
     """`down(activation(gate) * up)`; gate and up are one layer. Widths are padded with zeros to a multiple of LANES.
 
-    The activation is SiLU, GELU by tanh where it is `gelu`, or bounded where there is a `clamp`.
+    The activation is SiLU, GELU by tanh where it is `gelu`, or bounded where there is a `clamp`. Where it is `plain`
+    there is no up: all outputs of `gate_up` are activated.
     """
 
     gate_up: Linear
     down: Linear
     clamp: Clamp | None = None
     gelu: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ class Router:
 class Mlp:
     """What a layer adds behind its attention: `every` is taken by all tokens, experts by those that chose them.
 
-    A dense layer has `every` alone, and no router. Norms are as those of Attention.
+    A dense layer has `every` alone, and no router. Norms are as those of Attention; what is `parallel` reads what
+    attention reads.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -85,6 +89,7 @@ class Mlp:
     router: Router | None = None
     experts: tuple[GatedMlp, ...] = ()
     out_norm: Float[Tensor, " hidden"] | None = None
+    parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

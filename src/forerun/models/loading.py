@@ -160,7 +160,7 @@ class Blueprint:
             bytes_per_token=PagedCache.bytes_per_token(
                 layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=self.dtype
             ),
-            bytes_per_position=2 * c.head_dim * torch.float32.itemsize,  # cosine and sine
+            bytes_per_position=2 * c.head_dim * torch.float32.itemsize * (c.num_turns + c.queries_grow),  # cosine, sine
             max_positions=c.max_positions,
         )
 

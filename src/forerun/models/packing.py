@@ -2,6 +2,9 @@
 
 This file decides in which form the tensors of the table (projections.py) are held: query, key and value projections are
 one linear layer, and so are gate and up. What makes a linear layer of a weight is given.
+
+Norms that subtract the mean are held as norms that do not, over a stream without a mean: what is added to it has none
+(`Edit.centred`), and biases of norms are in those of the layers that read them. Both are equalities.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,17 +60,26 @@ class LayerMaker:
         def groups(name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
             return self.take_groups(f"model.layers.{index}.{name}", shape) if self.take_groups else None
 
+        def shift(name: str | None) -> Tensor | None:
+            return None if name is None or not c.norm_bias else vector(f"{name}.bias")
+
         def project(
-            p: Projection, own: Fetch = fetch, outputs: int = 0, inputs: int = 0, edits: Sequence[Edit] = ()
+            p: Projection,
+            own: Fetch = fetch,
+            outputs: int = 0,
+            inputs: int = 0,
+            edits: Sequence[Edit] = (),
+            shift: Tensor | None = None,
         ) -> Linear:
-            weight = None if outputs or inputs else stored_groups(p, groups, edits)
+            weight = None if outputs or inputs or c.centred else stored_groups(p, groups, edits)
             if weight is None or self.make_grouped is None:
-                return linear(p, self.make, own, outputs, inputs, edits)
+                return linear(p, self.make, own, outputs, inputs, edits, shift)
             biases = p.bias_of(own)
             return self.make_grouped(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
-        added = [Edit(c.added_scale)]
-        qkv, out = project(table.qkv, edits=self.head_edits()), project(table.out, edits=added)
+        added = [Edit(c.added_scale, centred=c.centred)]
+        qkv = project(table.qkv, edits=self.head_edits(), shift=shift(c.norms.attention))
+        out = project(table.out, edits=added)
         router, experts = None, list[GatedMlp]()
         if table.router is not None and e is not None:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
@@ -82,10 +94,13 @@ class LayerMaker:
             window=c.windows[index],
             out_norm=norm(c.norms.attention_out),
             first_turn=c.turned[index] * c.max_positions if c.turned else 0,
+            first_query_turn=c.num_turns * c.max_positions if c.queries_grow else None,
             joint_norm=c.joint_norm,
         )
-        every = None if table.every is None else gated(table.every, project, added, None, c.gelu)
-        return Layer(attention, Mlp(norm(c.norms.mlp), every, router, tuple(experts), norm(c.norms.mlp_out)))
+        read = shift(c.norms.attention if c.parallel else c.norms.mlp)
+        every = None if table.every is None else gated(table.every, project, added, None, c.gelu, read)
+        mlp_norms = norm(c.norms.mlp), norm(c.norms.mlp_out)
+        return Layer(attention, Mlp(mlp_norms[0], every, router, tuple(experts), mlp_norms[1], c.parallel))
 
     def head_norms(self, vector: Callable[[str], Tensor]) -> Float[Tensor, "heads head_dim"]:
         """The norm gains of query and key heads, one row per head."""
@@ -109,10 +124,14 @@ class LayerMaker:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What is done to a part of a projection before it is packed: outputs are scaled, and put in another order."""
+    """What is done to a part of a projection before it is packed.
+
+    Outputs are scaled, put in another order, and, where it is `centred`, get a mean of zero.
+    """
 
     scale: float = 1.0
     rows: Int[Tensor, " outputs"] | None = None
+    centred: bool = False
 
 
 def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
@@ -129,9 +148,16 @@ def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
     """The parts of a projection, the first of them edited."""
     found = list(parts)
     for i, edit in enumerate(edits):
-        part = found[i] if edit.rows is None else found[i][edit.rows]
+        part: Any = found[i] if edit.rows is None else found[i][edit.rows]
+        part = centred(part, 0) if edit.centred else part
         found[i] = part if edit.scale == 1.0 else part * edit.scale
     return found
+
+
+def centred(numbers: Tensor, dim: int) -> Tensor:
+    """Numbers less their mean along `dim`."""
+    wide = numbers.float()
+    return (wide - wide.mean(dim, keepdim=True)).to(numbers.dtype)
 
 
 def gains(stored: Tensor, from_one: bool) -> Tensor:
@@ -140,13 +166,18 @@ def gains(stored: Tensor, from_one: bool) -> Tensor:
 
 
 def gated(
-    table: GatedTable, project: Callable[..., Linear], added: Sequence[Edit], clamp: Clamp | None, gelu: bool = False
+    table: GatedTable,
+    project: Callable[..., Linear],
+    added: Sequence[Edit],
+    clamp: Clamp | None,
+    gelu: bool = False,
+    shift: Float[Tensor, " hidden"] | None = None,
 ) -> GatedMlp:
     """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
-    padding = -table.down.inputs % LANES
-    return GatedMlp(
-        project(table.gate_up, outputs=padding), project(table.down, inputs=padding, edits=added), clamp, gelu
-    )
+    padding, read = -table.down.inputs % LANES, {} if shift is None else {"shift": shift}
+    gate_up = project(table.gate_up, outputs=padding, **read)
+    down = project(table.down, inputs=padding, edits=added)
+    return GatedMlp(gate_up, down, clamp, gelu, plain=len(table.gate_up.sizes) == 1)
 
 
 def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:
@@ -163,10 +194,24 @@ def linear(
     outputs: int = 0,
     inputs: int = 0,
     edits: Sequence[Edit] = (),
+    shift: Float[Tensor, " inputs"] | None = None,
 ) -> Linear:
-    """A projection's layer, with so many outputs of zeros behind each of its parts and inputs behind all."""
-    parts = edited(projection.weight(fetch), edits)
-    weight = torch.cat([functional.pad(part, (0, inputs, 0, outputs)) for part in parts])
-    biases = projection.bias_of(fetch)
+    """A projection's layer, with so many outputs of zeros behind each of its parts and inputs behind all.
+
+    It reads what it is given and `shift` together.
+    """
+    weights, biases = projection.weight(fetch), projection.bias_of(fetch)
+    if shift is not None:
+        both = zip(weights, biases or (None,) * len(weights), strict=True)
+        biases = [shifted(weight, bias, shift) for weight, bias in both]
+    weight = torch.cat([functional.pad(part, (0, inputs, 0, outputs)) for part in edited(weights, edits)])
     biases = None if biases is None else edited(biases, edits)
     return make(weight, torch.cat([functional.pad(part, (0, outputs)) for part in biases]) if biases else None)
+
+
+def shifted(
+    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, shift: Float[Tensor, " inputs"]
+) -> Float[Tensor, " outputs"]:
+    """The bias of a layer that reads `shift` beside its inputs."""
+    given = weight.float() @ shift.float()
+    return (given if bias is None else given + bias).to(weight.dtype)

@@ -20,6 +20,7 @@ from forerun.annotations import Float
 from forerun.models.config import ExpertsConfig, ModelConfig
 
 T = TypeVar("T", bound=Any)  # of weights: tensors, or weights in groups
+FINAL_NORM_BIAS = "model.norm.bias"
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # beside the layers
 HEAD_NORM = "self_attn.{}_norm.weight"
 ADDING = ("o_proj.weight", "down_proj.weight")  # ends of names of matrices that add to the residual stream
@@ -105,7 +106,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class GatedTable:
-    """A gated MLP: gate over up, and down."""
+    """An MLP: gate over up, or what is activated alone, and down."""
 
     gate_up: Projection
     down: Projection
@@ -132,7 +133,8 @@ class LayerTable:
         c = config
         queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
         norms = (c.norms.attention, c.norms.attention_out, c.norms.mlp, c.norms.mlp_out)
-        vectors = {f"{name}.weight": c.hidden for name in norms if name is not None}
+        parts = ("weight", "bias") if c.norm_bias else ("weight",)
+        vectors = {f"{name}.{part}": c.hidden for part in parts for name in norms if name is not None}
         if c.qk_norm:
             sizes = (queries, keys) if c.joint_norm else (c.head_dim, c.head_dim)
             vectors |= {HEAD_NORM.format(name): size for name, size in zip("qk", sizes, strict=True)}
@@ -169,10 +171,15 @@ class LayerTable:
 
 
 def gated(config: ModelConfig, prefix: str, neurons: int, bias: bool) -> GatedTable:
-    """A gated MLP by Llama's names."""
-    names = (f"{prefix}.gate_up_proj",) if config.fused_gate_up else (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    """An MLP by Llama's names, or by those of a family whose MLPs gate nothing."""
+    if config.plain_mlp:
+        names, sizes, last = (f"{prefix}.{config.plain_mlp[0]}",), (neurons,), f"{prefix}.{config.plain_mlp[1]}"
+        return GatedTable(
+            Projection(names, sizes, config.hidden, bias), Projection((last,), (config.hidden,), neurons, bias)
+        )
+    both = (f"{prefix}.gate_up_proj",) if config.fused_gate_up else (f"{prefix}.gate_proj", f"{prefix}.up_proj")
     down = Projection((f"{prefix}.down_proj",), (config.hidden,), neurons, bias)
-    return GatedTable(Projection(names, (neurons, neurons), config.hidden, bias), down)
+    return GatedTable(Projection(both, (neurons, neurons), config.hidden, bias), down)
 
 
 def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTable:
@@ -190,6 +197,8 @@ def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     for layer in range(config.layers):
         yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(config, layer).items())
     yield FINAL_NORM, (config.hidden,)
+    if config.norm_bias:
+        yield FINAL_NORM_BIAS, (config.hidden,)
     if not config.tied:
         yield HEAD, (config.vocab_size, config.hidden)
 

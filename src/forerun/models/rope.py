@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,9 +38,16 @@ class RopeTables:
 
 
 def rope_tables(config: ModelConfig) -> RopeTables:
-    """Tables for positions 0 to max_positions - 1, float32; yarn's attention factor is multiplied in."""
+    """Tables for positions 0 to max_positions - 1, float32; attention factors are multiplied in.
+
+    Scalings that depend on the length of a text go by `max_positions`, so that a token turns alike however long its
+    text becomes. Behind the others is the table of queries that grow, where there are any.
+    """
     ropes = (config.rope, config.local_rope or config.rope, None)  # as Turned counts them
-    tables = [rope_table(config, rope) for rope in ropes[: 1 + max(config.turned, default=0)]]
+    tables = [rope_table(config, rope) for rope in ropes[: config.num_turns]]
+    if config.queries_grow:
+        growth = query_growth(config.rope, config.max_positions)
+        tables.append((tables[0][0] * growth, tables[0][1] * growth))
     return RopeTables(torch.cat([cos for cos, _ in tables]), torch.cat([sin for _, sin in tables]))
 
 
@@ -49,28 +56,36 @@ def rope_table(config: ModelConfig, rope: RopeConfig | None) -> tuple[Tensor, Te
     half = config.head_dim // 2
     if rope is None:
         return torch.ones(config.max_positions, 2 * half), torch.zeros(config.max_positions, 2 * half)
-    turning = FREQUENCIES[rope.kind](rope, config.rotary_dim or config.head_dim)
+    turning = FREQUENCIES[rope.kind](rope, config.rotary_dim or config.head_dim, config.max_positions)
     frequencies = torch.cat([turning, turning.new_zeros(half - len(turning))])
     positions = torch.arange(config.max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies  # [positions, head_dim / 2]
-    factor = attention_factor(rope)
+    factor = torch.ones(half)  # what does not turn is not scaled either
+    factor[: len(turning)] = attention_factor(rope)
     parts = angles.split(max(1, SERIAL_ELEMENTS // angles.shape[1]))
     cos, sin = (torch.cat([turn(part) for part in parts]) * factor for turn in (torch.cos, torch.sin))
     return torch.cat([cos, cos], dim=1), torch.cat([sin, sin], dim=1)
 
 
-def default_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+def query_growth(rope: RopeConfig, positions: int) -> Float[Tensor, "positions 1"]:
+    """What queries are multiplied by at each position: 1 + beta ln(1 + n), n original contexts lying before it."""
+    passed = torch.arange(positions) // rope.original_max_positions
+    growth = [1 + rope.query_beta * math.log(1 + n) for n in range(int(passed[-1]) + 1)]
+    return torch.tensor(growth)[passed, None]
+
+
+def default_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> Float[Tensor, " half"]:
     """Radians per position: theta^(-2i/head_dim). Su et al. 2104.09864, section 3.2.2."""
     return 1.0 / periods(rope, head_dim)
 
 
-def linear_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+def linear_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
     """Positions divided by `factor`. Chen et al. 2306.15595."""
     frequencies: Tensor = default_frequencies(rope, head_dim) / rope.factor
     return frequencies
 
 
-def llama3_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+def llama3_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
     """Slow rotations divided by `factor`, fast ones kept, those between interpolated. Llama 3.1.
 
     Slow and fast are told by how often a rotation completes within the original context.
@@ -84,7 +99,23 @@ def llama3_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"
     return torch.where(wavelengths < context / high, frequencies, scaled)
 
 
-def yarn_frequencies(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
+def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
+    """A base that grows with the length of texts beyond the original context: NTK-aware scaling."""
+    stretch = max(positions, rope.original_max_positions) / rope.original_max_positions
+    growth = (rope.factor * stretch - (rope.factor - 1)) ** (head_dim / max(1, head_dim - 2))
+    return default_frequencies(replace(rope, theta=rope.theta * growth), head_dim)
+
+
+def longrope_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
+    """Each frequency divided by a factor of its own: by a long one if texts may be longer than the original context.
+
+    Ding et al. 2402.13753.
+    """
+    factors = rope.long_factors if positions > rope.original_max_positions else rope.short_factors
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods(rope, head_dim))
+
+
+def yarn_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
     """A ramp from fast rotations, kept, to slow ones, divided by `factor`. Peng et al. 2309.00071, section 3.2."""
     first, last = (yarn_dimension(rope, head_dim, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
@@ -105,11 +136,16 @@ def yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Yarn's multiplier of queries and keys, 1 for other kinds. Peng et al. 2309.00071, equation 22."""
-    if rope.kind != "yarn":
+    """The multiplier of queries and keys of yarn and longrope, 1 for other kinds.
+
+    Peng et al. 2309.00071, equation 22; Ding et al. 2402.13753, section 3.3.
+    """
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions)) if rope.factor > 1 else 1.0
     if rope.mscale is None or rope.mscale_all_dim is None:
         return temperature(rope.factor, 1.0)
     return temperature(rope.factor, rope.mscale) / temperature(rope.factor, rope.mscale_all_dim)
@@ -126,9 +162,11 @@ def periods(rope: RopeConfig, head_dim: int) -> Float[Tensor, " half"]:
     return torch.pow(rope.theta, exponents)
 
 
-FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
+FREQUENCIES: dict[str, Callable[[RopeConfig, int, int], Tensor]] = {
     "default": default_frequencies,
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
+    "dynamic": dynamic_frequencies,
+    "longrope": longrope_frequencies,
 }

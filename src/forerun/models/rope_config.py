@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Any
 
 from forerun.fields import AGAIN, Fields
 from forerun.limits import shown
-from forerun.models.families import Family
+from forerun.models.families import Family, Turning
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "dynamic": ("factor",),
+    "longrope": (),
 }
 
 
@@ -26,7 +29,9 @@ class RopeConfig:
     """How positions become angles; fields that a kind does not use keep their defaults.
 
     `original_max_positions` is the context length before scaling. `attention_factor` None: yarn derives it, from
-    `mscale` and `mscale_all_dim` where both are given.
+    `mscale` and `mscale_all_dim` where both are given, and longrope from `factor`. longrope divides each frequency by a
+    factor of its own, in texts that are longer than the original context by another. `query_beta`: queries grow by so
+    much times the logarithm of how often their position has passed the original context.
     """
 
     theta: float
@@ -41,6 +46,9 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    query_beta: float = 0.0
 
 
 class Turned(IntEnum):
@@ -56,10 +64,11 @@ def key_of_rope(fields: Fields) -> str:
     return "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
 
 
-def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeConfig:
+def read_rope(fields: Fields, family: Family, positions: int, width: int, of: str) -> RopeConfig:
     """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type.
 
-    Families with two sets of parameters have them under the names of kinds of layers, or the base of local ones apart.
+    `width` of each head turn. Families with two sets of parameters have them under the names of kinds of layers, or the
+    base of local ones apart.
     """
     key = key_of_rope(fields)
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
@@ -74,23 +83,29 @@ def read_rope(fields: Fields, family: Family, positions: int, of: str) -> RopeCo
         raise fields.refuse(key, f"it has objects under {shown(sets)}, and {wanted}")
     kind_key = "rope_type" if "rope_type" in values else "type"
     kind = rope.text(kind_key) or "default"
+    kind = "longrope" if kind in family.stretched else kind
     if kind not in ROPE_KEYS:
         supported = ", ".join(ROPE_KEYS)
         raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
     theta = rope.number("rope_theta", fields.number("rope_theta", family.theta))
+    grown = rope.optional("llama_4_scaling_beta") if family.scaled_queries else None
     if kind == "default":
-        return RopeConfig(theta)
+        original = rope.whole("original_max_position_embeddings", positions) if grown else 0
+        return RopeConfig(theta, original_max_positions=original, query_beta=grown or 0.0)
     if theta <= 1:  # scaled kinds tell slow rotations from fast ones by its logarithm
         raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
-    return read_scaling(kind, theta, rope, fields, positions)
+    scaling = read_scaling(kind, theta, rope, fields, positions, width)
+    return replace(scaling, query_beta=grown or 0.0)
 
 
-def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int) -> RopeConfig:
+def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int, width: int) -> RopeConfig:
     """The fields of a scaled kind; a context length beside the scaling counts before the one inside it."""
     for key in ROPE_KEYS[kind]:
         rope.number(key)
     if kind == "linear":
         return RopeConfig(theta, kind, rope.number("factor"))
+    if kind == "dynamic":
+        return RopeConfig(theta, kind, rope.number("factor"), positions)
     original = rope.whole("original_max_position_embeddings", positions)
     original = fields.whole("original_max_position_embeddings", original)
     scaling = RopeConfig(
@@ -106,22 +121,32 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
         mscale=rope.optional("mscale"),
         mscale_all_dim=rope.optional("mscale_all_dim"),
         truncate=rope.values.get("truncate") is None or rope.flag("truncate"),
+        short_factors=read_factors(rope, "short_factor", width) if kind == "longrope" else (),
+        long_factors=read_factors(rope, "long_factor", width) if kind == "longrope" else (),
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise rope.refuse("high_freq_factor", f"it must exceed low_freq_factor, {scaling.low_freq_factor}")
     return scaling
 
 
+def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
+    """What longrope divides each frequency by."""
+    factors: Any = rope.values.get(key)
+    usable = isinstance(factors, list) and len(factors) == width // 2
+    if not usable or not all(isinstance(f, int | float) and not isinstance(f, bool) and f > 0 for f in factors):
+        raise rope.refuse(key, f"it must be {width // 2} numbers above 0, one for each frequency: {AGAIN}")
+    return tuple(map(float, factors))
+
+
 def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
     """By which angles each layer turns; empty where all turn alike."""
-    if family.only_windows_turn:
-        turning = all(window is None for window in windows)
-        return () if turning else tuple(Turned.GLOBAL if window else Turned.NOT for window in windows)
     if family.local:
         return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
-    if not family.skips:
+    windowed = [window is not None for window in windows]
+    if family.turning is Turning.ALL or (family.turning is Turning.WINDOWED_IF_ANY and not any(windowed)):
         return ()
-    return tuple(Turned.GLOBAL if turns else Turned.NOT for turns in turning_layers(fields, len(windows)))
+    turning = turning_layers(fields, len(windows)) if family.turning is Turning.LISTED else windowed
+    return tuple(Turned.GLOBAL if turns else Turned.NOT for turns in turning)
 
 
 def turning_layers(fields: Fields, layers: int) -> list[bool]:

@@ -50,8 +50,8 @@ def rms_norm(x: Float[Tensor, "*rows width"], gain: Tensor, eps: float) -> Float
 
 def rotate(
     x: Float[Tensor, "rows heads head_dim"],
-    cos: Float[Tensor, "rows 1 head_dim"],
-    sin: Float[Tensor, "rows 1 head_dim"],
+    cos: Float[Tensor, "rows turned head_dim"],
+    sin: Float[Tensor, "rows turned head_dim"],
 ) -> Float[Tensor, "rows heads head_dim"]:
     """Rotary position embedding, halves rotated, in float32."""
     wide = x.float()

@@ -38,6 +38,7 @@ WHOLE = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # in its own folder: a file elsewhere is none of the checkpoint's
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+SENSES = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # what reads images and sound begins so
 OUTER = "model."
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
@@ -229,14 +230,18 @@ def require_files(files: Sequence[Path]) -> None:
 
 
 def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tensors by the names that a model's have here, whatever stands in front of its embedding, layers and norm."""
+    """Tensors by the names that a model's have here, whatever stands in front of its embedding, layers and norm.
+
+    What stands beside these in front, as a part that sees does, is no part of the model: it gets no name of one.
+    """
     tables = [name for name in stored if name.endswith(EMBEDDING.removeprefix(OUTER))]
     if EMBEDDING in stored or len(tables) != 1:
         return dict(stored)
     prefix = tables[0].removesuffix(EMBEDDING.removeprefix(OUTER))
     parts = tuple(f"{prefix}{part}." for part in ("embed_tokens", "layers", "norm"))
     head = f"{prefix.removesuffix(OUTER)}{HEAD}"
-    names = {n: f"{OUTER}{n.removeprefix(prefix)}" if n.startswith(parts) else n for n in stored} | {head: HEAD}
+    ours = {n: f"{OUTER}{n.removeprefix(prefix)}" for n in stored if n.startswith(prefix or parts)}
+    names = {n: n.removeprefix(OUTER) for n in stored} | ours | {head: HEAD, HEAD: HEAD}
     return {names[name]: entry for name, entry in stored.items()}
 
 
@@ -336,6 +341,10 @@ def check_tensors(
                 "checkpoint"
             )
     unread = [n for n in others if not changes_logits(n, layers)]
+    senses = sorted({n.partition(".")[0] for n in unread if n.startswith(SENSES)})
+    if senses:
+        log.warning("%s: text alone is read; %s are left out", checkpoint.folder, ", ".join(senses))
+        unread = [n for n in unread if n.partition(".")[0] not in senses]
     if unread:
         log.warning(
             "%s: %d tensors are not read, among them %s",

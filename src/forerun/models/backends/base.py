@@ -125,6 +125,10 @@ class Backend(Protocol):
         """A layer of weights in groups, as they are; inputs are rounded to 8 bits."""
         ...
 
+    def capped(self, head: Linear, limit: float) -> Linear:
+        """A layer whose outputs are softly bounded: `limit` times the tanh of what `head` gives over it, in float32."""
+        ...
+
     def executor(self, parts: DecoderParts) -> Executor:
         """These layers, as a whole, over a cache in their norms' format."""
         ...

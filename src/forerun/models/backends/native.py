@@ -57,6 +57,7 @@ class NativeBackend:
         lib.forerun_linear.argtypes = [c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p]
         lib.forerun_grouped.restype = c_void_p
         lib.forerun_grouped.argtypes = [POINTER(CGroups), c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]
+        lib.forerun_cap.argtypes = [c_void_p, c_float]
         lib.forerun_multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64]
         lib.forerun_decoder.argtypes = [POINTER(CShape), POINTER(CLayer), c_int64]
         lib.forerun_forward.argtypes = [c_void_p, POINTER(CPass)]
@@ -85,6 +86,11 @@ class NativeBackend:
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> NativeLinear:
         """A packed layer of weights in groups."""
         return NativeLinear.of_groups(self, weight, bias)
+
+    def capped(self, head: Linear, limit: float) -> Linear:
+        """The layer itself, which bounds its outputs from now on."""
+        self.lib.forerun_cap(native(head).pointer, limit)
+        return head
 
     def executor(self, parts: DecoderParts) -> NativeExecutor:
         """All layers as one call."""
@@ -218,6 +224,7 @@ class NativeExecutor:
             cache_format=FORMATS[parts.embedding.dtype],
             gelu=config.gelu,
             norm_eps=config.norm_eps,
+            score_cap=config.score_cap or 0.0,
         )
         self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
         weakref.finalize(self, self.lib.forerun_free_decoder, self.pointer)
@@ -239,6 +246,8 @@ class NativeExecutor:
             sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
             window=a.window or 0,
             first_turn=a.first_turn,
+            first_query_turn=a.first_turn if a.first_query_turn is None else a.first_query_turn,
+            parallel=mlp.parallel,
         )
 
     def compiled(self, entry: StateEntry) -> CEntry:

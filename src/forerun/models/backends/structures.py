@@ -11,7 +11,7 @@ class CShape(Structure):
 
     _fields_: ClassVar = [
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format", "gelu")),
-        ("norm_eps", c_float),
+        *((name, c_float) for name in ("norm_eps", "score_cap")),
     ]
 
 
@@ -49,7 +49,7 @@ class CLayer(Structure):
         ("qk_norm", c_void_p),
         ("joint_norm", c_int64),
         ("sinks", c_void_p),
-        *((name, c_int64) for name in ("window", "first_turn")),
+        *((name, c_int64) for name in ("window", "first_turn", "first_query_turn", "parallel")),
     ]
 
 

@@ -22,6 +22,7 @@ from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.backend import TorchBackend, TorchExecutor
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.backends.torch_cpu.linear import CappedLinear
 from forerun.models.batch import EACH_ALONE
 from forerun.models.layer import Bias, Linear, WeightMatrix
 
@@ -132,6 +133,10 @@ class GpuBackend:
         if not place.one_gemm:
             return partial(functional.linear, weight=weight, bias=bias)
         return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))
+
+    def capped(self, head: Linear, limit: float) -> Linear:
+        """The layer with what bounds it behind it."""
+        return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
         """What computes logits of states; passes are `run_pass`."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.models.backends.invariance import agreed_rows, cancelling_scores, cancelling_values
+from forerun.models.backends.torch_cpu.mlp import by_rows, soft_capped
 from forerun.models.batch import KEY_PAD, AttentionPath, QueryRule
 
 QUERY_PADS = (4, 8, 16)
@@ -33,10 +34,12 @@ def attend(
     paths: list[AttentionPath],
     window: int | None,
     sinks: Float[Tensor, " heads"] | None = None,
+    cap: float | None = None,
 ) -> Float[Tensor, "total heads head_dim"]:
     """Each query's weighted sum of the values it sees; keys and values of all queries are in the cache already.
 
-    `sinks` are scores of nothing, one of each query head: they take their share of the weights and add no value.
+    `sinks` are scores of nothing, one of each query head: they take their share of the weights and add no value. `cap`
+    bounds scores softly.
 
     Writes the copies that paths ask for into the cache, so the paths of a sequence must be in order.
     """
@@ -48,7 +51,7 @@ def attend(
             keys[:, path.copy.first : end] = keys[:, source]
             values[:, path.copy.first : end] = values[:, source]
         view = slice(path.first_slot, path.first_slot + path.num_keys)
-        attended = attend_path(q[path.padded_queries], keys[:, view], values[:, view], path, window, sinks)
+        attended = attend_path(q[path.padded_queries], keys[:, view], values[:, view], path, window, sinks, cap)
         num_queries = len(path.queries)
         out[path.padded_queries[:num_queries]] = attended[:num_queries]
     return out
@@ -61,6 +64,7 @@ def attend_path(
     path: AttentionPath,
     window: int | None,
     sinks: Float[Tensor, " heads"] | None = None,
+    cap: float | None = None,
 ) -> Float[Tensor, "padded heads head_dim"]:
     """One path: the query heads that share a key head are laid out as further rows, so keys are read once.
 
@@ -75,19 +79,48 @@ def attend_path(
         keys, values = (functional.pad(t, (0, 0, 0, KEY_PAD)) for t in (keys, values))
         scores = sinks.to(q.dtype).view(kv_heads, group, 1).expand(-1, -1, rows).reshape(kv_heads, group * rows, 1)
         mask = torch.cat([mask.expand(kv_heads, -1, -1), functional.pad(scores, (0, KEY_PAD - 1), value=-math.inf)], 2)
-    out = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask[None])
+    if cap is None:
+        out = functional.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask[None])
+    else:
+        out = attend_capped(grouped[0], keys, values, mask, cap)
     return out.view(kv_heads, group, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
 
+def attend_capped(
+    q: Float[Tensor, "kv_heads rows head_dim"],
+    keys: Float[Tensor, "kv_heads keys head_dim"],
+    values: Float[Tensor, "kv_heads keys head_dim"],
+    mask: Float[Tensor, "_ _ keys"],
+    cap: float,
+) -> Float[Tensor, "kv_heads rows head_dim"]:
+    """Attention whose scores are softly bounded, which torch's kernel does not have.
+
+    It is computed in float32, KEY_PAD keys at a time, so that more keys change no sum.
+    """
+    scale, shape = q.shape[2] ** -0.5, (*q.shape[:2], KEY_PAD)
+    scores = [
+        soft_capped((q.float() @ block.float().transpose(1, 2) * scale).flatten(0, 1), cap).view(shape) + seen
+        for block, seen in zip(keys.split(KEY_PAD, 1), mask.float().split(KEY_PAD, 2), strict=True)
+    ]
+    top = torch.stack([block.amax(2, keepdim=True) for block in scores]).amax(0)
+    out, total = torch.zeros_like(q, dtype=torch.float32), q.new_zeros(*q.shape[:2], 1, dtype=torch.float32)
+    for block, value in zip(scores, values.split(KEY_PAD, 1), strict=True):
+        weights = by_rows(torch.exp, (block - top).flatten(0, 1)).view(shape)
+        out, total = out + weights @ value.float(), total + weights.sum(2, keepdim=True)
+    return (out / total).to(q.dtype)
+
+
 @cache
-def query_rule(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_threads: int) -> QueryRule:
+def query_rule(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_threads: int, cap: float | None = None
+) -> QueryRule:
     """The cheapest rule under which queries of this shape keep their bits, found out on this machine once.
 
     `num_threads` is torch's setting: it is part of the question.
     """
     for pad in QUERY_PADS:
         if all(
-            queries_are_independent(pad, *probe(CHECK_QUERIES, heads, kv_heads, head_dim, CHECK_KEYS, dtype))
+            queries_are_independent(pad, *probe(CHECK_QUERIES, heads, kv_heads, head_dim, CHECK_KEYS, dtype), cap)
             for probe in (cancelling_scores, cancelling_values)
         ):
             return QueryRule(pad)
@@ -99,6 +132,7 @@ def queries_are_independent(
     q: Float[Tensor, "total heads head_dim"],
     k: Float[Tensor, "kv_heads keys head_dim"],
     v: Float[Tensor, "kv_heads keys head_dim"],
+    cap: float | None = None,
 ) -> bool:
     """Compare queries in company with the same queries, `pad` at a time: in all small numbers and some larger ones."""
     counts = [*range(pad, 65, pad), 112, 208, CHECK_QUERIES]
@@ -107,6 +141,6 @@ def queries_are_independent(
 
     def kernel(rows: Tensor) -> Tensor:
         path = AttentionPath(list(range(len(rows))), [last] * len(rows), 0, pad)
-        return attend_path(rows, k, v, path, None)
+        return attend_path(rows, k, v, path, None, cap=cap)
 
     return agreed_rows(kernel, q, counts, pad) == CHECK_QUERIES

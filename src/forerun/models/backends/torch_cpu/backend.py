@@ -19,7 +19,7 @@ from forerun.machine import order_of_sums
 from forerun.models.backends.base import ChainDrawer, DecoderParts, Entered, Stream
 from forerun.models.backends.torch_cpu.attention import attend, query_rule
 from forerun.models.backends.torch_cpu.grouped import GroupedLinear, GroupedWeight
-from forerun.models.backends.torch_cpu.linear import make_linear
+from forerun.models.backends.torch_cpu.linear import CappedLinear, make_linear
 from forerun.models.backends.torch_cpu.mlp import run_mlp
 from forerun.models.batch import QueryRule, TokenBatch
 from forerun.models.layer import Attention, Bias, Linear, WeightMatrix
@@ -48,10 +48,14 @@ class TorchBackend:
         """By the definition, which is slow: the loader unpacks such weights for this backend."""
         return GroupedLinear(weight, bias)
 
+    def capped(self, head: Linear, limit: float) -> Linear:
+        """The layer with what bounds it behind it."""
+        return CappedLinear(head, limit)
+
     def executor(self, parts: DecoderParts) -> TorchExecutor:
         """The layers one after the other, queries by the rule for their shape."""
         c, dtype = parts.config, parts.embedding.dtype
-        rule = query_rule(c.heads, c.kv_heads, c.head_dim, dtype, torch.get_num_threads())
+        rule = query_rule(c.heads, c.kv_heads, c.head_dim, dtype, torch.get_num_threads(), c.score_cap)
         return TorchExecutor(parts, rule)
 
 
@@ -79,19 +83,29 @@ class TorchExecutor:
         for i in layers:
             attention, mlp = self.parts.layers[i].attention, self.parts.layers[i].mlp
             first = attention.first_turn
-            turns[first] = turns.get(first) or self.turns(batch.positions + first, len(x))
+            turns[first] = turns.get(first) or self.turns(attention, batch.positions, len(x))
             inputs = normed(x, attention.norm, eps) if inputs is None else inputs
             mixed = self.mix(attention, inputs, batch, (cache.keys[i], cache.values[i]), turns[first])
             x = x + normed(mixed, attention.out_norm, eps)
-            added, num_read = run_mlp(mlp, normed(x, mlp.norm, eps), total)
+            added, num_read = run_mlp(mlp, inputs if mlp.parallel else normed(x, mlp.norm, eps), total)
             x, inputs = x + normed(added, mlp.out_norm, eps), None
             self.num_experts_read += num_read
         return x[:total]
 
-    def turns(self, places: Int[Tensor, " total"], rows: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these places in the tables, padded to so many rows."""
-        cos, sin = (pad_rows(table[places][:, None], rows) for table in (self.parts.rope.cos, self.parts.rope.sin))
-        return cos, sin
+    def turns(
+        self, layer: Attention, positions: Int[Tensor, " total"], rows: int
+    ) -> tuple[Float[Tensor, "rows turned head_dim"], Float[Tensor, "rows turned head_dim"]]:
+        """Cosines and sines of positions in a layer's tables, padded to so many rows: of all heads, or of each."""
+        c, of_queries = self.parts.config, layer.first_query_turn
+        heads = [(layer.first_turn, 1)]
+        if of_queries is not None:
+            heads = [(of_queries, c.heads), (layer.first_turn, c.kv_heads)]
+
+        def of(table: Tensor) -> Tensor:
+            each = [table[positions + first][:, None].expand(-1, count, -1) for first, count in heads]
+            return pad_rows(torch.cat(each, dim=1), rows)
+
+        return of(self.parts.rope.cos), of(self.parts.rope.sin)
 
     def mix(
         self,
@@ -103,7 +117,7 @@ class TorchExecutor:
     ) -> Float[Tensor, "rows hidden"]:
         """What attention adds; `x` is normed. Keys and values go to `store`; `turns` are cosines and sines."""
         total, queries = len(batch.tokens), self.looking(layer, x, batch, store, turns)
-        mixed = attend(queries, *store, batch.paths, layer.window, layer.sinks)
+        mixed = attend(queries, *store, batch.paths, layer.window, layer.sinks, self.parts.config.score_cap)
         return layer.out(pad_rows(mixed.view(total, -1), len(x)))
 
     def looking(
@@ -135,7 +149,7 @@ class TorchExecutor:
         """Keys and values alone, layer by layer; nothing looks at them yet."""
         read = pad_rows(read, padded_rows(len(read)))
         for i, layer in enumerate(self.parts.layers):
-            turns = self.turns(batch.positions + layer.attention.first_turn, len(read))
+            turns = self.turns(layer.attention, batch.positions, len(read))
             self.looking(layer.attention, read, batch, (cache.keys[i], cache.values[i]), turns)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:

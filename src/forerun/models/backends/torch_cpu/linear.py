@@ -13,6 +13,7 @@ check at load tests every number of rows that will be used on this machine, and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional
 from forerun.annotations import Float
 from forerun.config import Quantization
 from forerun.models.backends.invariance import agreed_rows, cancelling_product
+from forerun.models.backends.torch_cpu.mlp import soft_capped
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear, quantized_packing_is_exact
 from forerun.models.layer import Bias, Linear, WeightMatrix
 from forerun.models.rows import BLOCK_ROWS, EXACT_ROWS, MAX_ROWS, MIN_ROWS, padded_rows
@@ -62,6 +64,17 @@ class BlockedLinear:
         padded = functional.pad(x, (0, 0, 0, padding)) if padding else x
         blocks = [functional.linear(block, self.weight, self.bias) for block in padded.split(BLOCK_ROWS)]
         return torch.cat(blocks)[: len(x)]
+
+
+@dataclass(frozen=True, slots=True)
+class CappedLinear:
+    """A layer whose outputs are softly bounded by `limit`, in float32."""
+
+    linear: Linear
+    limit: float
+
+    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        return soft_capped(self.linear(x).float(), self.limit)
 
 
 def make_linear(weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:

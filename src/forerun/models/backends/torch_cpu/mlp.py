@@ -47,12 +47,21 @@ def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple
 
 def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
     """Rows in a number that `padded_rows` gives."""
+    activation = gelu if mlp.gelu else functional.silu
+    if mlp.plain:
+        return mlp.down(by_rows(activation, mlp.gate_up(x)))
     gate, up = mlp.gate_up(x).chunk(2, dim=1)
     if mlp.clamp is None:
-        return mlp.down(by_rows(gelu if mlp.gelu else functional.silu, gate) * up)
+        return mlp.down(by_rows(activation, gate) * up)
     gate = gate.clamp(max=mlp.clamp.limit)
     turned = gate * by_rows(torch.sigmoid, gate * mlp.clamp.alpha)
     return mlp.down(turned * (up.clamp(-mlp.clamp.limit, mlp.clamp.limit) + 1))
+
+
+def soft_capped(x: Float[Tensor, "rows width"], limit: float) -> Float[Tensor, "rows width"]:
+    """Numbers of float32, softly bounded. Gemma 2, 2408.00118, section 2."""
+    lanes = in_lanes(x / limit, 0.0)
+    return by_rows(torch.tanh, lanes.view(-1, LANES)).view(lanes.shape)[:, : x.shape[1]] * limit
 
 
 def gelu(x: Tensor) -> Tensor:
