@@ -43,8 +43,8 @@ def write_gguf(
             own = names.get_name(EXPERT.sub("experts.", part), (".weight", ".bias"))
             assert own is not None, f"{architecture} has no name for {part}"
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            turned = architecture == "llama" and ("q_proj" in name or "k_proj" in name)
-            numbers = numbers + 1 if architecture == "gemma3" and "norm" in name else numbers
+            turned = architecture in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name)
+            numbers = numbers + 1 if architecture.startswith("gemma") and "norm" in name else numbers
             stacks[own].append(by_turns(numbers, heads) if turned else numbers)
     for name, parts in stacks.items():
         numbers = (torch.stack(parts) if "_exps" in name and len(parts) > 1 else parts[0]).contiguous()

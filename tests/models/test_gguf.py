@@ -9,7 +9,20 @@ import torch
 
 from forerun.models.loading import Blueprint
 from kit.gguf_files import write_gguf, write_rounded
-from models.test_families import EXPERTS, GPT_OSS, LENGTH, SHARED, VOCAB, WINDOW, YARN, Case, build, our_logits
+from models.test_families import (
+    EXPERTS,
+    GEMMA2,
+    GPT_OSS,
+    LENGTH,
+    MINISTRAL,
+    SHARED,
+    VOCAB,
+    WINDOW,
+    YARN,
+    Case,
+    build,
+    our_logits,
+)
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 BIASED = {"attention_bias": True, "mlp_bias": True, "head_dim": 24}
@@ -27,6 +40,9 @@ CASES = {
     "qwen3, experts": ("qwen3moe", "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "gemma 3": ("gemma3", "gemma3_text", GEMMA),
     "gpt-oss": ("gpt-oss", "gpt_oss", GPT_OSS),
+    "gemma 2": ("gemma2", "gemma2", GEMMA2 | {"query_pre_attn_scalar": 32}),
+    "ministral 3": ("mistral3", "ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL}),
+    "mistral": ("mistral3", "mistral", {"head_dim": 32, "sliding_window": None}),
 }
 KEYS = {
     "embedding_length": "hidden_size",
@@ -37,6 +53,8 @@ KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -55,7 +73,10 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
         values |= {"{}.rope.scaling.type": rope["rope_type"], "{}.rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         values["{}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if config["model_type"] in ("gpt_oss", "gemma3_text"):
+    if "llama_4_scaling_beta" in rope:
+        values["{}.rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        values["{}.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if config["model_type"] in ("gpt_oss", "gemma2", "gemma3_text"):
         values["{}.attention.sliding_window"] = config["sliding_window"]
     return values
 

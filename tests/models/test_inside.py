@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from forerun.errors import UnsupportedModel
-from forerun.models.families import INSIDE
+from forerun.models.inside import INSIDE
 from forerun.models.loading import Blueprint
 from kit.checkpoints import read_json
 from models.test_families import LENGTH, MINISTRAL, SIZES, VOCAB, WINDOW, our_logits, randomise

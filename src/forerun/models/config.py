@@ -17,17 +17,9 @@ import torch
 
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
-from forerun.models.families import (
-    FAMILIES,
-    INSIDE,
-    LLAMA_NORMS,
-    ExpertNames,
-    Family,
-    LayerNorms,
-    Sparse,
-    Windows,
-)
+from forerun.models.families import FAMILIES, LLAMA_NORMS, ExpertNames, Family, LayerNorms, Sparse, Windows
 from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
+from forerun.models.inside import text_part
 from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned, turning_layers
 
 DTYPES = {
@@ -43,12 +35,9 @@ GELU = ("gelu_pytorch_tanh",)
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
 MOST_EXPERTS = 10_000  # of a layer; the tensors will say how many there are
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-OF_ALL_PARTS = (  # keys that count for a language model inside another model where they stand beside it
-    "tie_word_embeddings",
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    WIDENED,
+OF_THE_FAMILY = (  # fields that a configuration has of its family
+    *("qk_norm", "sinks", "norms", "from_one", "gelu", "interleaved", "joint_norm", "fused_qkv", "fused_gate_up"),
+    *("centred", "norm_bias", "parallel", "plain_mlp"),
 )
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of one number
 
@@ -223,17 +212,12 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         qkv_bias=has_bias(fields, family, family.qkv_bias),
         out_bias=has_bias(fields, family, family.out_bias),
         mlp_bias=has_bias(fields, family, family.mlp_bias),
-        qk_norm=family.qk_norm,
         windows=windows,
         dtype=read_dtype(fields),
         bos_id=bos,
         eos_ids=tuple(i for i in eos if i < vocab_size),
         widened=read_widened(fields),
-        sinks=family.sinks,
         experts=read_experts(fields, family.sparse, layers),
-        norms=family.norms,
-        from_one=family.from_one,
-        gelu=family.gelu,
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else read_scale(fields, family, "embedding"),
         added_scale=read_scale(fields, family, "added"),
         query_scale=read_query_scale(fields, family, head_dim),
@@ -241,27 +225,10 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         local_rope=rope("sliding_attention") if family.local else None,
         turned=read_turned(fields, family, windows),
         rotary_dim=rotary_dim,
-        interleaved=family.interleaved,
-        joint_norm=family.joint_norm,
-        fused_qkv=family.fused_qkv,
-        fused_gate_up=family.fused_gate_up,
         score_cap=score_cap,
         logits_cap=logits_cap,
-        centred=family.centred,
-        norm_bias=family.norm_bias,
-        parallel=family.parallel,
-        plain_mlp=family.plain_mlp,
+        **{name: getattr(family, name) for name in OF_THE_FAMILY},
     )
-
-
-def text_part(fields: Fields) -> Fields:
-    """The fields of the language model, which is a part of the model where its architecture stands in INSIDE."""
-    usual = next((INSIDE[name] for name in fields.names("architectures") if name in INSIDE), None)
-    if usual is None:
-        return fields
-    part = fields.inside("text_config")
-    outer = {key: fields.values[key] for key in OF_ALL_PARTS if fields.values.get(key) is not None}
-    return replace(part, values={**usual, **part.values, **outer})
 
 
 def find_family(fields: Fields) -> Family:

@@ -181,15 +181,6 @@ GRANITE = {  # what a number multiplies, by its key in config.json
     "logits": "logits_scaling",
 }
 
-LLAMA_2: dict[str, object] = {  # of 7 billion parameters
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
-
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama",
@@ -398,23 +389,4 @@ FAMILIES: dict[str, Family] = {
             clamped=True,
         ),
     ),
-}
-
-INSIDE: dict[str, dict[str, object]] = {  # models whose text_config is a language model, and its usual values
-    "Mistral3ForConditionalGeneration": {"model_type": "mistral", "head_dim": 128},
-    "Gemma3ForConditionalGeneration": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-    },
-    "LlavaForConditionalGeneration": LLAMA_2,
-    "LlavaNextForConditionalGeneration": LLAMA_2,
-    "InternVLForConditionalGeneration": {"model_type": "qwen2"},
-    "Cohere2VisionForConditionalGeneration": {"model_type": "cohere2"},
-    "AyaVisionForConditionalGeneration": {"model_type": "cohere2"},
-    "SmolVLMForConditionalGeneration": {"model_type": "llama"},
-    "Idefics3ForConditionalGeneration": {"model_type": "llama"},
-    "VoxtralForConditionalGeneration": {"model_type": "llama"},
 }

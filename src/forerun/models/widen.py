@@ -40,6 +40,7 @@ from forerun.fields import read_fields
 from forerun.models.agreement import Agreement, agreement
 from forerun.models.config import WIDENED, ModelConfig, amount, config_of, read_config
 from forerun.models.gguf.folder import INDEX
+from forerun.models.inside import text_part
 from forerun.models.loading import Blueprint
 from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, count_parameters, tensor_shapes
 from forerun.models.weights import Checkpoint
@@ -199,8 +200,10 @@ class Plan:
         blueprint = Blueprint.of(source)
         if blueprint.config.widened is not None:
             raise UnsupportedModel(f"{source} is {blueprint.name} already: widen what it was made from")
-        if not blueprint.config.is_plain:
-            raise UnsupportedModel(f"{source} has layers of {blueprint.config.family}: those of Llama can be widened")
+        fields = read_fields(blueprint.folder / "config.json")
+        if not blueprint.config.is_plain or text_part(fields) is not fields:
+            what = blueprint.config.family if text_part(fields) is fields else "a part of another model"
+            raise UnsupportedModel(f"{source} has layers of {what}: those of Llama can be widened")
         wide = wider.shape(blueprint.config)
         if wide.vocab_size > blueprint.config.vocab_size:
             refuse_emitted_padding(blueprint)

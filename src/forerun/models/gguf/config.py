@@ -22,7 +22,9 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # of architectures that share a name with dense ones
@@ -38,10 +40,19 @@ OPTIONAL = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+YARN = {
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
+GROWTH = "attention.temperature_scale"  # how queries grow with their positions
+LARGEST_GEMMA = (("gemma2", 46), ("gemma3", 62))  # by layers: the models whose queries are divided by another root
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what numbers are held in that are in no groups
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # general.sampling.*
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -61,6 +72,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         normed = fields.flag("expert_weights_norm", file.architecture != "qwen2moe")
         config |= {"num_experts": experts, "num_local_experts": experts, "norm_topk_prob": normed}
         name = WITH_EXPERTS.get(name, name)
+    if file.architecture == "mistral3" and fields.optional(GROWTH) is None:
+        name = "LlamaForCausalLM"  # which Mistral's models without windows are
     config["architectures"] = [name]
     config["intermediate_size"] = fields.whole("feed_forward_length", config.get("moe_intermediate_size"))
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
@@ -78,9 +91,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def query_scalar(file: GgufFile, config: Mapping[str, Any]) -> int:
-    """What queries are divided by the root of: their width, but for Gemma 3 of 27 billion parameters."""
+    """What queries are divided by the root of: their width, but for Gemma 2 and 3 of 27 billion parameters."""
     width = int(config["hidden_size"] // config["num_attention_heads"])
-    wide = file.architecture == "gemma3" and config["num_hidden_layers"] == 62
+    wide = (file.architecture, config["num_hidden_layers"]) in LARGEST_GEMMA
     return width if wide else int(config.get("head_dim", width))
 
 
@@ -90,13 +103,16 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
     kind = fields.text("rope.scaling.type")
     if ROPE_DIVISORS in file.tensors:
         return llama3_scaling(file, config)
+    growth = {"llama_4_scaling_beta": fields.number(GROWTH)} if fields.optional(GROWTH) else {}
     if kind in (None, "none"):
-        return None
+        return {"rope_type": "default", **growth} if growth else None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
     if kind == "yarn":
         original = fields.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
         scaling |= {"original_max_position_embeddings": original, "truncate": file.architecture != "gpt-oss"}
-    return scaling
+        scaling |= {json: fields.values[key] for key, json in YARN.items() if fields.values.get(key) is not None}
+        scaling |= {"mscale": 1.0} if "mscale_all_dim" in scaling else {}
+    return scaling | growth
 
 
 def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
