@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from forerun.draft.auto import RECORD, DrafterRecord, settled
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
+from forerun.models.projections import FINAL_NORM
 from forerun.sampling.params import SamplingParams
 from heads.trained import heads_of
 from kit.checkpoints import SMALL, TARGET
@@ -63,6 +65,23 @@ def test_where_nothing_is_of_use_it_is_suffix(values: dict[str, object], target:
     assert settled(AUTO, target) == DraftSpec("suffix")
     put(target.folder.parent / "a", target, **values)
     assert settled(AUTO, target) == DraftSpec("suffix")
+
+
+def test_a_drafter_is_found_for_every_number_format_of_its_target_and_for_no_other_model(
+    target: Blueprint, tmp_path: Path
+) -> None:
+    """By its norms, which all formats keep; and in a mix with what its record says, unless it stands in one."""
+    source = load_file(target.folder / "model.safetensors")
+    rounded = {name: t if name.endswith("norm.weight") else (t * 64).round() / 64 for name, t in source.items()}
+    other = rounded | {FINAL_NORM: source[FINAL_NORM] * 1.5}
+    found = put(target.folder.parent / "a", target, target="another", model=target.norms_digest(), mixed_with="suffix")
+    own = DraftSpec("medusa", argument=str(found))
+    for tensors, expected in ((source, own), (rounded, own), (other, None)):
+        save_file(tensors, target.folder / "model.safetensors", {"format": "pt"})
+        again = Blueprint.of(str(target.folder))
+        assert settled(parse_spec("mix[ngram,auto]"), again).members[1] == (expected or DraftSpec("suffix"))
+        mixed = DraftSpec("suffix") if expected is None else DraftSpec("mix", members=(DraftSpec("suffix"), own))
+        assert settled(AUTO, again) == mixed
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"drafter": "medusa"}'])

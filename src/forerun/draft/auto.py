@@ -2,8 +2,9 @@
 
 This file decides what `drafter.json` beside a drafter's weights says (which target it was trained for, by the target's
 weights, and what held-out answers gave), where `auto` looks, and which one is the best. Beside a target are the folders
-inside its own folder and those next to it, as far as they hold a record for these very weights. What a drafter is worth
-is read there and not measured again, so choosing loads nothing; how deep drafts go, and whether they pay on this
+inside its own folder and those next to it, and the drafters that forerun ships, as far as they hold a record for this
+target: for its very weights, or for the model of which they are one of the number formats. What a drafter is worth is
+read there and not measured again, so choosing loads nothing; how deep drafts go, and whether they pay on this
 machine, remains the controller's question.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from forerun.draft.base import Drafter
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.fields import Fields, read_fields
+from forerun.models.bundled import FOLDER as SHIPPED
 from forerun.models.loading import Blueprint
 
 AUTO_DRAFT = "auto"
@@ -31,7 +34,9 @@ class DrafterRecord:
     """What held-out answers said of the drafter in a folder, at this temperature.
 
     `drafter` is its name and `argument` what its argument says before the folder: `2:` for `early-exit:2:DIR`.
-    `target` is the digest of the target's weights. `tokens_per_round` is by depth from 1. `speed_up` is what was
+    `target` is the digest of the target's weights, and `model`, if it is known, that of its norms, which are the same
+    in all formats that it is stored in. `mixed_with` is a drafter without weights that was found to pay beside it, in a
+    mix: `auto` takes both. `tokens_per_round` is by depth from 1. `speed_up` is what was
     predicted at the best depth from rounds timed where it was trained, batch 1; None where none were timed.
     """
 
@@ -42,6 +47,8 @@ class DrafterRecord:
     acceptance_at_depth: tuple[float, ...]
     tokens_per_round: tuple[float, ...]
     speed_up: float | None = None
+    model: str | None = None
+    mixed_with: str | None = None
 
     @classmethod
     def of(cls, draft: str, folder: Path, **found: Any) -> DrafterRecord:
@@ -63,6 +70,8 @@ class DrafterRecord:
                 acceptance_at_depth=numbers(fields, "acceptance_at_depth"),
                 tokens_per_round=numbers(fields, "tokens_per_round"),
                 speed_up=fields.optional("speed_up"),
+                model=fields.values.get("model"),
+                mixed_with=fields.values.get("mixed_with"),
             )
         except (ForerunError, KeyError, TypeError, ValueError):
             return None
@@ -71,13 +80,18 @@ class DrafterRecord:
         """The specification of the drafter, which is in this folder."""
         return DraftSpec(self.drafter, argument=f"{self.argument}{folder}")
 
+    def best_spec(self, folder: Path) -> DraftSpec:
+        """That of the drafter in a mix with what was found to pay beside it, if anything was."""
+        own = self.spec(folder)
+        return own if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), own))
+
     def text(self) -> str:
         """What the file holds."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
 
     def untimed(self, target: str) -> DrafterRecord:
         """This worth for another target of the same law, where rounds take other times: no speed-up is known."""
-        return replace(self, target=target, speed_up=None)
+        return replace(self, target=target, model=None, speed_up=None)
 
 
 def numbers(fields: Fields, name: str) -> tuple[float, ...]:
@@ -96,25 +110,29 @@ def settled_draft(draft: str | Drafter | None, target: Blueprint) -> str | Draft
     return str(settled(parse_spec(draft), target)) if isinstance(draft, str) else draft
 
 
-def settled(spec: DraftSpec, target: Blueprint) -> DraftSpec:
-    """The specification with the drafter chosen for this target in the place of every `auto`."""
+def settled(spec: DraftSpec, target: Blueprint, alone: bool = True) -> DraftSpec:
+    """The specification with the drafter chosen for this target in the place of every `auto`. One that stands `alone`,
+    outside of a mix, may become a mix."""
     if spec.name != AUTO_DRAFT:
-        return replace(spec, members=tuple(settled(member, target) for member in spec.members))
+        return replace(spec, members=tuple(settled(member, target, alone=False) for member in spec.members))
     if spec.argument is not None or spec.members:
         raise UnknownDrafter(f"{spec}: auto chooses what lies beside the target: write it without an argument")
     best = chosen(list(beside(target)))
-    return OTHERWISE if best is None else best[1].spec(best[0])
+    if best is None:
+        return OTHERWISE
+    return best[1].best_spec(best[0]) if alone else best[1].spec(best[0])
 
 
 def beside(target: Blueprint) -> Iterator[PathAndRecord]:
-    """The drafters trained for these weights that lie in the target's folder or next to it, by name."""
-    folder, digest = target.folder, ""
-    for place in (folder, folder.resolve().parent):
-        for path in sorted(place.glob(f"*/{RECORD}")):
-            record = DrafterRecord.read(path.parent)
-            digest = digest or target.weights_digest()
-            if record is not None and record.target == digest:
-                yield path.parent, record
+    """The drafters for this target that lie in its folder, next to it, or in forerun's own, each once, by name."""
+    digest, model = cache(target.weights_digest), cache(target.norms_digest)
+    files = {file.resolve().parent for file in target.weight_files}  # of a file that stands for a folder, its own place
+    places = [target.folder, target.folder.resolve().parent, *sorted(files), *sorted(SHIPPED.iterdir())]
+    records = {path.resolve(): path for place in places for path in sorted(place.glob(f"*/{RECORD}"))}
+    for path in records.values():
+        record = DrafterRecord.read(path.parent)
+        if record is not None and (record.target == digest() or (record.model is not None and record.model == model())):
+            yield path.parent, record
 
 
 def chosen(found: list[PathAndRecord]) -> PathAndRecord | None:

@@ -275,6 +275,17 @@ class Blueprint:
             digest.update(sample(path))
         return digest.hexdigest()[:16]
 
+    def norms_digest(self) -> str:
+        """16 hex digits that tell this model from others, and are the same for every number format it is stored in.
+
+        Those of the gains of all norms, which formats that quantise leave in 16 bits or more.
+        """
+        digest, checkpoint = sha256(), self.checkpoint(torch.bfloat16)
+        for name in sorted(name for name in checkpoint.stored if name.endswith("norm.weight")):
+            gains = checkpoint.take(name, checkpoint.stored[name].shape)
+            digest.update(name.encode() + gains.view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     @property
     def weight_files(self) -> set[Path]:
         """The files that are loaded."""
