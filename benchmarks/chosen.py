@@ -163,7 +163,7 @@ def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, pl
         llm,
         {half: Workload(half, items) for half, items in halves},
         options.answer_tokens,
-        wish=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth),
+        speculation=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth),
     )
     return Queue(stage, name, options.tokens)
 

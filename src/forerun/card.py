@@ -104,10 +104,10 @@ def run_card(
     stats: Stats,
     origins: Sequence[Origin],
     plan: Sequence[str],
-    arms: Sequence[str] = (),
+    drafters: Sequence[str] = (),
     ended: str = "",
 ) -> RenderableType:
-    """The facts of a run, as a table of two columns; for a mix also the counts of each of its `arms`.
+    """The facts of a run, as a table of two columns; for a mix also the counts of each of its `drafters`.
 
     `ended` says why the answer ended, where there is one answer.
     """
@@ -135,10 +135,10 @@ def run_card(
         share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
         card.add_row("acceptance", share)
         card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
-        for arm, own in sorted(stats.drafters.items()):
+        for number, own in sorted(stats.drafters.items()):
             guesses = f", {own.num_accepted} of {own.num_drafted} accepted" if own.num_drafted else ""
-            line = f"{arms[arm]} in {own.num_rounds} rounds{guesses}"
-            card.add_row("" if arm != min(stats.drafters) else "  by arm", Text(line))
+            line = f"{drafters[number]} in {own.num_rounds} rounds{guesses}"
+            card.add_row("" if number != min(stats.drafters) else "  by arm", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)
     threads = "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"

@@ -39,7 +39,7 @@ class Speculation:
     where it does not; with `auto=True` a number is the most that it may be. Alone it is the depth of every round.
 
     The guesses of a tree are chosen in every round, by how likely they are; with `tree` its shape is fixed, and depth,
-    width and nodes are those of that shape. `drafter` names an arm of the engine's drafter; None leaves the
+    width and nodes are those of that shape. `drafter` names a member of the engine's drafter; None leaves the
     choice to the engine.
 
     `depth` is at most 256, `width` at most 256. More `nodes` than a tree of that depth and width can have mean all of
@@ -72,7 +72,7 @@ class Speculation:
         if self.nodes is not None and self.nodes_within(self.depth) > MOST_NODES:
             raise refusal("speculation.nodes", self.nodes, f"use at most {MOST_NODES}, or a smaller depth or width")
         if self.drafter is not None and not isinstance(self.drafter, str):
-            fix = f"use {shown(None)}, or the name of an arm of the drafter"
+            fix = f"use {shown(None)}, or the name of a member of the drafter"
             raise refusal("speculation.drafter", self.drafter, fix)
 
     @property
@@ -81,7 +81,7 @@ class Speculation:
         return AUTO if self.auto else self.depth
 
     def nodes_within(self, depth: int) -> int:
-        """The most guesses that a tree of this wish has at `depth`: no more than fit its depth and width."""
+        """The most guesses that a tree of this kind has at `depth`: no more than fit its depth and width."""
         if self.width == 1:
             return min(depth, depth if self.nodes is None else self.nodes)
         asked = min(depth * self.width, MOST_NODES) if self.nodes is None else self.nodes
@@ -105,20 +105,20 @@ class Speculation:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, wish: bool | int | str | Speculation | None, default: Speculation) -> Speculation:
+    def of(cls, asked: bool | int | str | Speculation | None, default: Speculation) -> Speculation:
         """A request's speculation: None or True is the default, False no drafting, k or "auto" a depth."""
-        if wish is None or wish is True:
+        if asked is None or asked is True:
             return default
-        if isinstance(wish, Speculation):
-            return wish
-        if wish is False:
+        if isinstance(asked, Speculation):
+            return asked
+        if asked is False:
             return cls(depth=0)
-        if not isinstance(wish, Integral):
-            if isinstance(wish, str) and wish == AUTO:
+        if not isinstance(asked, Integral):
+            if isinstance(asked, str) and asked == AUTO:
                 return cls()
             words = ", ".join(map(shown, (True, False, AUTO)))
-            raise refusal("speculation", wish, f"use {words}, a depth, or a Speculation")
-        return cls(depth=wish)
+            raise refusal("speculation", asked, f"use {words}, a depth, or a Speculation")
+        return cls(depth=asked)
 
 
 @dataclass(frozen=True, slots=True)

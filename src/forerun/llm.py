@@ -351,7 +351,9 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
     """The plan of a specification, of a drafter that is there already, or of none."""
     if isinstance(draft, str):
         return plan_drafter(draft, context)
-    if draft is not None and not isinstance(draft, Drafter):
-        raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', nor a Drafter.")
+    lacking = [part for part in vars(Drafter) if not (part.startswith("_") or draft is None or hasattr(draft, part))]
+    if lacking:
+        wanted = f"nor a Drafter: it has no {lacking[0]}"
+        raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', {wanted}.")
     num_members = len(draft.names) - 1 if draft is not None and MERGED in draft.names else 1
     return DraftPlan({}, lambda _tokens, _progress, _target: draft, num_members=num_members)

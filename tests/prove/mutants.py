@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.cache.paged import PagedCache
 from forerun.config import Verification
 from forerun.engine import engine as engine_round
-from forerun.engine.reading import Reading
+from forerun.engine.reading import TargetPass
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.batch import TokenBatch
 from forerun.models.runner import Read, Runner
@@ -155,13 +155,13 @@ def unseen_acceptance(patch: Patch) -> None:
 
 def skipped_row(patch: Patch) -> None:
     """A row of the pass is skipped: every guess is judged by the logits of the node before it."""
-    true = Reading.node_logits
+    true = TargetPass.node_logits
 
-    def mutant(reading: Reading) -> Tensor:
-        logits = list(true(reading).split([part.num_nodes for part in reading.parts]))
+    def mutant(reading: TargetPass) -> Tensor:
+        logits = list(true(reading).split([row.num_nodes for row in reading.rows]))
         return torch.cat([torch.cat([rows[:1], rows[:-1]]) if len(rows) > 1 else rows for rows in logits])
 
-    patch.setattr(Reading, "node_logits", mutant)
+    patch.setattr(TargetPass, "node_logits", mutant)
 
 
 def stale_row(patch: Patch) -> None:

@@ -17,7 +17,7 @@ from forerun.tune.predict import (
 )
 
 
-def round_s(arm: str, shape: RoundShape) -> float:
+def round_s(drafter: str, shape: RoundShape) -> float:
     """A pass costs 1 and a little for each token; a draft, its depth; and 0.01 each token that a drafter reads."""
     return 1 + 0.02 * shape.num_tokens + 0.1 * shape.depth + 0.01 * shape.num_read
 
@@ -76,15 +76,18 @@ def test_a_long_prompt_is_read_in_pieces_that_nothing_is_drawn_from() -> None:
     assert found.rounds == {RoundShape(1, 1): 2}
 
 
-def test_the_best_depth_and_arm_are_found_by_trying_all() -> None:
+def test_the_best_depth_and_drafter_are_found_by_trying_all() -> None:
     jobs = {
-        arm: DecodingJob([noisy(rate, seed) for seed in range(4)], 2) for arm, rate in (("bad", 0.3), ("good", 0.8))
+        drafter: DecodingJob([noisy(rate, seed) for seed in range(4)], 2)
+        for drafter, rate in (("bad", 0.3), ("good", 0.8))
     }
     found = expect(jobs, round_s, 8)
-    gains = {(arm, depth): speed_up(jobs[arm], round_s, arm, depth) for arm in jobs for depth in range(1, 9)}
-    assert (found.arm, found.depth) == max(gains, key=gains.__getitem__)
+    gains = {
+        (drafter, depth): speed_up(jobs[drafter], round_s, drafter, depth) for drafter in jobs for depth in range(1, 9)
+    }
+    assert (found.drafter, found.depth) == max(gains, key=gains.__getitem__)
     assert found.speed_up == max(gains.values()) == max(found.by_depth)
-    assert found.arm == "good"
+    assert found.drafter == "good"
 
 
 @pytest.mark.full

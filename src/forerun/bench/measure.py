@@ -83,12 +83,12 @@ def set_up(
         models.target,
         models.draft,
         "--batch, --depth or --max-tokens",
-        speculation=selection.wish(deepest),
+        speculation=selection.speculation(deepest),
         max_model_len=max(workload.longest(selection.num_tokens) for workload in workloads.values()),
         threads=models.threads,
         progress=progress,
     )
-    return Stage(llm, workloads, selection.num_tokens, selection.seed, wish=selection.wish)
+    return Stage(llm, workloads, selection.num_tokens, selection.seed, speculation=selection.speculation)
 
 
 def load_for(batch: int, target: ModelSpec, draft: str, options: str, **how: Any) -> LLM:

@@ -87,7 +87,7 @@ class Selection:
             for temperature in ((0.0,) if recorded else self.temperatures)
         ]
 
-    def wish(self, depth: int) -> Speculation:
+    def speculation(self, depth: int) -> Speculation:
         """The speculation at a depth."""
         if depth == CHOSEN:
             return Speculation()

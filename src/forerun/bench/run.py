@@ -134,7 +134,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An LLM with a drafter, nothing under way, the texts to run on it, and what `wish` asks of it at a depth.
+    """An LLM with a drafter, nothing under way, the texts to run on it, and what `speculation` asks of it at a depth.
 
     Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave. `drafter`, if there is
     one, drafts in the place of the LLM's; engines begin with a copy of `controller`, or of the LLM's. Requests may go
@@ -146,7 +146,7 @@ class Stage:
     num_tokens: int
     seed: int = 0
     clock: Clock = time.perf_counter
-    wish: Callable[[int], Speculation] = Speculation
+    speculation: Callable[[int], Speculation] = Speculation
     controllers: dict[tuple[Group, int], Controller] = field(default_factory=dict)
     refills: bool = False
     drafter: Drafter | None = None
@@ -171,7 +171,7 @@ class Stage:
     def tape(self, group: Group, depth: int) -> Tape:
         """A tape for a run at this depth."""
         experts = self.llm.engine.runner.decoder.config.experts
-        return Tape(group.batch, Budget.of(self.wish(depth)).nodes, self.llm.drafter_names, experts=experts)
+        return Tape(group.batch, Budget.of(self.speculation(depth)).nodes, self.llm.drafter_names, experts=experts)
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
@@ -194,7 +194,7 @@ class Stage:
         the stage's, or as the LLM's own, which runs nothing.
         """
         items = self.workloads[group.workload].items
-        recording, sequences, wish = Recording(), list[EngineSequence](), self.wish(depth)
+        recording, sequences, speculation = Recording(), list[EngineSequence](), self.speculation(depth)
         for number in numbers:
             item = items[number % len(items)]
             length = self.num_spare + (self.num_tokens if item.answer is None else len(item.answer))
@@ -204,7 +204,7 @@ class Stage:
                 max_tokens=length if most is None else min(length, most),
                 ignore_eos=True,
             )
-            sequences += self.llm.requests.sequences(Request.of(item.prompt, params, wish, tenant))
+            sequences += self.llm.requests.sequences(Request.of(item.prompt, params, speculation, tenant))
             if item.answer is not None:
                 recording.texts[sequences[-1].id] = [*item.prompt, *item.answer]
         if (group, depth) not in self.controllers:

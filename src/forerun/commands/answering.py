@@ -210,9 +210,9 @@ def as_object(said: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any
     }
 
 
-def stats_object(stats: Stats, timing: AnswerTiming, arms: Sequence[str] = ()) -> dict[str, Any]:
-    """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `arms` too."""
-    by_arm = {arms[arm]: asdict(own) for arm, own in sorted(stats.drafters.items())}
+def stats_object(stats: Stats, timing: AnswerTiming, drafters: Sequence[str] = ()) -> dict[str, Any]:
+    """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `drafters` too."""
+    by_drafter = {drafters[number]: asdict(own) for number, own in sorted(stats.drafters.items())}
     return {
         "num_tokens": timing.num_tokens,
         "first_token_s": timing.first_s,
@@ -227,4 +227,4 @@ def stats_object(stats: Stats, timing: AnswerTiming, arms: Sequence[str] = ()) -
         "gain": stats.gain,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_at_depth": list(stats.acceptance_at_depth),
-    } | ({"arms": by_arm} if by_arm else {})
+    } | ({"arms": by_drafter} if by_drafter else {})

@@ -64,12 +64,12 @@ def trace(
         from forerun.commands.answering import LoadedModel
         from forerun.trace.record import trace as record
         from forerun.trace.show import picture, svg
-    model, wish = LoadedModel.of(where, how), where.speculation(width)
-    told = record(model.llm, text, model.params, wish)
+    model, speculation = LoadedModel.of(where, how), where.speculation(width)
+    told = record(model.llm, text, model.params, speculation)
     if not result.as_json:
         Console(no_color=how.raw or None, highlight=False).print(picture(told, STYLES))
     if picture_file is not None:
         picture_file.write(svg(told, STYLES))
-    result.tell(asdict(model.setting) | {"width": wish.width} | told.as_object())
+    result.tell(asdict(model.setting) | {"width": speculation.width} | told.as_object())
     if told.same_as_plain is False:
         raise typer.Exit(1)

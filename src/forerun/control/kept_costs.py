@@ -29,7 +29,7 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
         {"kind": list(kind), "sizes": {str(size): cost.expect(size) for size in cost.sizes}}
         for kind, cost in controller.costs.kinds.items()
     ]
-    arms = [
+    drafters = [
         {
             "drafts": {str(rows): asdict(line) for rows, line in record.drafts.items()},
             "offered": [n / record.acceptance.unit for n in record.acceptance.offered],
@@ -40,7 +40,7 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
         }
         for record in controller.drafters.all
     ]
-    return {"version": VERSION, "names": controller.drafters.names, "passes": passes, "arms": arms}
+    return {"version": VERSION, "names": controller.drafters.names, "passes": passes, "arms": drafters}
 
 
 def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:

@@ -23,7 +23,7 @@ from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget, Draft, Drafter
 from forerun.engine.constrained import constrained_tree, forced_chains
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.reading import CommittedPart, Part, Reading, begun_parts, drawn_tokens, num_begun, resumable
+from forerun.engine.reading import RoundRow, TargetPass, begun_rows, drawn_tokens, num_begun, resumable
 from forerun.engine.recovery import Recovery
 from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
@@ -235,47 +235,47 @@ class Engine:
             self.runner.drop(left)
         return replace(draft, tree=tree)
 
-    def read(self, plan: RoundPlan, draft: Draft) -> Reading:
+    def read(self, plan: RoundPlan, draft: Draft) -> TargetPass:
         """The target's pass: prompt chunks, roots and guesses side by side."""
         tree = draft.tree
         hosts = tree.host()
         if draft.drafter is not None:
             hosts = [replace(host, drafters=row) for host, row in zip(hosts, draft.drafter.tolist(), strict=True)]
         tree_of = {row.sequence.id: host for row, host in zip(plan.drawing, hosts, strict=True)}
-        parts = Part.of_rows(plan.rows, tree_of)
+        rows = RoundRow.of_plans(plan.rows, tree_of)
         taps = self.drafter.taps if self.drafter else ()
-        drawn = drawn_tokens(parts, tree.tokens) if tree.unseen else None
-        begun = begun_parts(parts, draft) if draft.resume is not None else None
-        states = self.runner.read([part.read() for part in parts], taps, drawn, begun)
-        return Reading(parts, states, tree.tokens if tree.unseen else None)
+        drawn = drawn_tokens(rows, tree.tokens) if tree.unseen else None
+        begun = begun_rows(rows, draft) if draft.resume is not None else None
+        states = self.runner.read([row.read() for row in rows], taps, drawn, begun)
+        return TargetPass(rows, states, tree.tokens if tree.unseen else None)
 
-    def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
+    def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.
 
         Everything is computed first; the host waits for the device once. The assignment of `active.decided` makes the
         round final.
         """
-        accepted = accept(verdict, [part.tree for part in reading.parts if part.tree], reading.drawn)
+        accepted = accept(verdict, [row.tree for row in reading.rows if row.tree], reading.drawn)
         reading.check_drawn(accepted)
-        drawing = [part.row.sequence for part in reading.parts if part.tree]
+        drawing = [row.sequence for row in reading.rows if row.tree]
         # Grammars may raise here: they are asked before any sequence is told of the round, which has no effect then.
         runs = iter([(run, s.completed_by(run.tokens)) for s, run in zip(drawing, accepted, strict=True)])
         deltas, outcomes, kept, places = [], [], [], []
         logits = reading.states.logits[:, : self.num_ids]  # padding ids have no log-probabilities
-        for part in reading.parts:
-            sequence = part.row.sequence
-            if part.num_scored:
-                sequence.score_prompt(part.num_scored, logits[part.first :], self.kernels)
-            if part.tree is None:
-                kept.append(CommittedPart(part, []))
+        for row in reading.rows:
+            sequence = row.sequence
+            if row.num_scored:
+                sequence.score_prompt(row.num_scored, logits[row.first :], self.kernels)
+            if row.tree is None:
+                kept.append(row)
                 continue
             run, completed_by = next(runs)
-            delta = sequence.delta(run, logits, part.first_node, self.kernels, completed_by)
+            delta = sequence.delta(run, logits, row.first_node, self.kernels, completed_by)
             assert delta.outcome is not None, "a committed run has an outcome"
             outcomes.append(delta.outcome)
             deltas.append(delta)
             places.append(len(sequence.tokens))
-            kept.append(CommittedPart(part, run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+            kept.append(replace(row, accepted=run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
         self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
         self.active.decided = list(zip(places, deltas, strict=True))
         self.active.settle()
@@ -285,7 +285,7 @@ class Engine:
             self.leave([self.active.sequences[seq_id] for seq_id in ended])
         return deltas, outcomes
 
-    def inform(self, kept: Seq[CommittedPart], reading: Reading) -> None:
+    def inform(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
         """Count the tokens that were read, and tell the drafter what became final, also of sequences that end here."""
         for k in kept:
             k.sequence.num_read += len(k.path)

@@ -25,15 +25,15 @@ LOGGER = logging.getLogger("forerun")
 def plan_engine(
     target: Blueprint,
     drafter: DraftPlan,
-    wish: Speculation,
+    speculation: Speculation,
     max_model_len: int | None,
     max_num_seqs: int,
     memory_bytes: int | None,
 ) -> MemoryPlan:
     """Plan memory for texts of `max_model_len` tokens; where None, for the longest texts that fit.
 
-    `wish` is how far a request is drafted unless it says otherwise. Raises NotEnoughMemory where not one sequence
-    fits, InvalidRequest for texts that are longer than the target's positions.
+    `speculation` is how far a request is drafted unless it says otherwise. Raises NotEnoughMemory where not one
+    sequence fits, InvalidRequest for texts that are longer than the target's positions.
     """
     limit, device = target.config.max_positions, target.placement.device
     if max_model_len is not None and max_model_len > limit:
@@ -48,7 +48,7 @@ def plan_engine(
         drafter.models,
         budget_bytes=memory_bytes,
         max_num_seqs=max_num_seqs,
-        tail_tokens=tail_tokens(wish, drafter.num_members, max_model_len or limit),
+        tail_tokens=tail_tokens(speculation, drafter.num_members, max_model_len or limit),
         remembered_bytes=drafter.remembered_bytes if device.type == "cpu" else {},
     )
     plan = shares.plan(max_model_len)
@@ -62,12 +62,12 @@ def plan_engine(
     return plan
 
 
-def tail_tokens(wish: Speculation, num_members: int, max_model_len: int) -> int:
+def tail_tokens(speculation: Speculation, num_members: int, max_model_len: int) -> int:
     """Cache slots beyond `max_model_len` that the guesses of one sequence take at most, drafted by so many members.
 
     A text of n tokens is drafted at most `max_model_len` - n - 1 tokens far, so a chain always ends within the context.
     What goes beyond it are a tree's nodes, which lie behind the slots of its longest path.
     """
-    budget = Budget.of(wish, max_model_len - 2)
+    budget = Budget.of(speculation, max_model_len - 2)
     slots = slots_of(budget if num_members == 1 else budget.merging(num_members))
     return max(0, slots - budget.depth - 1)

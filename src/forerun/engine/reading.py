@@ -28,28 +28,35 @@ from forerun.tree import DraftTree, HostTree
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RoundRow:
     """One row of a round: a chunk of its unread tokens, then its tree where it draws a token.
 
     Its logits begin at row `first` of the pass's: those of `num_scored` tokens of the chunk, all or none, which are
-    wanted for the prompt's log-probabilities, then those of its nodes.
+    wanted for the prompt's log-probabilities, then those of its nodes. What of it is final: the chunk and, once they
+    are known, the nodes that were `accepted`.
     """
 
-    row: RowPlan
+    plan: RowPlan
     tree: HostTree | None
     first: int
     num_scored: int
+    accepted: Seq[int] = ()
 
     @classmethod
-    def of_rows(cls, rows: Seq[RowPlan], trees: Mapping[int, HostTree]) -> list[Part]:
-        """The parts of a round, as they stand before the pass; `trees` are those of rows that draw, by sequence."""
-        parts: list[Part] = []
+    def of_plans(cls, plans: Seq[RowPlan], trees: Mapping[int, HostTree]) -> list[RoundRow]:
+        """The rows of a round, as they stand before the pass; `trees` are those of rows that draw, by sequence."""
+        rows: list[RoundRow] = []
         first = 0
-        for row in rows:
-            num_scored = row.num_chunk if row.sequence.scores_prompt else 0
-            parts.append(cls(row, trees.get(row.sequence.id), first, num_scored))
-            first += num_scored + parts[-1].num_nodes
-        return parts
+        for plan in plans:
+            num_scored = plan.num_chunk if plan.sequence.scores_prompt else 0
+            rows.append(cls(plan, trees.get(plan.sequence.id), first, num_scored))
+            first += num_scored + rows[-1].num_nodes
+        return rows
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence that it is of."""
+        return self.plan.sequence
 
     @property
     def first_node(self) -> int:
@@ -63,42 +70,29 @@ class Part:
 
     def read(self) -> Read:
         """The reads that the runner is asked for."""
-        num_chunk = self.row.num_chunk
-        tokens = self.row.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
+        num_chunk = self.plan.num_chunk
+        tokens = self.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
         judged = range(num_chunk - self.num_scored, len(tokens))
         if self.tree is None or not self.tree.branches:
-            return Read(self.row.sequence.id, tokens, judged=judged)
+            return Read(self.sequence.id, tokens, judged=judged)
         assert num_chunk == 0, "a sequence with unread text is not drafted"
-        return Read(self.row.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedPart:
-    """What of a part is final: its chunk, and the nodes of its tree that were accepted."""
-
-    part: Part
-    nodes: Seq[int]
-
-    @property
-    def sequence(self) -> Sequence:
-        """The sequence that the part is of."""
-        return self.part.row.sequence
+        return Read(self.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
 
     @property
     def path(self) -> list[int]:
         """Numbers of the read's tokens that stay, in order."""
-        num_chunk = self.part.row.num_chunk
-        return [*range(num_chunk), *(num_chunk + node for node in self.nodes)]
+        num_chunk = self.plan.num_chunk
+        return [*range(num_chunk), *(num_chunk + node for node in self.accepted)]
 
 
-def drawn_tokens(parts: Seq[Part], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
+def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
     """Where the guesses among the tokens of all parts lie in the trees of those that have one."""
     source: list[int] = []
     first = 0
-    for part in parts:
-        source += [-1] * part.row.num_chunk
-        if part.tree is not None:
-            source += [first + column for column in part.tree.places]
+    for row in rows:
+        source += [-1] * row.plan.num_chunk
+        if row.tree is not None:
+            source += [first + column for column in row.tree.places]
             first += tokens.shape[1]
     return DeviceTokens(tokens, source)
 
@@ -121,38 +115,38 @@ def num_begun(draft: Draft) -> list[int]:
     return [counts[row] for row in range(batch)]
 
 
-def begun_parts(parts: Seq[Part], draft: Draft) -> PartialPass:
+def begun_rows(rows: Seq[RoundRow], draft: Draft) -> PartialPass:
     """What of the parts a drafter has read through the target's lower layers."""
     assert draft.resume is not None, "a pass goes on where another one stopped"
     of_trees = iter(num_begun(draft))
-    begun = [0 if part.tree is None else next(of_trees) for part in parts]
+    begun = [0 if row.tree is None else next(of_trees) for row in rows]
     return PartialPass(draft.resume.layer, begun, draft.resume.hidden)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A pass that was made: its parts, in order, and what came of it."""
+class TargetPass:
+    """A pass that was made: its rows, in order, and what came of it."""
 
-    parts: Seq[Part]
+    rows: Seq[RoundRow]
     states: States
     drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, where the host has not seen them
 
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
         """The logits of all trees' nodes, packed."""
-        if not any(part.num_scored for part in self.parts):
+        if not any(row.num_scored for row in self.rows):
             return self.states.logits
-        return torch.cat([self.states.logits[p.first_node : p.first_node + p.num_nodes] for p in self.parts])
+        return torch.cat([self.states.logits[p.first_node : p.first_node + p.num_nodes] for p in self.rows])
 
     def check_drawn(self, runs: Seq[Accepted]) -> None:
         """Raise RequestFailed for the first sequence that has no law for its next token; its logits say why."""
         if all(run.tokens[-1] >= 0 for run in runs):
             return
-        for part, run in zip((part for part in self.parts if part.tree), runs, strict=True):
+        for row, run in zip((row for row in self.rows if row.tree), runs, strict=True):
             if run.tokens[-1] < 0:
-                sequence, logits = part.row.sequence, self.states.logits[part.first_node + run.nodes[-1]]
+                sequence, logits = row.sequence, self.states.logits[row.first_node + run.nodes[-1]]
                 raise RequestFailed(sequence.id) from undrawable(sequence, logits)
 
-    def committed(self, kept: Seq[CommittedPart], salts: Seq[Hashable]) -> Committed:
+    def committed(self, kept: Seq[RoundRow], salts: Seq[Hashable]) -> Committed:
         """What the drafter is told of tokens that stay, which their sequences count as read already."""
         tokens: list[int] = []
         offsets = [0]
@@ -171,14 +165,14 @@ class Reading:
             salts=salts,
         )
 
-    def features(self, kept: Seq[CommittedPart]) -> Float[Tensor, "total taps hidden"] | None:
+    def features(self, kept: Seq[RoundRow]) -> Float[Tensor, "total taps hidden"] | None:
         """The tapped states of the tokens that stay, packed."""
         if self.states.taps is None:
             return None
         taps = self.states.taps
-        sizes = (part.row.num_chunk + part.num_nodes for part in self.parts)
+        sizes = (row.plan.num_chunk + row.num_nodes for row in self.rows)
         firsts = itertools.accumulate(sizes, initial=0)
-        first_of = {part.row.sequence.id: first for part, first in zip(self.parts, firsts, strict=False)}
+        first_of = {row.sequence.id: first for row, first in zip(self.rows, firsts, strict=False)}
         rows = [first_of[k.sequence.id] + node for k in kept for node in k.path]
         return taps.index_select(0, upload(rows, torch.long, taps.device))
 

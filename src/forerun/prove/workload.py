@@ -97,13 +97,13 @@ class ProofPace:
         """Measured on the beginning of a prompt, after a round that is not timed: the first one is slow."""
         start, num_texts = list(prompt[:READ_TOKENS]), llm.engine.scheduler.max_num_seqs
         times = []
-        for params, wish in (
+        for params, speculation in (
             (SamplingParams(seed=0, max_tokens=2, ignore_eos=True), shape),
             (SamplingParams(seed=0, max_tokens=TRIED_TOKENS, ignore_eos=True), False),
             (SamplingParams(seed=0, max_tokens=TEXT_TOKENS, ignore_eos=True, n=num_texts), shape),
         ):
             started_s = clock()
-            llm.generate([start], params, speculation=wish, tenant=TENANT, use_tqdm=False)
+            llm.generate([start], params, speculation=speculation, tenant=TENANT, use_tqdm=False)
             times.append(clock() - started_s)
         return cls(times[1] / TRIED_TOKENS, times[2] / num_texts)
 

@@ -17,7 +17,7 @@ from forerun.accept.outcome import RowOutcome
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
 from forerun.engine.engine import Engine, RoundPlan
-from forerun.engine.reading import Reading
+from forerun.engine.reading import TargetPass
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -111,9 +111,9 @@ class WatchedEngine(Engine):
         self.choice = self.controller.reason() if isinstance(self.controller, MeasuredDepth) else ""
         return draft
 
-    def accept(self, reading: Reading, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
+    def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """The engine's own step, noted: the numbers are those of the text before it, so they are taken first."""
-        told = [self.tell(reading, verdict)] if any(part.tree for part in reading.parts) else []
+        told = [self.tell(reading, verdict)] if any(row.tree for row in reading.rows) else []
         deltas, rows = super().accept(reading, verdict)
         for round_, delta in zip(told, deltas, strict=True):
             self.text += delta.text
@@ -121,24 +121,24 @@ class WatchedEngine(Engine):
             self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
         return deltas, rows
 
-    def tell(self, reading: Reading, verdict: Verdict) -> TracedRound:
+    def tell(self, reading: TargetPass, verdict: Verdict) -> TracedRound:
         """The round as the verdict has it, before stop conditions and text."""
         assert self.passing is not None, "a round drafts before it accepts"
         plan, tree = self.passing
-        (part,) = reading.parts
-        assert part.tree is not None, "a row that draws has a tree"
+        (row,) = reading.rows
+        assert row.tree is not None, "a row that draws has a tree"
         assert isinstance(plan.draws, WatchedDraws), "a watched round's draws remember"
         found = numbers(tree, reading.node_logits(), plan.draws, self.options.verification)
-        q = plan.draws.q | declared(tree, part.tree, plan.draws.vocab)
-        spell = speller(self.tokenizer, list(part.row.sequence.tokens))
-        (run,) = accept(verdict, [part.tree])
+        q = plan.draws.q | declared(tree, row.tree, plan.draws.vocab)
+        spell = speller(self.tokenizer, list(row.sequence.tokens))
+        (run,) = accept(verdict, [row.tree])
         said = enumerate(zip(run.nodes, run.tokens, run.origins, strict=True))
         return TracedRound(
             number=len(self.rounds) + 1,
-            num_prompt_tokens=part.row.num_chunk,
+            num_prompt_tokens=row.plan.num_chunk,
             choice=self.choice,
             rule=found.rule,
-            guesses=explain(part.tree, found, run.nodes, q, spell),
+            guesses=explain(row.tree, found, run.nodes, q, spell),
             emitted=[
                 Emitted(token, spell(run.tokens[:i], token), origin, float(found.law[node, token]))
                 for i, (node, token, origin) in said

@@ -119,23 +119,23 @@ def along(known: Mapping[int, float], size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PassTable:
-    """What rounds take, by arm and rows; rows between two that were measured are taken to cost in between."""
+    """What rounds take, by drafter and rows; rows between two that were measured are taken to cost in between."""
 
-    by_arm: Mapping[str, Mapping[int, RowCosts]]
+    by_drafter: Mapping[str, Mapping[int, RowCosts]]
 
-    def round_s(self, arm: str, shape: RoundShape) -> float:
-        """Seconds of a round of this shape, drafted by this arm."""
-        reading_s = self.between(arm, shape.num_drafted, lambda costs: costs.reading_s) * shape.num_read
-        draft_s = self.draft_s(arm, shape.num_drafted, shape.depth)
-        return self.pass_s(arm, shape.num_rows, shape.num_tokens) + draft_s + reading_s
+    def round_s(self, drafter: str, shape: RoundShape) -> float:
+        """Seconds of a round of this shape, drafted by this drafter."""
+        reading_s = self.between(drafter, shape.num_drafted, lambda costs: costs.reading_s) * shape.num_read
+        draft_s = self.draft_s(drafter, shape.num_drafted, shape.depth)
+        return self.pass_s(drafter, shape.num_rows, shape.num_tokens) + draft_s + reading_s
 
-    def draft_s(self, arm: str, num_drafted: int, depth: int) -> float:
+    def draft_s(self, drafter: str, num_drafted: int, depth: int) -> float:
         """Seconds of drafting so many rows so far."""
-        return self.between(arm, num_drafted, lambda costs: costs.draft_s(depth))
+        return self.between(drafter, num_drafted, lambda costs: costs.draft_s(depth))
 
-    def pass_s(self, arm: str, num_rows: int, num_tokens: int) -> float:
+    def pass_s(self, drafter: str, num_rows: int, num_tokens: int) -> float:
         """Seconds of a round without its drafting."""
-        largest = self.by_arm[arm][max(self.by_arm[arm])]
+        largest = self.by_drafter[drafter][max(self.by_drafter[drafter])]
 
         def of(costs: RowCosts) -> float:
             most = max(costs.passes)
@@ -143,22 +143,22 @@ class PassTable:
                 return costs.pass_s(num_tokens)
             return costs.pass_s(most) * largest.pass_s(num_tokens) / largest.pass_s(most)
 
-        return self.between(arm, num_rows, of)
+        return self.between(drafter, num_rows, of)
 
-    def between(self, arm: str, num_rows: int, figure: Callable[[RowCosts], float]) -> float:
+    def between(self, drafter: str, num_rows: int, figure: Callable[[RowCosts], float]) -> float:
         """A figure for so many rows."""
-        rows = sorted(self.by_arm[arm])
-        figures = [figure(self.by_arm[arm][each]) for each in rows]
+        rows = sorted(self.by_drafter[drafter])
+        figures = [figure(self.by_drafter[drafter][each]) for each in rows]
         return float(np.interp(num_rows, rows, figures)) if num_rows else 0.0
 
     def lines(self, batch: int) -> list[dict[str, Any]]:
-        """Seconds of the target's part of a round and of each arm's drafting, by depth."""
+        """Seconds of the target's part of a round and of each drafter's drafting, by depth."""
         return [
             {
                 "batch": batch,
                 "depth": depth,
-                "pass_s": self.pass_s(next(iter(self.by_arm)), batch, batch * (1 + depth)),
-                "draft_s": {arm: self.draft_s(arm, batch, depth) for arm in self.by_arm},
+                "pass_s": self.pass_s(next(iter(self.by_drafter)), batch, batch * (1 + depth)),
+                "draft_s": {drafter: self.draft_s(drafter, batch, depth) for drafter in self.by_drafter},
             }
             for depth in TABLE_DEPTHS
         ]
@@ -176,11 +176,11 @@ def sizes_at(num_rows: int, depths: Iterable[int]) -> list[int]:
 
 @dataclass(slots=True)
 class PassMeter:
-    """Measures rounds of so many rows, which are drafted by `arm` (None where a drafter is no mix)."""
+    """Measures rounds of so many rows, which are drafted by `drafter` (None where a drafter is no mix)."""
 
     stage: Stage
     group: Group  # its batch is the number of rows
-    arm: str | None
+    drafter: str | None
     deepest: int
     repeats: int
     ratios: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)  # size: depth, pass, drafting
@@ -252,16 +252,16 @@ class PassMeter:
         num_rows = len(lane.sequences)
         each, more = divmod(num_guesses, num_rows)
         full.sizes = [each + (row < more) for row in range(num_rows)] if num_guesses else None
-        wish = Speculation(each + (more > 0), drafter=self.arm)
+        speculation = Speculation(each + (more > 0), drafter=self.drafter)
         for sequence in lane.sequences:
-            sequence.speculation = wish
+            sequence.speculation = speculation
         return lane.step(self.stage.clock)
 
     def lane(self, full: FullChains, number: int) -> Lane:
         """New sequences, as the job has them, which may go on long enough for every draft to fit."""
         stage = replace(
             self.stage,
-            wish=lambda depth: Speculation(0),
+            speculation=lambda depth: Speculation(0),
             controllers={},
             drafter=full,
             controller=FixedDepth(),

@@ -8,8 +8,8 @@ As in every measured run, rounds that read prompts count on no side. This file h
 what rounds take.
 
 Two things are approximated. What a drafter remembers of other texts depends on which of them are finished: with more
-than one row at once, that differs a little from depth to depth. And a mix is replayed with a single arm for all rounds,
-its merged trees cut from those of the greatest depth.
+than one row at once, that differs a little from depth to depth. And a mix is replayed with a single drafter for all
+rounds, its merged trees cut from those of the greatest depth.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RoundShape(NamedTuple):
     num_read: int = 0
 
 
-RoundCost = Callable[[str, RoundShape], float]  # seconds of a round of this shape, drafted by this arm
+RoundCost = Callable[[str, RoundShape], float]  # seconds of a round of this shape, drafted by this drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The best that is expected at a batch size: times as fast as plain decoding, by this arm, this far.
+    """The best that is expected at a batch size: times as fast as plain decoding, by this drafter, this far.
 
-    `by_depth` is the most that is expected of any arm at depth 1, 2, and so on, by the costs before the runs. Other
+    `by_depth` is the most that is expected of any drafter at depth 1, 2, and so on, by the costs before the runs. Other
     prompts of the same kind, as many of them, are expected between the two numbers of the `interval`; it is the chance
     of the draw of prompts alone.
     """
 
-    arm: str
+    drafter: str
     depth: int
     speed_up: float
     by_depth: tuple[float, ...]
@@ -171,13 +171,13 @@ def shape_of(guessed: Sequence[Guessed], num_read: int) -> RoundShape:
     return RoundShape(len(sizes), len(sizes) + sum(sizes), max(sizes), num_drafted, num_read)
 
 
-def speed_up(job: DecodingJob, round_s: RoundCost, arm: str, depth: int) -> float:
-    """How many times as fast a job is expected to be, drafted by this arm, this far; 1 where nothing is decoded."""
+def speed_up(job: DecodingJob, round_s: RoundCost, drafter: str, depth: int) -> float:
+    """How many times as fast a job is expected to be, drafted by this drafter, this far; 1 where nothing is decoded."""
 
     def token_s(depth: int) -> float:
         """Of decoding alone; 0 where every round reads a prompt."""
         found = played(job, depth)
-        taken_s = sum(times * round_s(arm, shape) for shape, times in found.rounds.items())
+        taken_s = sum(times * round_s(drafter, shape) for shape, times in found.rounds.items())
         return taken_s / found.num_decoded if found.num_decoded else 0.0
 
     drafted_s = token_s(depth)
@@ -185,14 +185,20 @@ def speed_up(job: DecodingJob, round_s: RoundCost, arm: str, depth: int) -> floa
 
 
 def expect(jobs: Mapping[str, DecodingJob], round_s: RoundCost, deepest: int) -> Expected:
-    """The best depth, at most `deepest`, and arm for a job, which is given for each arm with its rounds."""
+    """The best depth, at most `deepest`, and drafter for a job, which is given for each drafter with its rounds."""
     depths = range(1, deepest + 1)
-    gains = {(depth, arm): speed_up(job, round_s, arm, depth) for depth in depths for arm, job in jobs.items()}
-    depth, arm = max(gains, key=gains.__getitem__)
-    return Expected(arm, depth, gains[depth, arm], tuple(max(gains[each, arm] for arm in jobs) for each in depths))
+    gains = {
+        (depth, drafter): speed_up(job, round_s, drafter, depth) for depth in depths for drafter, job in jobs.items()
+    }
+    depth, drafter = max(gains, key=gains.__getitem__)
+    return Expected(
+        drafter, depth, gains[depth, drafter], tuple(max(gains[each, drafter] for drafter in jobs) for each in depths)
+    )
 
 
-def interval(job: DecodingJob, round_s: RoundCost, arm: str, depth: int, seed: int = 0) -> tuple[float, float] | None:
+def interval(
+    job: DecodingJob, round_s: RoundCost, drafter: str, depth: int, seed: int = 0
+) -> tuple[float, float] | None:
     """Between which speed-ups most other draws of as many prompts lie; None of a single text.
 
     Drawing these texts anew shows by how much such a draw differs from the whole it is drawn from. Two draws differ by
@@ -203,9 +209,9 @@ def interval(job: DecodingJob, round_s: RoundCost, arm: str, depth: int, seed: i
     rng = random.Random(seed)
     num_draws = max(20, min(RESAMPLES, MOST_PLAYED // sum(text.num_tokens for text in job.texts)))
     draws = (replace(job, texts=rng.choices(job.texts, k=len(job.texts))) for _ in range(num_draws))
-    found = sorted(speed_up(draw, round_s, arm, depth) for draw in draws)
+    found = sorted(speed_up(draw, round_s, drafter, depth) for draw in draws)
     outside = round((1 - LIKELY) / 2 * (num_draws - 1))
-    usual = speed_up(job, round_s, arm, depth)
+    usual = speed_up(job, round_s, drafter, depth)
     low, high = (usual * (end / usual) ** math.sqrt(2) for end in (found[outside], found[-1 - outside]))
     return low, high
 

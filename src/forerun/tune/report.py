@@ -147,7 +147,7 @@ class TuneReport:
             "batch": cell.group.batch,
             "temperature": cell.group.temperature,
             "template": self.template,
-            "arm": cell.prediction.arm,
+            "arm": cell.prediction.drafter,
             "depth": cell.prediction.depth,
             "predicted_speed_up": cell.prediction.speed_up,
             "predicted_speed_up_by_depth": cell.prediction.by_depth,

@@ -37,7 +37,7 @@ NOT_REACHED = "not reached within --time-limit"
 COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # of each size: of a few, of all that look good, of the chosen
 CLOSE = 0.92  # of the best prediction by a few sizes: of such depths all sizes are measured
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # of sizes that are measured: their number, and their rounds' share
-Jobs = Mapping[str, DecodingJob]  # what a run of a cell decodes, with the rounds of each arm
+Jobs = Mapping[str, DecodingJob]  # what a run of a cell decodes, with the rounds of each drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ def study(trial: Trial) -> Studied:
     try:
         memory = trial.memory()
         jobs = {
-            group: {arm: DecodingJob(trial.pilot(group, arm), group.batch) for arm in trial.arms()} for group in groups
+            group: {drafter: DecodingJob(trial.pilot(group, drafter), group.batch) for drafter in trial.drafter_names()}
+            for group in groups
         }
         tables = {group: table_of(trial, group, jobs[group]) for group in groups}
         first = groups[0]
@@ -147,7 +148,7 @@ def study(trial: Trial) -> Studied:
 
 
 def acceptance_of(jobs: Jobs) -> dict[str, tuple[float, ...]]:
-    """Acceptance by depth of all texts ("") and of each category, of the arm that needs the fewest rounds."""
+    """Acceptance by depth of all texts ("") and of each category, of the drafter that needs the fewest rounds."""
     best = min(jobs.values(), key=lambda job: sum(len(text.at_depth(PILOT_DEPTH)) for text in job.texts))
     kinds = dict.fromkeys(("", *(text.category for text in best.texts)))
     return {
@@ -160,18 +161,21 @@ def table_of(trial: Trial, group: Group, jobs: Jobs) -> PassTable:
     """What rounds of a cell take: first of a few sizes, then of those that the depths need which look best."""
     batch = group.batch
     sizes = {num_rows: sizes_at(num_rows, COARSE_DEPTHS) for num_rows in rows_of(batch)}
-    coarse = {arm: dict(trial.passes(group, arm, "a few sizes", sizes, COARSE_REPEATS)) for arm in jobs}
+    coarse = {drafter: dict(trial.passes(group, drafter, "a few sizes", sizes, COARSE_REPEATS)) for drafter in jobs}
     table = PassTable(
-        {arm: {rows: RowCosts.from_json(costs) for rows, costs in found.items()} for arm, found in coarse.items()}
+        {
+            drafter: {rows: RowCosts.from_json(costs) for rows, costs in found.items()}
+            for drafter, found in coarse.items()
+        }
     )
     depths = range(1, PILOT_DEPTH + 1)
-    gains = {arm: {d: speed_up(job, table.round_s, arm, d) for d in depths} for arm, job in jobs.items()}
+    gains = {drafter: {d: speed_up(job, table.round_s, drafter, d) for d in depths} for drafter, job in jobs.items()}
     best = max(gain for by_depth in gains.values() for gain in by_depth.values())
-    joined = {arm: dict(known) for arm, known in table.by_arm.items()}
-    for arm, job in jobs.items():
-        if needed := needed_sizes(job, [depth for depth, gain in gains[arm].items() if gain >= CLOSE * best]):
-            for rows, fine in trial.passes(group, arm, "all sizes", {batch: needed}, FINE_REPEATS):
-                joined[arm][rows] = RowCosts.from_json(coarse[arm][rows], fine)
+    joined = {drafter: dict(known) for drafter, known in table.by_drafter.items()}
+    for drafter, job in jobs.items():
+        if needed := needed_sizes(job, [depth for depth, gain in gains[drafter].items() if gain >= CLOSE * best]):
+            for rows, fine in trial.passes(group, drafter, "all sizes", {batch: needed}, FINE_REPEATS):
+                joined[drafter][rows] = RowCosts.from_json(coarse[drafter][rows], fine)
     return PassTable(joined)
 
 
@@ -201,15 +205,15 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
             trial.report(f"measuring {group.name}", number / len(order))
             if repetition == 0 or group not in runs or trial.llm is None:
                 trial.running().warm_up(group, depths)
-        if sizes := needed_sizes(jobs[group][best.arm], [best.depth]):
-            beside = trial.passes(group, best.arm, f"repetition {repetition}", {group.batch: sizes}, BESIDE_REPEATS)
+        if sizes := needed_sizes(jobs[group][best.drafter], [best.depth]):
+            beside = trial.passes(group, best.drafter, f"repetition {repetition}", {group.batch: sizes}, BESIDE_REPEATS)
             costs.setdefault(group, []).extend(RowCosts.from_json(found) for _, found in beside)
         runs.setdefault(group, []).extend(trial.run(group, turn) for turn in turns)
     answers = trial.workload.recorded()
     return [
         TuneCell(
             group,
-            settled(prediction, jobs[group][prediction.arm], tables[group], costs.get(group, ())),
+            settled(prediction, jobs[group][prediction.drafter], tables[group], costs.get(group, ())),
             group_figures(group, runs[group], answers) if group in runs else None,
         )
         for group, prediction in expected.items()
@@ -217,10 +221,10 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
 
 
 def settled(prediction: Expected, job: DecodingJob, table: PassTable, beside: Sequence[RowCosts]) -> Expected:
-    """The prediction for the chosen depth and arm, by what was measured beside the runs, with its interval."""
-    arm, depth, rows, gain = prediction.arm, prediction.depth, job.batch, prediction.speed_up
+    """The prediction for the chosen depth and drafter, by what was measured beside the runs, with its interval."""
+    drafter, depth, rows, gain = prediction.drafter, prediction.depth, job.batch, prediction.speed_up
     if beside:
-        newer = table.by_arm[arm][rows].newer(beside)
-        table = PassTable({**table.by_arm, arm: {**table.by_arm[arm], rows: newer}})
-        gain = speed_up(job, table.round_s, arm, depth)
-    return replace(prediction, speed_up=gain, interval=interval(job, table.round_s, arm, depth))
+        newer = table.by_drafter[drafter][rows].newer(beside)
+        table = PassTable({**table.by_drafter, drafter: {**table.by_drafter[drafter], rows: newer}})
+        gain = speed_up(job, table.round_s, drafter, depth)
+    return replace(prediction, speed_up=gain, interval=interval(job, table.round_s, drafter, depth))

@@ -108,7 +108,7 @@ class Trial:
             self.llm.close()
             self.llm, self.measuring = None, None
 
-    def stage(self, controller: Controller, drafter: Drafter | None = None, arm: str = "") -> Stage:
+    def stage(self, controller: Controller, drafter: Drafter | None = None, name: str = "") -> Stage:
         """Where measurements are made, by engines that begin with this controller."""
         texts = self.workload
         return Stage(
@@ -116,7 +116,7 @@ class Trial:
             {texts.name: texts},
             self.settings.num_tokens,
             self.settings.seed,
-            wish=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth, drafter=arm or None),
+            speculation=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth, drafter=name or None),
             refills=True,
             drafter=drafter,
             controller=controller,
@@ -142,7 +142,7 @@ class Trial:
 
         return DrafterMemory(**self.known("memory", planned))
 
-    def arms(self) -> Sequence[str]:
+    def drafter_names(self) -> Sequence[str]:
         """The names of what drafts: a single empty one unless it is a mix."""
         names = list(self.costs()["names"])
         if not names:  # the machine was too slow to measure any
@@ -237,9 +237,9 @@ def shorter(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         sizes = kinds.setdefault(tuple(entry["kind"]), {})
         for size, usual_s in entry["sizes"].items():
             sizes[size] = min(usual_s, sizes.get(size, usual_s))
-    arms = []
+    drafters = []
     for first, second in zip(one["arms"], other["arms"], strict=True):
         lines = [*first["drafts"].items(), *second["drafts"].items()]
         lines.sort(key=lambda line: -line[1]["seconds"] / max(1.0, line[1]["sizes"]))  # the last one of a size counts
-        arms.append({**first, "drafts": dict(lines), "reading_s": min(first["reading_s"], second["reading_s"])})
-    return {**one, "passes": [{"kind": list(kind), "sizes": sizes} for kind, sizes in kinds.items()], "arms": arms}
+        drafters.append({**first, "drafts": dict(lines), "reading_s": min(first["reading_s"], second["reading_s"])})
+    return {**one, "passes": [{"kind": list(kind), "sizes": sizes} for kind, sizes in kinds.items()], "arms": drafters}
