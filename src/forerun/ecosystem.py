@@ -93,7 +93,7 @@ WORDS: Mapping[str, Word] = {
     "override_generation_config": Word((None,), "give SamplingParams with a request"),
     "pipeline_parallel_size": Word((1,), ONE_DEVICE),
     "pooler_config": Word((None,), "forerun generates text; leave it out"),
-    "quantization": Word((None,), 'forerun quantizes with quantize="int8" or "int4", and reads no quantized files'),
+    "quantization": Word((None,), 'a quantized checkpoint says so itself; others are, with quantize="int8" or "int4"'),
     "runner": Word(("auto", "generate"), "forerun generates text; use 'generate'"),
     "scheduling_policy": Word(("fcfs",), "requests are served first come, first served; use 'fcfs'"),
     "served_model_name": Word((None,), "a model is shown by the name that it was loaded by; leave it out"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import MissingWeights, WrongShape
 from forerun.fields import read_fields
-from forerun.models import weights
+from forerun.models import stored
 from forerun.models.config import config_of, read_special_ids
 from forerun.models.generation import KEYS, GenerationDefaults
 from forerun.models.loading import Blueprint
@@ -150,7 +150,7 @@ def test_a_file_that_may_not_be_read_is_named(folder: Path, name: str, monkeypat
     if name == INDEX:
         (folder / "model.safetensors").rename(folder / "1.safetensors")
         write(folder / INDEX, {"weight_map": {"model.norm.weight": "1.safetensors"}})
-    read, opened = Path.read_text, weights.safe_open
+    read, opened = Path.read_text, stored.safe_open
 
     def read_text(path: Path, *args: Any, **options: Any) -> str:
         if path.name == name:
@@ -163,7 +163,7 @@ def test_a_file_that_may_not_be_read_is_named(folder: Path, name: str, monkeypat
         return opened(path, *args, **options)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    monkeypatch.setattr(weights, "safe_open", safe_open)
+    monkeypatch.setattr(stored, "safe_open", safe_open)
     error = judged(lambda: open_all(folder))
     assert name in str(error)
     assert "Permission denied" in str(error)

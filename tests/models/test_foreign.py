@@ -169,25 +169,18 @@ def test_the_names_that_each_program_writes_are_known_for_what_they_are(folder: 
     ("config", "parts"),
     [
         ({"quantization": {"group_size": 64, "bits": 4}}, ["quantization is .*by MLX are not read: use the float16"]),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["by gptq are not read: use the float16"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["by fp8 are not read", r"FineGrainedFP8Config\(deq"]),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, ["by mxfp4 are not read", r"Mxfp4Config\(deq"]),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, [r"CompressedTensorsConfig\(dequantize=True"]),
-        ({"quantization_config": [4]}, ["by another program are not read"]),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            ["quant_method is 'hqq'; read are awq, .*: use the float16"],
+        ),
+        ({"compression_config": {"quant_method": None}}, ["compression_config: quant_method is None; read are awq, "]),
+        ({"quantization_config": [4]}, ["quantization_config is .*; it must be an object"]),
     ],
 )
 def test_quantised_checkpoints_are_told_by_their_configuration(
     config: dict[str, Any], parts: list[str], folder: Path
 ) -> None:
     refused(configured(folder, **config), UnsupportedModel, *parts)
-
-
-def test_configurations_that_undo_a_quantisation_exist_in_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    from forerun.models.foreign import DEQUANTISED
-
-    for call in DEQUANTISED.values():
-        assert hasattr(transformers, call.partition("(")[0])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from forerun.heads.folder import model_fields, refuse_unread
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
 from forerun.models.projections import EMBEDDING, HEAD, Shapes
 from forerun.models.source import TOKENIZER_FILES, find_checkpoint
-from forerun.models.weights import AGAIN, BUFFERS, Checkpoint, read_header, read_headers
+from forerun.models.stored import AGAIN, read_header
+from forerun.models.weights import BUFFERS, Checkpoint, read_headers
 
 FETCHED = ("*.safetensors", "*.bin", "*.pt", *TOKENIZER_FILES)
 ALONE = "medusa_lm_head.safetensors"

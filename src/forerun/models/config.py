@@ -18,8 +18,9 @@ import torch
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
 from forerun.models.families import FAMILIES, LLAMA_NORMS, ExpertNames, Family, LayerNorms, Sparse, Windows
-from forerun.models.foreign import OF_OTHER_KINDS, PARTS, told_of, unquantised
+from forerun.models.foreign import OF_OTHER_KINDS, ORIGINAL, PARTS, told_of
 from forerun.models.inside import text_part
+from forerun.models.quantized.scheme import read_scheme
 from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned, turning_layers
 
 DTYPES = {
@@ -250,9 +251,9 @@ def find_family(fields: Fields) -> Family:
 
 def refuse_options(fields: Fields, family: Family) -> None:
     """Raise UnsupportedModel for options that change what is computed and that the decoder does not have."""
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if fields.values.get(key) is not None:
-            raise fields.refuse(key, unquantised(fields.values[key]))
+    read_scheme(fields)
+    if fields.values.get("quantization") is not None:
+        raise fields.refuse("quantization", f"weights quantised by MLX are not read: {ORIGINAL}")
     key, known = "hidden_activation" if family.capped else "hidden_act", GELU if family.gelu else SILU
     if fields.values.get(key, known[0]) not in known:
         raise fields.refuse(key, f"supported is {known[0]}: choose a checkpoint with it")

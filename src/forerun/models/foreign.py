@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from forerun.errors import ModelError
-from forerun.fields import read_fields, short
+from forerun.fields import read_fields
 from forerun.limits import shown
 
 ORIGINAL = "use the float16 or bfloat16 original, with --quantize int8 or int4 where memory is short"
-WRITE = "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config={}).save_pretrained(NEW_FOLDER)"
 OF_OTHER_KINDS = (
     ("modules.json", "is of sentence-transformers, whose models make vectors and no text", "choose a language model"),
     ("model_index.json", "is a pipeline of diffusers, which makes images", "choose a language model"),
@@ -75,11 +74,6 @@ TENSORS = {  # by the ends of tensors' names, or what stands in them, the surest
     ".q_weight": "quantised by ExLlama",
     ".scales": "quantised by MLX",  # others have scales too, beside the names above
 }
-DEQUANTISED = {  # by quant_method in config.json: what transformers needs for writing 16 bits
-    "mxfp4": "Mxfp4Config(dequantize=True)",
-    "fp8": "FineGrainedFP8Config(dequantize=True)",
-    "compressed-tensors": "CompressedTensorsConfig(dequantize=True)",
-}
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # of models that read more than text
 
 
@@ -97,14 +91,6 @@ def foreign_tensors(names: Iterable[str]) -> str | None:
     """What tensors of these names are that are not read, and what to do; None where they may be a model's."""
     parts = {part for name in names for part in TENSORS if name.endswith(part) or (part[-1] == "." and part in name)}
     part = next((part for part in TENSORS if part in parts), None)
-    cure = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else ORIGINAL
+    config = f"{ORIGINAL}; or config.json as it came with the weights, if that says how they are quantised"
+    cure = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else config
     return None if part is None else f"its tensors are {TENSORS[part]}, as names with {part} show: {cure}"
-
-
-def unquantised(described: object) -> str:
-    """What to do with a checkpoint of quantised weights, which config.json describes so."""
-    values = described if isinstance(described, dict) else {}
-    method = str(values.get("quant_method", "MLX" if "bits" in values else "another program"))
-    config = DEQUANTISED.get(method)
-    write = f", or write one with transformers (`{WRITE.format(config)}`)" if config else ""
-    return f"weights quantised by {short(method)} are not read: {ORIGINAL}{write}"

@@ -93,7 +93,7 @@ class Blueprint:
             what = "experts and attention sinks" if judged.is_plain else f"the layers of {judged.family}"
             raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {wanted}")
         stored = checkpoint.stored_groups(judged)
-        as_stored = stored is not None and spec.quantize is None and spec.dtype == "auto"
+        as_stored = stored is not None and stored.formats and spec.quantize is None and spec.dtype == "auto"
         if placement.fixed:
             choice = BackendChoice(BackendKind("torch", dtypes[0]))
         elif as_stored and find_kernels(spec.kernels, dtypes[0], progress) is not None:
@@ -131,15 +131,18 @@ class Blueprint:
     def as_stored(self) -> bool:
         """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
         as_asked = self.quantize is None and self.spec.dtype == "auto"
-        return self.kernels == "native" and as_asked and self.stored is not None
+        return self.kernels == "native" and as_asked and self.stored is not None and bool(self.stored.formats)
 
     @property
     def format(self) -> str:
-        """The number format for a reader: "bfloat16", or "bfloat16, int8 weights"."""
+        """The number format for a reader: "bfloat16", "bfloat16, int8 weights", or "bfloat16, FP8 weights unpacked"."""
         name = str(self.dtype).removeprefix("torch.")
-        if self.as_stored and self.stored:
-            return f"{name}, {' and '.join(self.stored.formats)} weights"
-        return f"{name}, {self.quantize} weights" if self.quantize else name
+        if self.quantize or self.stored is None:
+            return f"{name}, {self.quantize} weights" if self.quantize else name
+        stay, unpacked = (self.stored.formats if self.as_stored else ()), self.stored.unpacked
+        unpacked = unpacked if self.as_stored else tuple(dict.fromkeys((*self.stored.formats, *unpacked)))
+        kinds = ((stay, "weights"), (unpacked, "weights unpacked"))
+        return ", ".join([name, *(f"{' and '.join(names)} {what}" for names, what in kinds if names)])
 
     def backend(self, progress: ProgressCallback | None = None) -> Backend:
         """What computes its layers, and layers beside them; compiled if necessary."""

@@ -10,29 +10,29 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
-from forerun.fields import mistaken, read_fields, short
+from forerun.fields import read_fields, short
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import DTYPES, ModelConfig
-from forerun.models.foreign import BROKEN_OFF, ORIGINAL, foreign_tensors, told_of
-from forerun.models.gguf.file import READABLE
+from forerun.models.foreign import BROKEN_OFF, foreign_tensors, told_of
 from forerun.models.gguf.folder import INDEX, stored_tensors
 from forerun.models.gguf.tensors import GgufTensor
+from forerun.models.inside import text_part
 from forerun.models.mtp_names import find_modules
 from forerun.models.projections import EMBEDDING, HEAD, layer_tensors, promised_tensors
+from forerun.models.quantized.layouts import quantized_tensors
+from forerun.models.quantized.scheme import read_scheme
+from forerun.models.quantized.tensors import QuantizedTensor
 from forerun.models.spec import dtype_name
+from forerun.models.stored import AGAIN, PLAIN, StoredTensor, read_header
 
-STORED = ("F64", *READABLE)  # number formats that need no scales beside them
 MOST_SHARDS = 10_000  # of any model
 WHOLE = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
@@ -40,7 +40,6 @@ FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # in its own folder: a file e
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 SENSES = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # what reads images and sound begins so
 OUTER = "model."
-AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 log = logging.getLogger(__name__)
 
@@ -63,39 +62,16 @@ def number_formats(
     return (torch.bfloat16 if activations_too else config.dtype, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies, under which name, and what its file's header says of it."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    format: str
-
-    held_bytes: ClassVar[float | None] = None  # of a number, where they are held as they are stored
-
-    def read(self) -> Tensor:
-        """Its numbers. Raises MissingWeights."""
-        with opened(self.file) as file:
-            tensor: Tensor = file.get_tensor(self.name)
-        return tensor
-
-    def read_into(self, result: Tensor) -> Tensor:
-        """Its numbers, in the number format and the memory of `result`. Raises MissingWeights."""
-        return result.copy_(self.read())
-
-    def groups(self) -> None:
-        """Nothing is stored in groups here."""
-
-
-Stored = StoredTensor | GgufTensor
+Stored = StoredTensor | GgufTensor | QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """Weights that lie in groups: their formats, the most frequent first, and bytes of a number in layers and head."""
+    """Weights that are stored in fewer bits: the formats of those in groups that can stay so, the most frequent first,
+    and of those that are unpacked; bytes of a number in layers and head where groups stay."""
 
     formats: tuple[str, ...]
+    unpacked: tuple[str, ...]
     of_layers: float
     of_head: float
 
@@ -111,7 +87,7 @@ class Checkpoint:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.folder = folder
         self.dtype = dtype
-        self.stored = read_headers(folder)
+        self.stored = read_tensors(folder)
 
     @classmethod
     def of_model(cls, folder: Path, dtype: torch.dtype) -> Checkpoint:
@@ -143,16 +119,20 @@ class Checkpoint:
         return self.find(name, shape).groups()
 
     def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
-        """What is stored in groups of the model of this configuration; None where nothing is."""
+        """What is stored in fewer bits of the model of this configuration; None where nothing is."""
         size = float(self.dtype.itemsize)
-        formats = Counter(entry.format for entry in self.stored.values() if entry.held_bytes)
+        kinds = Counter(
+            (bool(e.held_bytes), e.format) for e in self.stored.values() if e.format not in (*PLAIN, *WHOLE)
+        )
         layers = [entry for name, entry in self.stored.items() if name.startswith("model.layers.")]
         numbers = [math.prod(entry.shape) for entry in layers]
         held = sum(count * (entry.held_bytes or size) for count, entry in zip(numbers, layers, strict=True))
         head = self.stored.get(EMBEDDING if config.tied else HEAD)
         of_head = (head and head.held_bytes) or size
-        names = tuple(name for name, _ in formats.most_common())
-        return StoredGroups(names, held / max(1, sum(numbers)), of_head) if names else None
+        stay, others = (
+            tuple(name for (stays, name), _ in kinds.most_common() if stays is asked) for asked in (True, False)
+        )
+        return StoredGroups(stay, others, held / max(1, sum(numbers)), of_head) if kinds else None
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of whole numbers, as int64. Raises MissingWeights or UnsupportedModel."""
@@ -173,19 +153,27 @@ class Checkpoint:
                 f"{entry.file}: {name} has shape {list(entry.shape)}, config.json promises {list(shape)}: "
                 "use the config.json that came with the weights"
             )
-        if entry.format not in STORED:
-            wanted = f"quantised checkpoints are not read: {ORIGINAL}"
-            raise UnsupportedModel(f"{entry.file}: {name} is stored as {entry.format}; {wanted}")
+        if not entry.readable:
+            wanted = "without scales beside it that config.json would know: use the files that came with the weights"
+            raise UnsupportedModel(f"{entry.file}: {name} is stored as {entry.format}, {wanted}")
         return entry
 
 
-def read_headers(folder: Path) -> dict[str, Stored]:
+def read_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors of a GGUF file that a folder stands for, or of the folder's own files, quantised weights as one."""
+    if (folder / INDEX).exists():
+        return dict(stored_tensors(folder))
+    stored = read_headers(folder)
+    config = folder / "config.json"
+    scheme = read_scheme(text_part(read_fields(config))) if config.exists() else None
+    return dict(stored if scheme is None else quantized_tensors(scheme, stored))
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of model.safetensors or, where that is absent, of the shards that the index lists.
 
     Shards without an index are known by their names, which say how many there are.
     """
-    if (folder / INDEX).exists():
-        return dict(stored_tensors(folder))
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return read_header(single)
@@ -243,33 +231,6 @@ def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     ours = {n: f"{OUTER}{n.removeprefix(prefix)}" for n in stored if n.startswith(prefix or parts)}
     names = {n: n.removeprefix(OUTER) for n in stored} | ours | {head: HEAD, HEAD: HEAD}
     return {names[name]: entry for name, entry in stored.items()}
-
-
-def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file."""
-    if not file.exists():
-        raise MissingWeights(f"{file} is missing: {AGAIN}")
-    found: dict[str, Stored] = {}
-    with opened(file) as shard:
-        for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
-            part = shard.get_slice(name)
-            found[name] = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
-    return found
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """A safetensors file, open. Raises MissingWeights, now or within, where it is no such file or damaged."""
-    try:
-        if not file.is_file():
-            raise MissingWeights(f"{file} is not a file: {AGAIN}")
-        with safe_open(file, framework="pt") as handle:
-            yield handle
-    except SafetensorError as error:
-        damage = f"is damaged or incomplete ({file.stat().st_size} bytes; {short(error)}): {AGAIN}"
-        raise MissingWeights(f"{file} {mistaken(file) or damage}") from error
-    except OSError as error:
-        raise MissingWeights(f"{file} cannot be read ({short(error)}): make it a readable file") from error
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -365,4 +326,4 @@ def changes_logits(name: str, layers: int) -> bool:
 def is_idle_bias(name: str, checkpoint: Checkpoint) -> bool:
     """Whether a tensor is a bias of zeros, as conversions between families leave them."""
     entry = checkpoint.stored[name]
-    return name.endswith(".bias") and entry.format in STORED and not checkpoint.take(name, entry.shape).any()
+    return name.endswith(".bias") and entry.readable and not checkpoint.take(name, entry.shape).any()

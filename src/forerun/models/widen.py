@@ -43,6 +43,7 @@ from forerun.models.gguf.folder import INDEX
 from forerun.models.inside import text_part
 from forerun.models.loading import Blueprint
 from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, count_parameters, tensor_shapes
+from forerun.models.quantized.scheme import KEYS
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
 from forerun.store import cache_folder, whole_folder
@@ -290,7 +291,8 @@ def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
 def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
     """What is written."""
     config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
-    values = {**fields.values, **config.layer_fields()} | {
+    kept = {key: value for key, value in fields.values.items() if key not in KEYS}  # weights are written unpacked
+    values = {**kept, **config.layer_fields()} | {
         "num_hidden_layers": config.layers,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -65,6 +66,8 @@ class GgufTensor:
     heads: int = 0
     transposed: bool = False
     added: float = 0.0
+
+    readable: ClassVar[bool] = True
 
     @property
     def file(self) -> Path:

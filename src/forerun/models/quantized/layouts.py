@@ -1,0 +1,312 @@
+"""The layouts of quantised weights: which tensors make a weight, and what their numbers mean.
+
+One table says which layouts a method has. A layout is known by the name of one tensor; the others lie beside it. What
+each must be is checked by the files' headers, before any weight is read. The layouts are those of AutoAWQ, AutoGPTQ and
+GPTQModel, compressed-tensors, bitsandbytes, and of transformers for FP8 and MXFP4.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
+from forerun.fields import Fields, short
+from forerun.models.foreign import ORIGINAL
+from forerun.models.quantized.scheme import Scheme
+from forerun.models.quantized.tensors import QuantizedTensor, WholeNumbers, held_bytes, unpacked
+from forerun.models.stored import AGAIN, StoredTensor
+
+WeightParts = Mapping[str, StoredTensor]  # of one weight, by the ends of their names; first the one that it is known by
+FLOATS, WORDS, INDEX, BYTES = ("F16", "BF16", "F32"), ("I32",), ("I32", "I64"), ("U8",)
+FP8 = ("F8_E4M3", "F8_E5M2")
+OF_ALL = ((), (1,))  # shapes of a single scale
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word, which has them in the order 0 2 4 6 1 3 5 7
+ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # by bits: 1 in all numbers of a word
+MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16)  # and the same below zero
+STATE, TABLES = ".quant_state.bitsandbytes__", (".nested_absmax", ".nested_quant_map")
+# What says how activations or the cache are rounded; here they keep their format.
+OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_zero_point", ".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """The ends of names: of the tensor that a weight is known by, of those beside it, and of the weight itself."""
+
+    sign: str
+    others: tuple[str, ...]
+    weight: str
+    read: Callable[[WeightParts, Scheme], QuantizedTensor]
+
+
+def quantized_tensors(scheme: Scheme, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | QuantizedTensor]:
+    """All tensors, those of each quantised weight as one under the name that it has when it is not quantised.
+
+    Raises MissingWeights, WrongShape or UnsupportedModel, with the tensor's name.
+    """
+    rest = {name: part for name, part in stored.items() if not name.endswith(OF_ACTIVATIONS)}
+    weights, layouts = dict[str, QuantizedTensor](), LAYOUTS[scheme.method]
+    beside = {end for layout in layouts for end in layout.others if end not in ("", ".weight")}
+    for layout in layouts:
+        for name in [name for name in rest if name.endswith(layout.sign)]:
+            stem = name.removesuffix(layout.sign)
+            ends = [end for end in (layout.sign, *layout.others) if stem + end in rest]
+            weights[stem + layout.weight] = layout.read({end: rest.pop(stem + end) for end in ends}, scheme)
+    for name in rest:
+        if name in weights or name.endswith(tuple(beside)):
+            problem = "is there quantised and not" if name in weights else "is there without the numbers of its weight"
+            raise MissingWeights(f"{rest[name].file}: {short(name)} {problem}: {AGAIN}")
+    return {**rest, **weights}
+
+
+def fit(parts: WeightParts, end: str, formats: Sequence[str], shape: Sequence[int] | None = None) -> StoredTensor:
+    """The part with this end, if its header has one of these formats and this shape. Raises ModelError."""
+    sign, first = next(iter(parts.items()))
+    part = parts.get(end)
+    if part is None:
+        missing = first.name.removesuffix(sign) + end
+        raise MissingWeights(f"{first.file} has {short(first.name)}, and {short(missing)} is not there: {AGAIN}")
+    if part.format not in formats:
+        wanted = f"read {'is' if len(formats) == 1 else 'are'} {', '.join(formats)}: {ORIGINAL}"
+        raise UnsupportedModel(f"{part.file}: {part.name} is stored as {part.format}; {wanted}")
+    if shape is not None and part.shape != tuple(shape):
+        raise unfit(part, f"beside {short(first.name)} of {list(first.shape)} it must be {list(shape)}")
+    return part
+
+
+def unfit(part: StoredTensor, wanted: str) -> WrongShape:
+    """The error for a part whose sizes cannot be; `wanted` says what could."""
+    return WrongShape(f"{part.file}: {part.name} has shape {list(part.shape)}; {wanted}: {AGAIN}")
+
+
+def matrix(parts: WeightParts, end: str, formats: Sequence[str]) -> tuple[StoredTensor, int, int]:
+    """A part that must be a matrix, and its sizes."""
+    part = fit(parts, end, formats)
+    if len(part.shape) != 2 or not all(part.shape):
+        raise unfit(part, "it must be a matrix")
+    return part, *part.shape
+
+
+def groups_of(parts: WeightParts, end: str, scales: StoredTensor, num_groups: int, inputs: int) -> Callable[[], Tensor]:
+    """What gives the group of each input: it reads the part with this end or, without one, counts neighbours."""
+    if end in parts:
+        return partial(read_groups, fit(parts, end, INDEX, (inputs,)), num_groups)
+    if inputs % num_groups:
+        raise unfit(scales, f"{num_groups} groups do not divide {inputs} inputs")
+    return lambda: torch.arange(inputs) // (inputs // num_groups)
+
+
+def read_groups(part: StoredTensor, num_groups: int) -> Tensor:
+    """The group of each input, as a tensor lists them."""
+    groups = part.read().long()
+    for number in (int(groups.min()), int(groups.max())):
+        if not 0 <= number < num_groups:
+            raise WrongShape(f"{part.file}: {part.name} has group {number}, and there are {num_groups}: {AGAIN}")
+    return groups
+
+
+def awq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """Eight outputs in a word, of one input: `(q - z) * s`."""
+    first, inputs, words = matrix(parts, ".qweight", WORDS)
+    _, num_groups, _ = matrix(parts, ".scales", FLOATS)
+    scales = fit(parts, ".scales", FLOATS, (num_groups, 8 * words))
+    zeros = fit(parts, ".qzeros", WORDS, (num_groups, words))
+    groups = groups_of(parts, "", scales, num_groups, inputs)
+
+    def numbers(part: StoredTensor) -> Tensor:
+        numbers: Tensor = unpacked(part.read(), 4).unflatten(1, (-1, 8))[..., AWQ_PLACES].flatten(1).T.contiguous()
+        return numbers
+
+    def unpack() -> WholeNumbers:
+        return WholeNumbers(numbers(first), scales.read().float().T, numbers(zeros), groups(), 4)
+
+    held = held_bytes(4, inputs, num_groups, scales.format, has_zeros=True)
+    return QuantizedTensor(first.file, (8 * words, inputs), "AWQ int4", unpack, held)
+
+
+def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """Eight or four inputs in a word, of one output; zero points as outputs, in the first format less 1.
+
+    Words of zero points are counted up as wholes, for GPTQModel counts them down so: a zero point of 0 borrows from its
+    neighbour. Where none is 0, as in all that AutoGPTQ writes without losing others, it is the same as each by itself.
+    """
+    first, words, outputs = matrix(parts, ".qweight", WORDS)
+    zeros, num_groups, zero_words = matrix(parts, ".qzeros", WORDS)
+    scales = fit(parts, ".scales", FLOATS, (num_groups, outputs))
+    bits = next((bits for bits in ONE_EACH if outputs * bits == 32 * zero_words), None)
+    if bits is None:
+        raise unfit(zeros, f"for {outputs} outputs that is no 4 or 8 bits for each")
+    inputs, added = words * 32 // bits, ONE_EACH[bits] if scheme.less_one else 0
+    groups = groups_of(parts, ".g_idx", scales, num_groups, inputs)
+
+    def unpack() -> WholeNumbers:
+        offsets = unpacked(zeros.read() + added, bits).T
+        return WholeNumbers(unpacked(first.read().T, bits), scales.read().float().T, offsets, groups(), bits)
+
+    held = held_bytes(bits, inputs, num_groups, scales.format, not scheme.symmetric, scheme.by_activations)
+    return QuantizedTensor(first.file, (outputs, inputs), f"GPTQ int{bits}", unpack, held)
+
+
+def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """compressed-tensors: inputs in a word, of one output; zero points as outputs. Half the range was added to both."""
+    first, outputs, words = matrix(parts, "_packed", WORDS)
+    size = fit(parts, "_shape", INDEX, (2,)).read().tolist()
+    bits = next((bits for bits in ONE_EACH if [outputs, words] == [size[0], -(-size[1] * bits // 32)]), None)
+    if bits is None:
+        raise unfit(first, f"for {short(parts['_shape'].name)}, {size}, that is no 4 or 8 bits for each")
+    inputs, zeros = size[1], parts.get("_zero_point")
+    scales, num_groups = scales_of(parts, outputs)
+    groups, scattered = groups_of(parts, "_g_idx", scales, num_groups, inputs), "_g_idx" in parts
+    if zeros is not None:
+        fit(parts, "_zero_point", WORDS, (-(-outputs * bits // 32), num_groups))
+
+    def unpack() -> WholeNumbers:
+        offsets = None if zeros is None else unpacked(zeros.read().T, bits)[:, :outputs].T
+        factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
+        return WholeNumbers(unpacked(first.read(), bits)[:, :inputs], factors, offsets, groups(), bits)
+
+    held = held_bytes(bits, inputs, num_groups, scales.format, zeros is not None, scattered)
+    return QuantizedTensor(first.file, (outputs, inputs), f"compressed-tensors int{bits}", unpack, held)
+
+
+def scales_of(parts: WeightParts, outputs: int) -> tuple[StoredTensor, int]:
+    """The scales of a weight of whole numbers, and how many an output has; a single one is that of all."""
+    part = fit(parts, "_scale", FLOATS)
+    if part.shape in (*OF_ALL, (outputs,)):
+        return part, 1
+    if len(part.shape) != 2 or part.shape[0] != outputs or not part.shape[1]:
+        raise unfit(part, f"the weight has {outputs} outputs")
+    return part, part.shape[1]
+
+
+def of_bytes(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """compressed-tensors: a weight of bytes, or of FP8, as it is."""
+    if fit(parts, "", ("I8", *FP8)).format != "I8":
+        return fp8(parts, scheme)
+    first, outputs, inputs = matrix(parts, "", ("I8",))
+    scales, num_groups = scales_of(parts, outputs)
+    groups, zeros = groups_of(parts, "_g_idx", scales, num_groups, inputs), parts.get("_zero_point")
+    if zeros is not None:
+        fit(parts, "_zero_point", ("I8",), scales.shape)
+
+    def unpack() -> WholeNumbers:
+        offsets = None if zeros is None else zeros.read().view(-1, num_groups).expand(outputs, -1)
+        factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
+        return WholeNumbers(first.read(), factors, offsets, groups(), 8)
+
+    held = held_bytes(8, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
+    return QuantizedTensor(first.file, (outputs, inputs), "compressed-tensors int8", unpack, held)
+
+
+def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """FP8 times a scale of all, of each output, or of each block; blocks at the edges may be smaller."""
+    weight, scales = fit(parts, "", FP8), fit(parts, next(iter(parts)), (*FLOATS, "F8_E8M0"))
+    if len(weight.shape) < 2:
+        raise unfit(weight, "it must be a matrix")
+    *outer, outputs, inputs = weight.shape
+    of_outputs = scales.shape in ((*outer, outputs), (*outer, outputs, 1))
+    rows, columns = (outputs, inputs) if scales.shape in OF_ALL else (1, inputs) if of_outputs else scheme.block
+    blocks = (
+        (*(1 for _ in outer), 1, 1) if scales.shape in OF_ALL else (*outer, -(-outputs // rows), -(-inputs // columns))
+    )
+    if scales.shape not in OF_ALL and not of_outputs and scales.shape != blocks:
+        raise unfit(scales, f"{short(weight.name)} has {list(blocks)} blocks of {rows} x {columns}")
+
+    def unpack() -> Tensor:
+        factors = scales.read().float().view(blocks).repeat_interleave(rows, -2)[..., :outputs, :]
+        return weight.read().float() * factors.repeat_interleave(columns, -1)[..., :inputs]
+
+    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack)
+
+
+def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """gpt-oss: two numbers a byte, the lower half first; 32 share a power of two. Unpacked, inputs come first."""
+    blocks = fit(parts, "_blocks", BYTES)
+    if len(blocks.shape) != 4 or blocks.shape[3] != 16:
+        raise unfit(blocks, "it must be experts, outputs, groups and 16")
+    experts, outputs, num_groups, _ = blocks.shape
+    exponents, values = fit(parts, "_scales", BYTES, blocks.shape[:3]), torch.cat([MXFP4, -MXFP4])
+
+    def dense(numbers: Tensor, powers: Tensor) -> Tensor:
+        halves = torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2)
+        return torch.ldexp(values[halves.int()], powers[..., None].int() - 127).flatten(1).T
+
+    def unpack() -> Tensor:
+        return torch.stack([dense(*each) for each in zip(blocks.read(), exponents.read(), strict=True)])
+
+    return QuantizedTensor(blocks.file, (experts, 32 * num_groups, outputs), "MXFP4", unpack)
+
+
+def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """bitsandbytes: places in a table, two a byte, the upper half first; numbers of a block share their largest size.
+
+    These sizes, less their mean, may be places in a table themselves, whose blocks have sizes of their own.
+    """
+    sign = next(iter(parts))
+    weight, state = fit(parts, "", BYTES), fit(parts, sign, BYTES)
+    try:
+        fields = Fields(state.file, json.loads(bytes(state.read().tolist())))
+        shape = tuple(int(size) for size in fields.values["shape"])
+        mean = float(fields.values.get("nested_offset") or 0.0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MissingWeights(f"{state.file}: {state.name} is damaged ({short(error)}): {AGAIN}") from error
+    size, nested = fields.whole("blocksize"), fields.values.get("nested_blocksize") is not None
+    outer = fields.whole("nested_blocksize") if nested else 1
+    count = math.prod(shape)
+    num_blocks = -(-count // size)
+    fit(parts, "", BYTES, (-(-count // 2), 1))
+    table, sizes = (
+        fit(parts, ".quant_map", ("F32",), (16,)),
+        fit(parts, ".absmax", BYTES if nested else ("F32",), (num_blocks,)),
+    )
+    if nested:
+        for end, length in zip(TABLES, (-(-num_blocks // outer), 256), strict=True):
+            fit(parts, end, ("F32",), (length,))
+
+    def unpack() -> Tensor:
+        largest = sizes.read()
+        if nested:
+            factors, places = (parts[end].read() for end in TABLES)
+            largest = places[largest.int()] * factors.repeat_interleave(outer)[:num_blocks] + mean
+        pairs = weight.read().flatten()
+        numbers = table.read()[torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count].int()]
+        return (numbers * largest.repeat_interleave(size)[:count]).view(shape)
+
+    return QuantizedTensor(weight.file, shape, sign.removeprefix(STATE).upper(), unpack)
+
+
+def of_largest(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """bitsandbytes: bytes, of which 127 is the largest size of an output's numbers."""
+    first, outputs, inputs = matrix(parts, ".weight", ("I8",))
+    scales, order = fit(parts, ".SCB", ("F32",), (outputs,)), parts.get(".weight_format")
+    if order is not None and order.read().any():
+        cure = "save the model with a newer bitsandbytes"
+        raise UnsupportedModel(f"{order.file}: {order.name} says that numbers are not in order of rows: {cure}")
+
+    def unpack() -> WholeNumbers:
+        return WholeNumbers(first.read(), scales.read()[:, None] / 127, None, torch.zeros(inputs, dtype=torch.int64), 8)
+
+    held = held_bytes(8, inputs, 1, scales.format)
+    return QuantizedTensor(first.file, (outputs, inputs), "bitsandbytes int8", unpack, held)
+
+
+LAYOUTS: dict[str, tuple[WeightLayout, ...]] = {  # by the methods of scheme.py
+    "awq": (WeightLayout(".qweight", (".qzeros", ".scales"), ".weight", awq),),
+    "gptq": (WeightLayout(".qweight", (".qzeros", ".scales", ".g_idx"), ".weight", gptq),),
+    "compressed-tensors": (
+        WeightLayout("_packed", ("_scale", "_shape", "_zero_point", "_g_idx"), "", of_words),
+        WeightLayout("_scale", ("", "_zero_point", "_g_idx"), "", of_bytes),
+    ),
+    "fp8": (WeightLayout("_scale_inv", ("",), "", fp8), WeightLayout("_scale", ("",), "", fp8)),
+    "mxfp4": (WeightLayout("_blocks", ("_scales",), "", mxfp4),),
+    "bitsandbytes": (
+        *(WeightLayout(STATE + kind, ("", ".absmax", ".quant_map", *TABLES), "", of_tables) for kind in ("nf4", "fp4")),
+        WeightLayout(".SCB", (".weight", ".weight_format"), ".weight", of_largest),
+    ),
+}

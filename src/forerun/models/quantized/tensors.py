@@ -1,0 +1,112 @@
+"""QuantizedTensor: a weight that lies in several tensors of a folder, as weights.py takes it from any file.
+
+Weights of whole numbers, scales and zero points can stay as they are stored, if groups are whole multiples of those
+that kernels multiply; all others are unpacked. Which tensors belong to a weight is decided in layouts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int, Int8
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+
+GROUP = 32  # of the forms that kernels multiply the one for these weights
+BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class WholeNumbers:
+    """`weight[o, i] = scales[o, group_of[i]] * (numbers[o, i] - zeros[o, group_of[i]])`, `zeros` 0 where they are None.
+
+    Numbers and zeros have `bits` bits and are counted from the middle of their range: from -8 to 7, or -128 to 127.
+    """
+
+    numbers: Int8[Tensor, "outputs inputs"]
+    scales: Float[Tensor, "outputs groups"]
+    zeros: Int8[Tensor, "outputs groups"] | None
+    group_of: Int[Tensor, " inputs"]
+    bits: int
+
+    def dense_into(self, result: Tensor) -> Tensor:
+        """The weights in the memory of `result`, computed in float32 some rows at a time."""
+        step = max(1, BLOCK_NUMBERS // len(self.group_of))
+        for first in range(0, len(result), step):
+            rows = slice(first, first + step)
+            numbers = self.numbers[rows].float()
+            if self.zeros is not None:
+                numbers -= self.zeros[rows].float()[:, self.group_of]
+            result[rows] = numbers * self.scales[rows][:, self.group_of]
+        return result
+
+    def grouped(self) -> GroupedWeight | None:
+        """The weights in groups of GROUP inputs; None where the inputs of some lie in several groups here."""
+        if len(self.group_of) % GROUP:
+            return None
+        blocks = self.group_of.view(-1, GROUP)
+        if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
+            return None
+        scales, numbers, least = self.scales[:, blocks[:, 0]], self.numbers, None
+        if self.zeros is not None and self.zeros.any():
+            lowest = 8 if self.bits == 4 else 0
+            numbers = numbers + lowest
+            least = -(self.zeros[:, blocks[:, 0]].float() + lowest) * scales
+        return GroupedWeight(numbers, scales, least, self.bits, GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A weight, judged by the headers of the tensors that it lies in. `unpack` reads them; `file` has the first.
+
+    `format` is for a reader. `held_bytes` are those of a number where it stays as it is stored; None where it is
+    unpacked.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    format: str
+    unpack: Callable[[], WholeNumbers | Tensor]
+    held_bytes: float | None = None
+
+    readable: ClassVar[bool] = True
+
+    def read(self) -> Tensor:
+        """The numbers, in float32. Raises MissingWeights."""
+        return self.read_into(torch.empty(self.shape))
+
+    def read_into(self, result: Tensor) -> Tensor:
+        """The numbers, in the number format and the memory of `result`. Raises MissingWeights."""
+        numbers = self.unpack()
+        return numbers.dense_into(result) if isinstance(numbers, WholeNumbers) else result.copy_(numbers)
+
+    def groups(self) -> GroupedWeight | None:
+        """The matrix as it is stored, in groups; None where it is not held so."""
+        numbers = None if self.held_bytes is None else self.unpack()
+        return numbers.grouped() if isinstance(numbers, WholeNumbers) else None
+
+
+def held_bytes(
+    bits: int, inputs: int, num_groups: int, scales: str, has_zeros: bool = False, scattered: bool = False
+) -> float | None:
+    """What a number takes in groups of GROUP: its bits, a scale, and with zero points a least value.
+
+    None where groups do not fit: they must be whole multiples, and if they are `scattered` there may be only one. A
+    least value is a product of more bits than float16 has; then, or if `scales` are F32, both are in float32.
+    """
+    if inputs % num_groups or inputs // num_groups % GROUP or (scattered and num_groups > 1):
+        return None
+    return (bits + (32 if scales == "F32" or has_zeros else 16) * (1 + has_zeros) / GROUP) / 8
+
+
+def unpacked(words: Int[Tensor, "rows words"], bits: int) -> Int8[Tensor, "rows numbers"]:
+    """The numbers in words of 32 bits, the lowest bits first, less half their range."""
+    parts = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        parts = torch.stack([parts & 15, parts >> 4], -1).flatten(-2)
+    return (parts - (8 if bits == 4 else 128)).view(torch.int8)

@@ -1,0 +1,243 @@
+"""Quantised folders are models like any other: their weights are those that the formats define, kept where they fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.errors import MissingWeights, ModelError, UnsupportedModel, WrongShape
+from forerun.models.backends.torch_cpu.backend import TorchBackend
+from forerun.models.backends.torch_cpu.grouped import GroupedLinear
+from forerun.models.decoder import Decoder
+from forerun.models.layer import Linear
+from forerun.models.loading import Blueprint
+from forerun.models.weights import Checkpoint
+from kit.checkpoints import TARGET, read_json, rewritten, written
+from kit.compiled import require_compiler
+from kit.quantized_folders import KEPT, KINDS, write_mxfp4, write_quantized
+from kit.reading import logits_in_pieces
+from kit.sparse import write_sparse
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256} | {
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
+    "qwen3_moe": EXPERTS,
+}
+TOKENS = torch.randint(3, 500, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each family, not quantised."""
+    folder = tmp_path_factory.mktemp("sources")
+    return {name: write_sparse(folder / name, "qwen3_moe", **SIZES, **options) for name, options in FAMILIES.items()}
+
+
+def logits(folder: Path, **options: Any) -> Tensor:
+    return logits_in_pieces(Blueprint.of(str(folder), **options).load(128), TOKENS, [len(TOKENS)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_what_their_tensors_stand_for(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    meant = write_quantized(sources["qwen3_moe"], tmp_path, kind)
+    checkpoint = Checkpoint.of_model(tmp_path, torch.float32)
+    assert checkpoint.stored.keys() == meant.keys()
+    for name, weight in meant.items():
+        shape = tuple(weight.shape)
+        assert torch.equal(checkpoint.take(name, shape), weight)
+        groups = checkpoint.groups(name, shape)
+        assert (groups is not None) == (KINDS[kind].stays and not any(part in name for part in KEPT)), name
+        assert groups is None or torch.equal(groups.dense(), weight)
+    stays = "weights" if KINDS[kind].stays else "weights unpacked"
+    require_compiler()
+    assert Blueprint.of(str(tmp_path)).format == f"bfloat16, {KINDS[kind].label} {stays}"
+    assert Blueprint.of(str(tmp_path), kernels="torch").format == f"bfloat16, {KINDS[kind].label} weights unpacked"
+
+
+@pytest.mark.parametrize("kind", ["awq, 64", "gptq, by activations", "compressed, bytes", "fp8", "nf4, nested"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpacked_weights_give_the_bits_of_a_plain_folder(
+    family: str, kind: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    meant = write_quantized(sources[family], tmp_path / "quantised", kind)
+    plain = written(tmp_path / "plain", read_json(sources[family] / "config.json"), meant)
+    found, expected = (logits(f, dtype="float32", kernels="torch") for f in (tmp_path / "quantised", plain))
+    assert torch.equal(found, expected)
+
+
+def pairs(one: Decoder, other: Decoder) -> list[tuple[Linear, Linear]]:
+    """The linear layers of two decoders of one model."""
+    layers = [
+        [
+            (layer.attention.qkv, layer.attention.out),
+            *((m.gate_up, m.down) for m in (layer.mlp.every, *layer.mlp.experts) if m),
+        ]
+        for decoder in (one, other)
+        for layer in decoder.layers
+    ]
+    flat = [linear for parts in layers for part in parts for linear in part]
+    half = len(flat) // 2
+    return [*zip([*flat[:half], one.head], [*flat[half:], other.head], strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["awq, 128", "gptq, 8 bits, zeros", "compressed, 64", "bitsandbytes, bytes"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
+    family: str, kind: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    require_compiler()
+    kept = ("embed_tokens", "norm", "mlp.gate.")  # not the head
+    meant = write_quantized(sources[family], tmp_path / "quantised", kind, kept)
+    blueprint = Blueprint.of(str(tmp_path / "quantised"), kernels="native")
+    assert blueprint.as_stored
+    checkpoint = blueprint.checkpoint(blueprint.dtype)
+    by_torch = Decoder(
+        blueprint.config, checkpoint.take, blueprint.dtype, TorchBackend(), take_groups=checkpoint.groups
+    )
+    compared = pairs(blueprint.load(128).decoder, by_torch)
+    assert all(isinstance(definition, GroupedLinear) for _, definition in compared)
+    for layer, definition in compared:
+        assert isinstance(definition, GroupedLinear)
+        x = torch.randn(5, definition.weight.numbers.shape[1], generator=torch.Generator().manual_seed(1))
+        assert torch.equal(layer(x), definition(x))
+    plain = logits(written(tmp_path / "plain", read_json(sources[family] / "config.json"), meant), dtype="float32")
+    found = logits(tmp_path / "quantised", kernels="native")
+    assert (found - plain).abs().median() < 0.04 * plain.std()  # some tokens take other experts
+
+
+def test_layers_that_are_left_out_stay_plain_and_mixed_ones_are_unpacked(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """Queries, keys and values are one layer here: with one of them plain, all are."""
+    meant = write_quantized(sources["llama"], tmp_path / "quantised", "awq, 64", (*KEPT, "layers.0.self_attn.v_proj"))
+    assert len(load_file(tmp_path / "quantised" / "model.safetensors")) > len(meant)
+    found = logits(tmp_path / "quantised", kernels="native")
+    plain = logits(written(tmp_path / "plain", read_json(sources["llama"] / "config.json"), meant), dtype="float32")
+    assert (found - plain).abs().median() < 0.04 * plain.std()
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source = write_sparse(tmp_path / "source", "gpt_oss", intermediate_size=96, torch_dtype="bfloat16")
+    meant = write_mxfp4(source, tmp_path / "quantised")
+    checkpoint = Checkpoint(tmp_path / "quantised", torch.bfloat16)
+    stored = load_file(tmp_path / "quantised" / "model.safetensors")
+    for name in [n.removesuffix("_blocks") for n in stored if n.endswith("_blocks")]:
+        taken = checkpoint.take(name, tuple(meant[name].shape))
+        assert torch.equal(taken, meant[name].bfloat16())
+        assert torch.equal(taken, convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"]))
+    plain = written(tmp_path / "plain", read_json(source / "config.json"), meant)
+    assert torch.equal(logits(tmp_path / "quantised", kernels="torch"), logits(plain, kernels="torch"))
+
+
+@pytest.mark.parametrize("kind", ["compressed, 32, zeros", "gptq, 32, zeros", "nf4, nested"])
+def test_guesses_change_no_token(kind: str, tmp_path: Path) -> None:
+    write_quantized(TARGET, tmp_path, kind)
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=40, logprobs=1) for t in (0.0, 1.0)]
+    plain, *drafted = (LLM(str(tmp_path), draft) for draft in (None, "ngram", f"model:{tmp_path}", "early-exit:2"))
+    prompts = ["Once upon a time", "Lily and"]
+    expected = [each.outputs[0] for each in plain.generate(prompts, params)]
+    for llm in drafted:
+        for shape in (Speculation(4), Speculation(3, 2, 8)):
+            found = [each.outputs[0] for each in llm.generate(prompts, params, speculation=shape)]
+            assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in expected]
+    assert LLM(str(tmp_path), quantize="int8").generate(prompts, params)
+
+
+UP = "model.layers.0.mlp.up_proj"
+Cut = Callable[[Tensor], Tensor | None]
+FAULTS: list[tuple[str, str, Cut, type[ModelError], str]] = [
+    ("awq, 64", ".scales", lambda _: None, MissingWeights, r"up_proj\.qweight, and .*up_proj\.scales is not there"),
+    ("awq, 64", ".qweight", lambda _: None, MissingWeights, "up_proj.* is there without the numbers of its weight"),
+    ("awq, 64", ".qzeros", lambda t: t[:, 1:], WrongShape, r"\.qzeros has shape \[2, 31\]; .* must be \[2, 32\]"),
+    ("awq, 64", ".qweight", lambda t: t[0], WrongShape, r"up_proj\.qweight has shape .*; it must be a matrix"),
+    ("awq, 64", ".scales", lambda t: t.double(), UnsupportedModel, r"scales is stored as F64; read are F16, BF16, F32"),
+    (
+        "awq, 64",
+        ".qweight",
+        lambda t: t[:96],
+        WrongShape,
+        r"up_proj\.weight has shape \[256, 96\], config.json promises",
+    ),
+    ("awq, 64", ".qweight", lambda t: t[:97], WrongShape, "scales has shape .*2 groups do not divide 97 inputs"),
+    ("gptq, 128", ".qzeros", lambda t: t[:, 1:], WrongShape, r"qzeros .*for 256 outputs that is no 4 or 8 bits"),
+    ("gptq, 128", ".g_idx", lambda t: t + 1, WrongShape, r"up_proj\.g_idx has group 1, and there are 1"),
+    ("compressed, 64", ".weight_shape", lambda t: t + 1, WrongShape, r"weight_packed .*, \[257, 129\], that is no"),
+    ("compressed, 64", ".weight_scale", lambda t: t[1:], WrongShape, r"weight_scale has shape .*has 256 outputs"),
+    ("compressed, bytes", ".weight_scale", lambda _: None, UnsupportedModel, "weight is stored as I8, without scales"),
+    ("compressed, bytes", ".weight", lambda t: t.float(), UnsupportedModel, "weight is stored as F32; read are I8, F8"),
+    ("fp8", ".weight_scale_inv", lambda _: None, UnsupportedModel, "weight is stored as F8_E4M3, without scales"),
+    ("fp8", ".weight_scale_inv", lambda t: t[1:], WrongShape, r"scale_inv has shape .*\[2, 1\] blocks of 128 x 128"),
+    ("nf4", ".weight.absmax", lambda t: t[1:], WrongShape, r"up_proj\.weight\.absmax has shape"),
+    ("nf4", ".weight.quant_state.bitsandbytes__nf4", lambda t: t[1:], MissingWeights, "nf4 is damaged"),
+    ("nf4, nested", ".weight.nested_absmax", lambda _: None, MissingWeights, r"nested_absmax is not there"),
+    ("bitsandbytes, bytes", ".weight_format", lambda t: t + 2, UnsupportedModel, "numbers are not in order of rows"),
+]
+
+
+@pytest.mark.parametrize(("kind", "end", "cut", "error", "message"), FAULTS, ids=[f"{k}{e}" for k, e, *_ in FAULTS])
+def test_a_fault_names_the_tensor(
+    kind: str, end: str, cut: Cut, error: type[ModelError], message: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    write_quantized(sources["llama"], tmp_path, kind)
+    stored = load_file(tmp_path / "model.safetensors")
+    rewritten(tmp_path, {UP + end: cut(stored[UP + end])}, {})
+    with pytest.raises(error, match=message):
+        Blueprint.of(str(tmp_path)).load(128)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "hqq"},
+            r"quant_method is 'hqq'; read are awq, gptq, .*: use the float16 or bfloat16 original",
+        ),
+        ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; read is gemm"),
+        (
+            {"quant_method": "gptq", "checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin'; read are gptq, gptq_v2",
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3; read are 4, 8"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24"}}},
+            "config_groups, a: format is 'marlin-24'",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"a": {}}}},
+            "transform_config is",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; it must be two whole numbers"),
+        ({"quant_method": "gptq", "sym": 3}, "sym is 3; it must be true or false"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    config: dict[str, Any], message: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = rewritten(sources["llama"], {}, {"quantization_config": config}, tmp_path)
+    with pytest.raises(UnsupportedModel, match=rf"quantization_config.*{message}"):
+        Blueprint.of(str(folder))
+
+
+def test_a_configuration_without_quantised_weights_changes_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": None, "kv_cache_scheme": None}
+    folder = rewritten(
+        sources["llama"], {f"{UP}.input_scale": torch.ones(1)}, {"quantization_config": config}, tmp_path
+    )
+    assert Blueprint.of(str(folder)).format == "bfloat16"
+    assert json.loads((folder / "config.json").read_text())["quantization_config"] == config
