@@ -187,6 +187,9 @@ def test_a_chat_model_is_talked_with_in_its_template_and_keeps_the_conversation(
         page.wait_for_selector("#alert:not([hidden])")
         assert page.input_value("#prompt") == "No"
         assert page.locator("#turns li:visible").count() == 4
+        asked(page, "Yes")
+        finished(page)
+        assert bodies[-1]["messages"] == [*talk, {"role": "user", "content": "Yes"}]
         page.uncheck("#chat")
         assert page.is_hidden("#talk")
         asked(page)
