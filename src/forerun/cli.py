@@ -19,6 +19,7 @@ from forerun.commands.chat import chat
 from forerun.commands.convert import convert
 from forerun.commands.demo import demo
 from forerun.commands.generate import generate
+from forerun.commands.models import models
 from forerun.commands.prove import prove
 from forerun.commands.serve import serve
 from forerun.commands.trace import trace
@@ -67,7 +68,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (generate, chat, serve, demo, trace, prove, bench, bench_serve, tune, train, convert, widen):
+for command in (generate, chat, serve, models, demo, trace, prove, bench, bench_serve, tune, train, convert, widen):
     app.command(command.name, cls=Page, epilog=command.examples)(command)
 
 

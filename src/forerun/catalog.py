@@ -1,0 +1,179 @@
+"""What models are: of one, whether and how it runs here and what drafts for it; and the models that this machine has.
+
+Nothing is loaded: a model is judged by its configuration and by the headers of its tensors. Models that a machine has
+are those that ship with forerun, those in the hub's cache, and GGUF files that were used before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.draft.auto import AUTO_DRAFT, beside, settled
+from forerun.draft.spec import DraftSpec
+from forerun.errors import ChatTemplateError, ForerunError
+from forerun.models.bundled import BUNDLED
+from forerun.models.config import read_config
+from forerun.models.gguf.folder import INDEX, stored_tensors
+from forerun.models.loading import Blueprint
+from forerun.models.mtp_names import find_modules
+from forerun.models.projections import count_parameters
+from forerun.models.spec import ModelSpec
+from forerun.models.weights import Checkpoint, check_weights
+from forerun.store import cache_folder
+from forerun.text.files import template_of
+from forerun.text.tokenizer import Tokenizer
+
+SMALLER = 3  # times fewer parameters a draft model has
+HUB_FOLDER = "models--"  # what folders of the hub's cache begin with
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """A drafter that fits a model: how `--draft` spells it, and what is known of it."""
+
+    draft: str
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model is, and how it runs here. `number_format` is that of the weights as they are held, `kernels` what
+    computes them. Sizes are in bytes, `context` in tokens."""
+
+    name: str
+    folder: str
+    family: str
+    parameters: int
+    number_format: str
+    kernels: str
+    weights_bytes: int
+    token_bytes: int
+    context: int
+    has_chat_template: bool
+    drafters: Sequence[DrafterFacts]
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"commands": list(self.commands)}
+
+    @property
+    def commands(self) -> Iterator[str]:
+        """What runs it."""
+        name = f'"{self.name}"' if " " in self.name else self.name
+        if self.has_chat_template:
+            yield f"forerun chat --model {name} --draft {AUTO_DRAFT}"
+        else:
+            yield f'forerun generate --model {name} --draft {AUTO_DRAFT} "..."'
+        yield f"forerun serve --model {name} --draft {AUTO_DRAFT}"
+
+
+def facts_of(spec: ModelSpec) -> ModelFacts:
+    """What this model is. Raises ModelError for one that cannot be run, and InvalidRequest for a wrong option."""
+    target = Blueprint.of(spec)
+    memory, tokenizer = target.memory, target.tokenizer()
+    return ModelFacts(
+        name=spec.model,
+        folder=str(target.folder),
+        family=target.config.family,
+        parameters=count_parameters(target.config),
+        number_format=target.format,
+        kernels=target.computed_by,
+        weights_bytes=memory.weights_bytes,
+        token_bytes=memory.bytes_per_token,
+        context=target.config.max_positions,
+        has_chat_template=has_template(target),
+        drafters=tuple(drafters_for(target, tokenizer)),
+    )
+
+
+def has_template(target: Blueprint) -> bool:
+    """Whether conversations can be held."""
+    try:
+        template_of(target.tokenizer_folder).require()
+    except ChatTemplateError:
+        return False
+    return True
+
+
+def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFacts]:
+    """What drafts for a target: what `auto` takes, trained drafters, its own MTP modules, models, and the text."""
+    yield DrafterFacts(AUTO_DRAFT, f"takes {settled(DraftSpec(AUTO_DRAFT), target)}")
+    for folder, record in beside(target):
+        tokens = max(record.tokens_per_round)
+        yield DrafterFacts(str(record.spec(folder)), f"{tokens:.2f} tokens per round when it was trained")
+    if find_modules(target.checkpoint(target.dtype).stored, target.config.layers) is not None:
+        yield DrafterFacts("mtp", "modules in its own checkpoint")
+    for model in models_here():
+        if model.drafts_for(target) and Tokenizer.load(Path(model.folder)).fingerprint() == tokenizer.fingerprint():
+            spec = DraftSpec("model", argument=model.name)
+            yield DrafterFacts(str(spec), f"{model.parameters / 1e6:.1f} M parameters")
+    yield DrafterFacts("suffix", "what often followed, in this text and earlier ones; no weights")
+    yield DrafterFacts("ngram", "what followed last in this text; no weights")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHere:
+    """A model of this machine. `problem` says why it cannot be run; empty where it can."""
+
+    name: str
+    folder: str
+    family: str = ""
+    parameters: int = 0
+    vocab_size: int = 0
+    num_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be run."""
+        return not self.problem
+
+    def drafts_for(self, target: Blueprint) -> bool:
+        """Whether it is small enough to draft for a target, and has as many tokens."""
+        is_small = self.parameters * SMALLER <= count_parameters(target.config)
+        return self.runs and is_small and self.vocab_size == target.config.vocab_size
+
+    @classmethod
+    def judged(cls, name: str, folder: Path) -> ModelHere:
+        """The model in a folder."""
+        try:
+            config = read_config(folder)
+            checkpoint = Checkpoint.of_model(folder, torch.float32)
+            check_weights(config, checkpoint)
+            num_bytes = sum(file.stat().st_size for file in {entry.file for entry in checkpoint.stored.values()})
+        except (ForerunError, OSError) as error:
+            return cls(name, str(folder), problem=str(error))
+        return cls(name, str(folder), config.family, count_parameters(config), config.vocab_size, num_bytes)
+
+
+def models_here() -> Iterator[ModelHere]:
+    """The models of this machine: those that ship, those in the hub's cache, and GGUF files that were used."""
+    for name, folder in BUNDLED.items():
+        yield ModelHere.judged(name, folder)
+    for folder in sorted(hub_cache().glob(f"{HUB_FOLDER}*")):
+        revisions = sorted(folder.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
+        if revisions:
+            yield ModelHere.judged(folder.name.removeprefix(HUB_FOLDER).replace("--", "/"), revisions[-1].parent)
+    seen = set[Path]()
+    for index in sorted(cache_folder("gguf").glob(f"*/{INDEX}"), key=lambda path: -path.stat().st_mtime):
+        try:
+            file = min(place.file for tensor in stored_tensors(index.parent).values() for place in tensor.places)
+        except (ForerunError, ValueError):
+            continue
+        if file.exists() and file not in seen:
+            seen.add(file)
+            yield ModelHere.judged(str(file), index.parent)
+
+
+def hub_cache() -> Path:
+    """Where the hub's files are kept."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return Path("~/.cache/huggingface/hub").expanduser()
+    return Path(constants.HF_HUB_CACHE)

@@ -1,0 +1,94 @@
+"""`forerun models`: what a model is, whether and how it runs here, and which drafters fit.
+
+This file decides the options and what is shown; `forerun.catalog` decides what is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forerun.commands.destination import Result
+from forerun.commands.interrupt import importing
+from forerun.options import LoadingOptions, OutputOptions, complete_model, with_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from forerun.catalog import ModelFacts, ModelHere
+    from forerun.figure_table import FigureTable
+
+EXAMPLES = """
+forerun models
+forerun models stdlib
+forerun models model.Q4_K_M.gguf --json
+"""
+
+
+@with_options(EXAMPLES)
+def models(
+    loading: LoadingOptions,
+    output: OutputOptions,
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder, a GGUF file, a hub id or a bundled model; without one, the models of this machine.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+) -> None:
+    """Say what a model is, whether and how it runs here, which drafters fit, and what to type.
+
+    Nothing is loaded. A model that cannot be run ends with status 2 and one line that says why and what would do.
+    Without a model, those that ship, those in the hub's cache and GGUF files that were used are listed.
+    """
+    result = Result.of(output)
+    with importing():
+        from rich.console import Console
+
+        from forerun.catalog import facts_of, models_here
+        from forerun.figure_table import fact_table
+    if what is None:
+        found = list(models_here())
+        if not result.as_json:
+            Console(highlight=False).print(list_of(found))
+        result.tell({"models": [asdict(each) for each in found]})
+        return
+    facts = facts_of(loading.spec(what))
+    if not result.as_json:
+        Console(highlight=False).print(fact_table(lines_of(facts)))
+    result.tell(facts.as_object())
+
+
+def lines_of(facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """What is said of one model."""
+    from forerun.cache.plan import size
+
+    yield "model", facts.name
+    yield "what", f"{facts.family}, {facts.parameters / 1e6:,.1f} M parameters"
+    yield "runs", f"{facts.number_format}, by {facts.kernels}"
+    whole = facts.weights_bytes + facts.token_bytes * facts.context
+    yield "memory", f"{size(facts.weights_bytes)} of weights, {size(facts.token_bytes)} a token"
+    yield "context", f"{facts.context:,} tokens, for which {size(whole)} are needed in all"
+    yield "chat", "it has a template" if facts.has_chat_template else "it has no template, and goes on with texts"
+    for i, each in enumerate(facts.drafters):
+        yield "" if i else "drafters", f"{each.draft}: {each.about}"
+    for i, command in enumerate(facts.commands):
+        yield "" if i else "run it", command
+
+
+def list_of(found: list[ModelHere]) -> FigureTable:
+    """The models of this machine."""
+    from forerun.cache.plan import size
+    from forerun.figure_table import FigureTable
+
+    rows = [
+        (each.name, each.family, f"{each.parameters / 1e6:,.1f} M", size(each.num_bytes), "yes")
+        if each.runs
+        else (each.name, "", "", "", "no: forerun models " + each.name)
+        for each in found
+    ]
+    return FigureTable(("model", "family", "parameters", "files", "runs"), rows, num_names=2)

@@ -1,0 +1,109 @@
+"""`forerun models`: what it says of a model holds when the model is run, and the list has what the machine has."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from forerun import cli
+from forerun.errors import ModelError
+from forerun.llm import LLM
+from forerun.models.loading import Blueprint
+from forerun.models.source import find_checkpoint
+from forerun.sampling.params import SamplingParams
+from kit.checkpoints import SMALL, TARGET
+from models.test_gguf_files import stories
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["models", *arguments], env={"COLUMNS": "200"})
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty caches, of forerun and of the hub."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def put_in_hub(machine: Path, name: str, folder: Path) -> Path:
+    """A model as the hub's cache holds it."""
+    place = machine / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
+    shutil.copytree(folder, place)
+    return place
+
+
+def test_what_is_said_of_a_model_holds_when_it_is_run(machine: Path) -> None:
+    """Sizes are those of its plan, and each drafter drafts the tokens of plain decoding."""
+    put_in_hub(machine, "owner/small", SMALL)
+    found = json.loads(invoke(str(TARGET), "--json", "--dtype", "float32").stdout)
+    llm = LLM(str(TARGET), dtype="float32")
+    memory = Blueprint.of(str(TARGET), dtype="float32").memory
+    assert found["weights_bytes"] == memory.weights_bytes
+    assert found["context"] == llm.plan.max_model_len == llm.engine.runner.decoder.config.max_positions
+    assert found["parameters"] == sum(weight.numel() for weight in weights_of(TARGET))
+    params, prompt = SamplingParams(seed=3, max_tokens=24), "Once upon a time"
+    plain = llm.generate(prompt, params)[0].outputs[0].token_ids
+    drafts = [each["draft"] for each in found["drafters"]]
+    assert drafts[0] == "auto"
+    assert {"suffix", "ngram"} < set(drafts)
+    for draft in drafts:
+        assert LLM(str(TARGET), draft, dtype="float32").generate(prompt, params)[0].outputs[0].token_ids == plain
+
+
+def weights_of(folder: Path) -> list:  # type: ignore[type-arg]
+    """All tensors, read by another program."""
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").values())
+
+
+def test_draft_models_are_those_with_its_tokenizer_and_a_third_of_its_size_at_most(machine: Path) -> None:
+    put_in_hub(machine, "owner/draft", Path(str(find_checkpoint("stdlib-draft"))))
+    found = [each["draft"] for each in json.loads(invoke("stdlib", "--json").stdout)["drafters"]]
+    assert {"model:owner/draft", "model:stdlib-draft"} <= set(found)
+    assert not {"model:stdlib", "model:stdlib-middle", "model:stdlib-draft-1024"} & set(found)
+
+
+def test_the_list_has_what_ships_what_the_hub_left_here_and_files_that_were_used(machine: Path) -> None:
+    put_in_hub(machine, "owner/small", SMALL)
+    (put_in_hub(machine, "owner/broken", SMALL) / "model.safetensors").write_bytes(b"cut off")
+    file = stories(machine / "tiny.gguf")
+    find_checkpoint(str(file))
+    listed = {each["name"]: each for each in json.loads(invoke("--json").stdout)["models"]}
+    assert {"stdlib", "owner/small", "owner/broken", str(file)} <= listed.keys()
+    for name, each in listed.items():
+        if each["problem"]:
+            assert name == "owner/broken"
+            with pytest.raises(ModelError, match=r"model\.safetensors"):
+                Blueprint.of(each["folder"])
+        else:
+            assert Blueprint.of(each["folder"]).config.family == each["family"]
+    text = invoke().stdout
+    assert "owner/broken" in text
+    assert "no: forerun models owner/broken" in text
+    file.unlink()
+    assert str(file) not in invoke("--json").stdout
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_it_says_to_type_is_a_command(chat: bool, machine: Path) -> None:
+    """A conversation where the model has a template, and else a text."""
+    folder = shutil.copytree(TARGET, machine / "a model")
+    if chat:
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    found = json.loads(invoke(str(folder), "--json").stdout)
+    assert found["has_chat_template"] == chat
+    assert [command.split()[1] for command in found["commands"]] == ["chat" if chat else "generate", "serve"]
+    assert all(f'--model "{folder}"' in command for command in found["commands"])
+
+
+def test_a_model_that_cannot_be_run_is_refused_in_one_line(machine: Path) -> None:
+    refused = invoke(str(machine / "nothing"))
+    assert refused.exit_code == 2
+    assert "there is no folder" in refused.stderr
+    assert refused.stderr.count("\n") == 1
