@@ -24,7 +24,7 @@ ORDER = """
     verify
     draft
     heads
-    drafters
+    drafters catalog
     accept
     request
     control
