@@ -177,6 +177,7 @@ def test_lines_that_cannot_be_answered_are_reported_and_can_be_mended(
         (["--max-tokens", "8"], "max_tokens"),
         (["--seed", "6"], "seed"),
         (["--verification", "token"], "verification"),
+        (["--tokenizer", str(TARGET)], "tokenizer"),
     ],
 )
 def test_other_settings_are_refused_by_name_and_the_file_stays(

@@ -172,6 +172,8 @@ def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, 
         **llm.generation_defaults.given,
         **{name: value for name, value in how.sampling().items() if name != "seed"},
     }
+    if where.tokenizer is not None:
+        settings |= {"tokenizer": where.tokenizer}
     if where.verification != "coupled":
         settings |= {"draft": where.draft, "depth": where.depth, "tree": where.tree and str(where.tree)}
     return settings
