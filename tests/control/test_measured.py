@@ -11,7 +11,7 @@ from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, s
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.control.choices import Drafts
+from forerun.control.choices import HOLD, NOTHING, OTHER_DEPTH, Drafts, Trials
 from forerun.control.controller import Load, slots_of
 from forerun.control.drafters import (
     BEHIND,
@@ -23,7 +23,7 @@ from forerun.control.drafters import (
     MeasuredDrafters,
     RetryTimer,
 )
-from forerun.control.measured import ALWAYS_READING, HOLD, LONGER, NOTHING, OTHER_DEPTH, MeasuredDepth
+from forerun.control.measured import ALWAYS_READING, LONGER, MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCosts
 from forerun.draft.base import MERGED, Budget, Outlook
 
@@ -41,7 +41,7 @@ def known(names: Sequence[str]) -> MeasuredDrafters:
 def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = None) -> MeasuredDepth:
     """All drafters known, at so much for a level; passes cost the same for any number of tokens."""
     names = [*NAMES[: len(level_s)], MERGED] if len(level_s) > 1 else [""]
-    controller = MeasuredDepth(drafters=known(names), plain=used())
+    controller = MeasuredDepth(drafters=known(names), trials=Trials(used()))
     controller.costs.record(Kind.of(1, 0), 4, pass_s)
     if merging_s is not None:
         controller.costs.record(Kind.of(1, 0, merged=True), 4, merging_s)
@@ -93,7 +93,7 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
 
 def planned(controller: MeasuredDepth, world: World, batch: int, num_prompt_tokens: int) -> Sequence[Budget]:
     """A new plan for a round that reads so many tokens of prompts too."""
-    controller.held = HOLD
+    controller.taken.num_held = HOLD
     spare = Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16)
     load = Load(range(batch), [AUTO_WISH] * batch, [AMPLE] * batch, num_prompt_tokens)
     return controller.budgets(load, world.outlook(batch), spare)
@@ -148,14 +148,14 @@ def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> Non
     controller = calibrated(world, 2)
     tried = []
     for _ in range(ALWAYS_READING + 1):
-        controller.plain, controller.drafters.all[0].retry = RetryTimer(), RetryTimer()  # both are due
+        controller.trials.plain, controller.drafters.all[0].retry = RetryTimer(), RetryTimer()  # both are due
         budgets = planned(controller, world, 2, 64)
-        tried.append(controller.tried)
+        tried.append(controller.trials.tried)
         rows = [RowOutcome(row, budget.depth, 0, 0, 1) for row, budget in enumerate(budgets)]
         controller.record(Outcome(rows, 64, 0.01, 0.2))
     assert tried == [None] * ALWAYS_READING + [0]
     planned(controller, world, 2, 0)
-    assert controller.tried == NOTHING
+    assert controller.trials.tried == NOTHING
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -168,11 +168,11 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     controller = calibrated(world, batch)
     list(rounds(controller, world, 40, batch))
     controller.drafters.all[0].reading_s = reading_s
-    controller.drafters.all[0].retry, controller.plain, controller.held = RetryTimer(), used(), HOLD
+    controller.drafters.all[0].retry, controller.trials.plain, controller.taken.num_held = RetryTimer(), used(), HOLD
     unread = [15 * (batch - row) for row in range(batch)]
     outlook = Outlook(unread, [AMPLE] * batch, [None] * batch)
     found = budgets(controller, [AUTO_WISH] * batch, outlook)
-    assert controller.tried == 0
+    assert controller.trials.tried == 0
     tried = [row for row, budget in enumerate(found) if budget.depth]
     assert tried == list(range(batch - len(tried), batch))
     assert len(tried) > 0
@@ -188,17 +188,17 @@ def test_another_depth_is_tried_by_rows_that_are_drafted_already_in_a_round_litt
     world, batch = World([0.8], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=0.0), 8
     controller, wish = calibrated(world, batch), Speculation(8, auto=True)
     list(rounds(controller, world, 60, batch))
-    controller.other_depth, controller.plain, controller.drafters.all[0].retry = RetryTimer(), used(), used()
+    controller.trials, controller.drafters.all[0].retry = Trials(used(), RetryTimer()), used()
 
     def found(unread: int) -> Sequence[Budget]:
-        controller.held, controller.deeper = HOLD, False
+        controller.taken.num_held, controller.trials.deeper = HOLD, False
         return budgets(controller, [wish] * batch, Outlook([unread] * batch, [AMPLE] * batch, [None] * batch))
 
     for unread in (BEHIND + 1, 100):
         found(unread)
-        assert controller.tried is None
+        assert controller.trials.tried is None
     usual, other = found(BEHIND + 1), found(1)
-    assert controller.tried == OTHER_DEPTH
+    assert controller.trials.tried == OTHER_DEPTH
     deeper = [row for row in range(batch) if other[row].depth > usual[row].depth]
     assert deeper == list(range(len(deeper)))
     longest_s = LONGER * world.pass_s(batch + sum(budget.nodes for budget in usual))
@@ -472,7 +472,7 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     names = "abcdefg"
     own = {name: Outlook([0], [4], [1.0]) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
-    controller = MeasuredDepth(drafters=known([*names, MERGED]), plain=used())
+    controller = MeasuredDepth(drafters=known([*names, MERGED]), trials=Trials(used()))
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for number, each_s in enumerate(levels):
         controller.drafters.all[number].time(4, [0], 4 * each_s)

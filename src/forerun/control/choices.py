@@ -1,6 +1,6 @@
 """Choices for a round: which option each row is drafted by and how far, and what such a round gives and takes.
 
-`measured.py` weighs the choices and takes one; `drafters.py` knows the options that a row has.
+`measured.py` weighs the choices and takes one, or tries something else; `drafters.py` knows the options that a row has.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.control.drafters import BEHIND, SPREAD, Assignment, DraftOption, MeasuredDrafters
+from forerun.control.drafters import BEHIND, SPREAD, TRIES, Assignment, DraftOption, MeasuredDrafters, RetryTimer
 from forerun.control.pass_costs import RowPassCosts
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
+WORSE = 0.75  # of what rounds were worth: something has changed
+AWAKE = 64  # rounds behind a change before which another one is not seen as new
+HOLD = 8  # rounds for which a plan is held at most
+NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
 MANY = 5  # members, above which sets of some of them are not looked at
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
@@ -143,3 +147,56 @@ def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
     single = best_of(options, members, merging=False) if len(members) > 1 else None
     smaller = [Assignment(single, min(assigned.depth, single.budget.depth))] if single else []
     return [each.budget for each in (assigned, *smaller)]
+
+
+@dataclass(slots=True)
+class TakenPlan:
+    """The plan of the last round, which is held for some more as long as little changes."""
+
+    assigned: Mapping[int, Assignment | None] = field(default_factory=dict)  # by sequence
+    fallbacks: Sequence[Sequence[Budget]] = ()  # by row: its budget, then smaller ones
+    tokens_per_s: float = 0.0  # that it promised
+    num_held: int = HOLD  # rounds
+
+
+@dataclass(slots=True)
+class Trials:
+    """When plain decoding and another depth are tried again, and what is on trial in the last round."""
+
+    plain: RetryTimer = field(default_factory=RetryTimer)
+    other_depth: RetryTimer = field(default_factory=lambda: RetryTimer(num_rounds=TRIES))
+    deeper: bool = False  # whether the last depth that was tried was twice what is drafted, not half of it
+    num_reading: int = 0  # rounds in a row that read prompts
+    tried: int | None = None  # a drafter, NOTHING or OTHER_DEPTH
+    patience: int = 0  # rounds that the next trial of that has to wait
+
+    def patience_for(self, trial: int) -> int | None:
+        """How long the next trial of this has to wait; None where it is not on trial."""
+        return self.patience if trial == self.tried else None
+
+    def count(self, drafted: bool, cheap: bool) -> None:
+        """Learn from a round in which something was `drafted`, or nothing; `cheap`: its pass took less than thought."""
+        deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
+        self.other_depth.count(int(deeper), self.patience_for(OTHER_DEPTH), cheap and deeper)
+        self.plain.count(int(not drafted), self.patience_for(NOTHING), cheap and plain)
+
+
+@dataclass(slots=True)
+class Change:
+    """What rounds are worth of late, in tokens per second of a row, and when something last changed."""
+
+    usual: float = 0.0
+    num_rounds: int = AWAKE  # since then
+
+    def fell(self, tokens_per_s: float) -> bool:
+        """Learn from a plan; whether it is worth much less than others were."""
+        self.num_rounds += 1
+        fell = tokens_per_s < WORSE * self.usual
+        self.usual = tokens_per_s if fell else self.usual + (tokens_per_s - self.usual) / 8
+        return fell
+
+    def new(self) -> bool:
+        """Note that something has changed; whether it had not for a while."""
+        is_new = self.num_rounds >= AWAKE
+        self.num_rounds = 0 if is_new else self.num_rounds
+        return is_new

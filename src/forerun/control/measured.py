@@ -16,8 +16,22 @@ from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.config import Speculation
-from forerun.control.choices import Choice, Drafts, Options, Planned, best_of, fallbacks, sets, tokens_of
+from forerun.control.choices import (
+    HOLD,
+    NOTHING,
+    OTHER_DEPTH,
+    Change,
+    Choice,
+    Drafts,
+    Options,
+    Planned,
+    TakenPlan,
+    Trials,
+    best_of,
+    fallbacks,
+    sets,
+    tokens_of,
+)
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.drafters import (
     FIRST_DEPTH,
@@ -37,16 +51,9 @@ from forerun.tree import DraftTree
 log = logging.getLogger(__name__)
 HYSTERESIS = 1.015  # how many times as good a round must be for the options of the last one to be left
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
-WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of a drafter weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 LONGER = 1.25  # times the best choice's round, that one may take in which several rows try something
-NOTHING, OTHER_DEPTH = (
-    -1,
-    -2,
-)  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
-AWAKE = 64  # rounds behind a change before which another one is not seen as new
-HOLD = 8  # rounds for which a plan is held at most
 ALWAYS_READING = 64  # rounds in a row that read prompts, behind which trials wait no longer for one that reads none
 
 
@@ -59,40 +66,36 @@ class MeasuredDepth:
     advice: Advice = field(default_factory=Advice)
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
-    usual: float = 0.0  # tokens per second of a row that plans promised of late
-    # When something that is no drafter is tried again, and what has changed.
-    plain: RetryTimer = field(default_factory=RetryTimer)
-    other_depth: RetryTimer = field(default_factory=lambda: RetryTimer(num_rounds=TRIES))
-    deeper: bool = False  # whether the last depth that was tried was twice what is drafted, not half of it
-    awake: int = AWAKE  # rounds since something changed
-    num_reading: int = 0  # rounds in a row that read prompts
-    # The last round that was planned.
-    assigned: dict[int, Assignment | None] = field(default_factory=dict)  # by sequence
-    num_context: int = 0  # tokens of its texts
-    reads: bool = False  # whether prompts are read in it
+    trials: Trials = field(default_factory=Trials)
+    change: Change = field(default_factory=Change)
+    load: Load = field(default_factory=lambda: Load((), (), (), 0))  # of the last round
+    taken: TakenPlan = field(default_factory=TakenPlan)
     possible: frozenset[int] = frozenset()  # drafters that could draft in it
-    tried: int | None = None  # the drafter that is on trial in it, NOTHING or OTHER_DEPTH
-    patience: int = 0  # rounds that the next trial of that has to wait
     pending: bool = False  # whether its outcome is still to come
     came_true: bool = False  # whether the next outlook tells what came of its merged trees
-    fallbacks: Sequence[Sequence[Budget]] = ()  # by row: its budget, then smaller ones
-    speculations: Sequence[Speculation] = ()
-    held: int = HOLD  # rounds for which that plan was held
-    worth: float = 0.0  # tokens per second that it promised
     survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # of its nodes, by sequence
+
+    @property
+    def reads(self) -> bool:
+        """Whether prompts are read in the last round."""
+        return self.load.num_prompt_tokens > 0
 
     def skips(self, load: Load) -> bool:
         """Where nobody wishes for anything; and between plans, as long as drafting is given up."""
         if not any(each.depth for each in load.speculations):
             return self.leave_alone(load)
-        resting = self.advice.off and not any(self.assigned.values()) and self.holds(load)
+        resting = self.advice.off and not any(self.taken.assigned.values()) and self.holds(load)
         if resting:
-            self.held, self.pending, self.num_context = self.held + 1, True, load.num_context
+            self.hold(load)
         return resting
+
+    def hold(self, load: Load) -> None:
+        """Take the last plan for one more round."""
+        self.load, self.pending, self.taken.num_held = load, True, self.taken.num_held + 1
 
     def leave_alone(self, load: Load) -> bool:
         """Plan nothing for a round, and so learn nothing but what its pass takes; True."""
-        self.assigned, self.pending, self.num_context, self.worth = {}, False, load.num_context, 0.0
+        self.load, self.pending, self.taken = load, False, TakenPlan()
         return True
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
@@ -100,28 +103,26 @@ class MeasuredDepth:
         if not outlook.drafters and not any(each.auto for each in load.speculations):  # there is nothing to choose
             self.leave_alone(load)
             return FixedDepth().budgets(load, outlook, spare)
-        self.num_context = load.num_context
         self.drafters.meet(outlook, load.seq_ids if self.came_true else ())
         self.came_true = False
         if self.holds(load) and self.lasts(load, outlook):
-            self.held, self.pending = self.held + 1, True
-            return fitting(load.seq_ids, self.fallbacks, spare)
+            self.hold(load)
+            return fitting(load.seq_ids, self.taken.fallbacks, spare)
+        self.load = load
         rows = self.options(load, outlook)
-        self.reads = load.num_prompt_tokens > 0
         planned = self.plan(load.seq_ids, rows)
-        if not self.reads:
-            self.watch(planned.tokens_per_s / len(rows))
+        if not self.reads and self.change.fell(planned.tokens_per_s / len(rows)):
+            self.wake()
         self.advise(rows, planned.choice)
-        lasting = self.tried is None and all(rows)  # rows without an option may get one
-        self.worth = planned.tokens_per_s
-        self.speculations, self.held = load.speculations, 0 if lasting or self.advice.off else HOLD
-        return self.take(load, rows, planned.choice, spare)
+        lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
+        num_held = 0 if lasting or self.advice.off else HOLD
+        return self.take(rows, planned.choice, spare, planned.tokens_per_s, num_held)
 
     def advise(self, rows: Sequence[Options], choice: Choice) -> None:
         """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
-        free = self.tried is None and any(option.free for options in rows for option in options.values())
+        free = self.trials.tried is None and any(option.free for options in rows for option in options.values())
         if free and self.advice.planned(drafting=any(choice)):
-            best = forecast(self.costs, self.drafters, len(rows), self.num_context)
+            best = forecast(self.costs, self.drafters, len(rows), self.load.num_context)
             if not self.advice.off:
                 log.info("Drafting is on again.")
             elif best is not None and best.depth:
@@ -138,47 +139,42 @@ class MeasuredDepth:
         self.drafters.cover(rows)
         return rows
 
-    def take(self, load: Load, rows: Sequence[Options], choice: Choice, spare: Spare) -> Sequence[Budget]:
-        """Take this choice, as far as it fits."""
-        self.assigned, self.pending = dict(zip(load.seq_ids, choice, strict=True)), True
-        self.fallbacks = [fallbacks(each, options) for each, options in zip(choice, rows, strict=True)]
-        return fitting(load.seq_ids, self.fallbacks, spare)
+    def take(
+        self, rows: Sequence[Options], choice: Choice, spare: Spare, tokens_per_s: float = 0.0, num_held: int = HOLD
+    ) -> Sequence[Budget]:
+        """Take this choice for the load, as far as it fits; the rest is as in `TakenPlan`."""
+        budgets = [fallbacks(each, options) for each, options in zip(choice, rows, strict=True)]
+        assigned = dict(zip(self.load.seq_ids, choice, strict=True))
+        self.taken, self.pending = TakenPlan(assigned, budgets, tokens_per_s, num_held), True
+        return fitting(self.load.seq_ids, budgets, spare)
 
     def follow(self, load: Load, outlook: Outlook, spare: Spare, drafter: int, depth: int) -> Sequence[Budget]:
         """Draft every row by this drafter and so far, where it can: see `engine/calibration.py`."""
-        self.num_context, self.tried = load.num_context, None
+        self.load, self.trials.tried = load, None
         self.drafters.meet(outlook)
         rows = self.options(load, outlook)
         chosen = [options.get(drafter) if depth else None for options in rows]
         choice = [Assignment(option, min(depth, option.budget.depth)) if option else None for option in chosen]
-        return self.take(load, rows, choice, spare)
+        return self.take(rows, choice, spare)
 
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
-        self.assigned, self.pending, self.held, self.usual = {}, False, HOLD, 0.0
-        self.plain, self.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
+        self.taken, self.pending, self.change.usual = TakenPlan(), False, 0.0
+        self.trials.plain, self.trials.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
         self.drafters.begin()
-
-    def watch(self, tokens_per_s: float) -> None:
-        """Try everything soon where rounds are worth much less than they were."""
-        self.awake += 1
-        if tokens_per_s < WORSE * self.usual:
-            self.usual = tokens_per_s
-            self.wake()
-        self.usual += (tokens_per_s - self.usual) / 8
 
     def wake(self) -> None:
         """Something has changed: try everything soon, unless that was done a short while ago."""
-        if self.awake >= AWAKE:
-            self.awake, self.held = 0, HOLD
-            self.plain.wake()
+        if self.change.new():
+            self.taken.num_held = HOLD
+            self.trials.plain.wake()
             self.drafters.wake()
 
     def reason(self) -> str:
         """What was chosen for the last round and why, for one row; empty where there was nothing to choose."""
-        if len(self.assigned) != 1 or not self.worth:
+        if len(self.taken.assigned) != 1 or not self.taken.tokens_per_s:
             return ""
-        (assigned,) = self.assigned.values()
+        (assigned,) = self.taken.assigned.values()
         plain_s, chosen = self.plain_s(1), "plain"
         plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "what plain rounds take is not known yet"
         if assigned and assigned.depth:
@@ -186,29 +182,30 @@ class MeasuredDepth:
             chosen = f"depth {assigned.depth}" + (f" by {name}" if name else "")
             if assigned.option.made:
                 chosen += f" as long as {100 * assigned.option.budget.min_survival:.0f} % survive"
-        if self.tried is not None:
+        if self.trials.tried is not None:
             return f"{chosen}, to see how it does: {plain}"
         tokens = tokens_of([assigned])
-        return f"{chosen}: {tokens:.2f} tokens in {1000 * tokens / self.worth:.2f} ms are expected, {plain}"
+        expected_ms = 1000 * tokens / self.taken.tokens_per_s
+        return f"{chosen}: {tokens:.2f} tokens in {expected_ms:.2f} ms are expected, {plain}"
 
     def holds(self, load: Load) -> bool:
         """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
-        if self.held >= HOLD or self.tried is not None or self.reads != (load.num_prompt_tokens > 0):
+        if self.taken.num_held >= HOLD or self.trials.tried is not None or self.reads != (load.num_prompt_tokens > 0):
             return False
-        same = list(self.assigned) == list(load.seq_ids)
-        return same and all(one is other for one, other in zip(load.speculations, self.speculations, strict=True))
+        same = list(self.taken.assigned) == list(load.seq_ids)
+        return same and all(one is other for one, other in zip(load.speculations, self.load.speculations, strict=True))
 
     def lasts(self, load: Load, outlook: Outlook) -> bool:
         """Whether that plan is still as good for what drafters say and how far they can go."""
         estimated = any(
             each is not None for member in outlook.drafters.values() or [outlook] for each in member.expected
         )
-        limits = zip(load.rooms, outlook.limit, self.assigned.values(), strict=True)
+        limits = zip(load.rooms, outlook.limit, self.taken.assigned.values(), strict=True)
         return not estimated and all(each is None or each.depth <= min(room, limit) for room, limit, each in limits)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """All of it. What it tells of its guesses is compared with what will come of them."""
-        priced = any(each and each.option.budget.min_survival for each in self.assigned.values())
+        priced = any(each and each.option.budget.min_survival for each in self.taken.assigned.values())
         survival = draft.survival.tolist() if priced and draft.survival is not None else []
         self.survival = dict(zip(load.seq_ids, survival, strict=False))
         return draft.tree
@@ -217,12 +214,12 @@ class MeasuredDepth:
         """The choice for these rows. Prompts in the same pass count only in that guesses beside them take more."""
         scatter = self.costs.level.scatter
         best = max(self.plans(rows), key=lambda planned: planned.value(scatter))
-        self.tried = self.trial(rows, best)
-        if self.tried is not None:
-            choice = self.on_trial(best.choice, rows, self.tried)
+        self.trials.tried = self.trial(rows, best)
+        if self.trials.tried is not None:
+            choice = self.on_trial(best.choice, rows, self.trials.tried)
             lost = best.tokens_per_s * self.drafts_of(choice).whole_s() - tokens_of(choice)
             cost = lost / tokens_of(best.choice)
-            self.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
+            self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
         last = self.last(seq_ids, rows)
         best = last if last and best.value(scatter) < HYSTERESIS * last.value(scatter) else best
@@ -278,14 +275,14 @@ class MeasuredDepth:
 
     def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
         """The kind of the round in which rows are drafted by these options."""
-        return Kind.of(num_rows, self.num_context, merged=any(len(option.members) > 1 for option in options))
+        return Kind.of(num_rows, self.load.num_context, merged=any(len(option.members) > 1 for option in options))
 
     def last(self, seq_ids: Sequence[int], rows: Sequence[Options]) -> Planned | None:
         """What the last round's options would be worth now; None where the rows are others, or cannot have them."""
-        if list(self.assigned) != list(seq_ids):
+        if list(self.taken.assigned) != list(seq_ids):
             return None
         choice: list[Assignment | None] = []
-        for options, before in zip(rows, self.assigned.values(), strict=True):
+        for options, before in zip(rows, self.taken.assigned.values(), strict=True):
             option = options.get(before.option.budget.drafter) if before else None
             if before is None and all(each.free for each in options.values()):
                 choice.append(None)
@@ -300,13 +297,13 @@ class MeasuredDepth:
 
         A round that reads prompts does not say what passes cost, and guesses are dear there: trials wait for others.
         """
-        if self.reads and self.num_reading < ALWAYS_READING:
+        if self.reads and self.trials.num_reading < ALWAYS_READING:
             return None
         costs = not self.reads
-        if costs and self.plain.due and any(option.free for options in rows for option in options.values()):
+        if costs and self.trials.plain.due and any(option.free for options in rows for option in options.values()):
             return NOTHING
         due = next((drafter for drafter in sorted(self.possible) if self.drafters.all[drafter].retry.due), None)
-        return OTHER_DEPTH if costs and due is None and self.other_depth.due and best.under_way else due
+        return OTHER_DEPTH if costs and due is None and self.trials.other_depth.due and best.under_way else due
 
     def on_trial(self, best: Choice, rows: Sequence[Options], drafter: int) -> Choice:
         """The best choice, but for the rows that try the drafter: the one with least to read, at first also others.
@@ -316,9 +313,9 @@ class MeasuredDepth:
         if drafter == NOTHING:
             return [None if all(each.free for each in options.values()) else best[i] for i, options in enumerate(rows)]
         if drafter == OTHER_DEPTH:
-            self.deeper = not self.deeper
+            deeper = self.trials.deeper = not self.trials.deeper
             assigned = {row: each for row, each in enumerate(best) if each}
-            depths = {row: 2 * each.depth if self.deeper else each.depth // 2 or 1 for row, each in assigned.items()}
+            depths = {row: 2 * each.depth if deeper else each.depth // 2 or 1 for row, each in assigned.items()}
             return self.in_time(best, {row: each.option.at_most(depths[row]) for row, each in assigned.items()})
         new = self.drafters.all[drafter].retry.new
         options = {row: each[drafter] for row, each in enumerate(rows) if drafter in each}
@@ -337,11 +334,11 @@ class MeasuredDepth:
 
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last choice."""
-        self.num_reading = self.num_reading + 1 if outcome.num_prompt_tokens else 0
-        if self.pending and list(self.assigned) == [row.seq_id for row in outcome.rows]:
+        self.trials.num_reading = self.trials.num_reading + 1 if outcome.num_prompt_tokens else 0
+        if self.pending and list(self.taken.assigned) == [row.seq_id for row in outcome.rows]:
             cheap = self.times_count and not outcome.captured and self.time(self.drafted(outcome), outcome)
             self.accepted(outcome, cheap)
-        elif not self.assigned and outcome.rows and self.costs.kinds and not outcome.captured:
+        elif not self.taken.assigned and outcome.rows and self.costs.kinds and not outcome.captured:
             self.time_pass((), outcome)
         if len(self.drafters.all) == 1:
             self.advice.suspect(outcome)
@@ -352,7 +349,7 @@ class MeasuredDepth:
 
     def drafted(self, outcome: Outcome) -> Sequence[tuple[RowOutcome, Assignment]]:
         """The rows that were drafted, as they were assigned. A draft that found no room was not made."""
-        rows = ((row, self.assigned[row.seq_id]) for row in outcome.rows)
+        rows = ((row, self.taken.assigned[row.seq_id]) for row in outcome.rows)
         return [
             (row, each) for row, each in rows if each is not None and row.drafter in (-1, each.option.budget.drafter)
         ]
@@ -367,13 +364,8 @@ class MeasuredDepth:
         for drafter in self.possible:
             self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
         if self.possible:
-            for timer, trial, num_rows in (
-                (self.other_depth, OTHER_DEPTH, int(self.tried == OTHER_DEPTH)),
-                (self.plain, NOTHING, int(not drafted)),
-            ):
-                tried = self.tried == trial
-                timer.count(num_rows, self.patience if tried else None, cheap and tried)
-        self.drafters.forget_others(list(self.assigned))
+            self.trials.count(bool(drafted), cheap)
+        self.drafters.forget_others(list(self.taken.assigned))
         return drafted
 
     def count(self, drafter: int, drafted: Sequence[tuple[RowOutcome, Assignment]]) -> None:
@@ -389,8 +381,8 @@ class MeasuredDepth:
                     learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
             if learned.surprise.record(accepted, expected):
                 self.wake()
-        hopeful = drafter == self.tried and accepted > expected + 1
-        learned.retry.count(len(drafted), self.patience if drafter == self.tried else None, hopeful)
+        hopeful = drafter == self.trials.tried and accepted > expected + 1
+        learned.retry.count(len(drafted), self.trials.patience_for(drafter), hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
             learned.acceptance.limit(HOPEFUL_GUESSES)
