@@ -182,7 +182,7 @@ class Trials:
 
 
 @dataclass(slots=True)
-class Change:
+class RoundWorth:
     """What rounds are worth of late, in tokens per second of a row, and when something last changed."""
 
     usual: float = 0.0

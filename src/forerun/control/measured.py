@@ -20,11 +20,11 @@ from forerun.control.choices import (
     HOLD,
     NOTHING,
     OTHER_DEPTH,
-    Change,
     Choice,
     Drafts,
     Options,
     Planned,
+    RoundWorth,
     TakenPlan,
     Trials,
     best_of,
@@ -67,7 +67,7 @@ class MeasuredDepth:
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
     trials: Trials = field(default_factory=Trials)
-    change: Change = field(default_factory=Change)
+    round_worth: RoundWorth = field(default_factory=RoundWorth)
     load: Load = field(default_factory=lambda: Load((), (), (), 0))  # of the last round
     taken: TakenPlan = field(default_factory=TakenPlan)
     possible: frozenset[int] = frozenset()  # drafters that could draft in it
@@ -111,7 +111,7 @@ class MeasuredDepth:
         self.load = load
         rows = self.options(load, outlook)
         planned = self.plan(load.seq_ids, rows)
-        if not self.reads and self.change.fell(planned.tokens_per_s / len(rows)):
+        if not self.reads and self.round_worth.fell(planned.tokens_per_s / len(rows)):
             self.wake()
         self.advise(rows, planned.choice)
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
@@ -159,13 +159,13 @@ class MeasuredDepth:
 
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
-        self.taken, self.pending, self.change.usual = TakenPlan(), False, 0.0
+        self.taken, self.pending, self.round_worth.usual = TakenPlan(), False, 0.0
         self.trials.plain, self.trials.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
         self.drafters.begin()
 
     def wake(self) -> None:
         """Something has changed: try everything soon, unless that was done a short while ago."""
-        if self.change.new():
+        if self.round_worth.new():
             self.taken.num_held = HOLD
             self.trials.plain.wake()
             self.drafters.wake()
