@@ -140,17 +140,24 @@ def commands(options: Options, material: Material, precision: str) -> tuple[dict
         place = Place(folder, options.jobs, options.isa)
         number_format = engine.formats[precision]
         setup = Setup(str(material.target), str(material.draft), number_format, options.threads, str(place.folder))
-        try:
-            engine.make(place, setup)
-        except StepFailed as failed:
-            print(f"  {name} FAILED: {failed}", flush=True)
-            failures.append(Failure(name, "all", str(failed)))
-            continue
-        threads = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
-        arguments = [engine.python(place), "-m", engine.module, json.dumps(asdict(setup))]
-        log = place.folder / f"worker-{number_format}.log"
-        found[name] = Command(arguments, log, threads | dict(engine.environment), engine.drafts)
+        command = made(engine, place, setup)
+        if isinstance(command, Failure):
+            failures.append(command)
+        else:
+            found[name] = command
     return found, failures
+
+
+def made(engine: Engine, place: Place, setup: Setup) -> Command | Failure:
+    """Everything made that an engine's worker needs, and how to start it; or what could not be made."""
+    try:
+        engine.make(place, setup)
+    except StepFailed as failed:
+        print(f"  {engine.name} FAILED: {failed}", flush=True)
+        return Failure(engine.name, "all", str(failed))
+    environment = {"OMP_NUM_THREADS": str(setup.threads), "PYTHONPATH": str(ROOT)} | dict(engine.environment)
+    arguments = [engine.python(place), "-m", engine.module, json.dumps(asdict(setup))]
+    return Command(arguments, place.folder / f"worker-{setup.format}.log", environment, engine.drafts)
 
 
 def measure(options: Options, material: Material, precision: str, state: State) -> bool:
@@ -179,7 +186,8 @@ def measure(options: Options, material: Material, precision: str, state: State) 
             def keep(cell: Cell, number: int = number) -> None:
                 state.keep(precision, number, [cell])
 
-            whole = race.repetition(number, options.tokens, begun[number], keep, options.until_s)
+            lengths = [options.tokens] * options.prompts
+            whole = race.repetition(number, lengths, begun[number], keep, options.until_s)
             notes["memory_left_bytes"] = memory_bytes("MemAvailable")
             state.note(precision, race.about | notes)
             if not whole:

@@ -7,6 +7,7 @@ default varies them by a confidence threshold.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.place import TORCH, Place
@@ -14,7 +15,7 @@ from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, s
 
 
 class Transformers:
-    """Reads the checkpoints as they are."""
+    """Reads the checkpoints as they are, and the weights of GGUF files unpacked."""
 
     name = "transformers"
     formats: Mapping[str, str] = {"16-bit": "bfloat16"}
@@ -24,7 +25,7 @@ class Transformers:
 
     def make(self, place: Place, setup: Setup) -> None:
         """Install it."""
-        place.install([TORCH], [TORCH, "transformers"])
+        place.install([TORCH], [TORCH, "transformers", "gguf"])
 
     def python(self, place: Place) -> str:
         """Its environment's interpreter."""
@@ -32,7 +33,7 @@ class Transformers:
 
 
 def load(setup: Setup) -> Service:
-    """Both models, which all modes share."""
+    """The models, which all modes share."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
@@ -54,14 +55,16 @@ def load(setup: Setup) -> Service:
             """Nothing is held back."""
 
     torch.set_num_threads(setup.threads)
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        for folder in (setup.target, setup.draft)
-    )
-    for model in (target, draft):
-        model.generation_config.eos_token_id = None  # texts go on past it
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    models = []
+    for path in (Path(each) for each in (setup.target, setup.draft) if each):
+        file = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        folder = path.parent if file else path
+        models.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **file).eval())
+        models[-1].generation_config.eos_token_id = None  # texts go on past it
+    target, draft = models[0], models[-1]
+    if setup.draft:
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
         options: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from benchmarks.peers.place import Place, StepFailed, tail
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, serve
 
 PACKAGE = "llama-cpp-python"
-CONTEXT_TOKENS = 2048
+GGUF = ".gguf"
 MATCHED_TOKENS = 3  # of its n-grams; its default, 12, hardly ever matches in a text this short
 START_LIMIT_S, ASK_LIMIT_S = 300.0, 1800.0
 CMAKE_FLAGS = (
@@ -40,7 +40,7 @@ ISA_FLAGS: Mapping[str | None, str] = {
     "amx": f"{AVX512} -DGGML_AVX512_BF16=ON -DGGML_AMX_TILE=ON -DGGML_AMX_INT8=ON -DGGML_AMX_BF16=ON",
 }
 INCLUDED = Path(__file__).with_name("tile_config.h")  # says why
-BINARIES = ("llama-server", "llama-quantize")
+BINARIES = ("llama-server", "llama-quantize", "llama-perplexity")
 
 
 class LlamaCpp:
@@ -53,10 +53,9 @@ class LlamaCpp:
     environment: Mapping[str, str] = {}
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Build it and write both models in the setup's format."""
-        place.install(["cmake", "ninja", "gguf", "numpy"])
-        place.once("build", cmake_flags(place) + INCLUDED.read_text(encoding="utf-8"), partial(self.build, place))
-        for folder in (Path(setup.target), Path(setup.draft)):
+        """Build it and write both models in the setup's format; files of its own form are taken as they are."""
+        self.make_programs(place)
+        for folder in (Path(each) for each in (setup.target, setup.draft) if each and not each.endswith(GGUF)):
             first, wanted = (gguf_of(place.folder, folder, each) for each in ("bf16", setup.format))
             place.once(first.stem, str(folder), partial(self.export, place, folder, first))
             if wanted != first:
@@ -66,6 +65,12 @@ class LlamaCpp:
     def python(self, place: Place) -> str:
         """Its environment's interpreter."""
         return place.python
+
+    def make_programs(self, place: Place) -> None:
+        """Build what is not there yet."""
+        place.install(["cmake", "ninja", "gguf", "numpy"])
+        key = f"{cmake_flags(place)}{INCLUDED.read_text(encoding='utf-8')}{BINARIES}"
+        place.once("build", key, partial(self.build, place))
 
     def build(self, place: Place) -> None:
         """Fetch the sources and compile."""
@@ -94,6 +99,8 @@ def cmake_flags(place: Place) -> str:
 
 def gguf_of(folder: Path, checkpoint: Path, number_format: str) -> Path:
     """Where a checkpoint's file is."""
+    if checkpoint.suffix == GGUF:
+        return checkpoint
     return folder / f"{checkpoint.name}-{number_format}.gguf"
 
 
@@ -126,7 +133,8 @@ class Server:
         self.log = place / f"server-{setup.format}-{mode}.log"
         count = str(setup.threads)
         command = [binary(place, "llama-server"), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--ctx-size", str(CONTEXT_TOKENS), "--parallel", "1", "--threads", count, "--threads-batch", count]
+        command += ["--ctx-size", str(setup.context_tokens), "--parallel", "1"]
+        command += ["--threads", count, "--threads-batch", count]
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
                 [*command, *mode_flags(mode, draft, setup.threads)], stdout=file, stderr=file
@@ -179,9 +187,11 @@ def load(setup: Setup, stack: ExitStack) -> Service:
             stack.callback(servers[mode].close)
         answer = servers[mode].complete(prompt_ids, num_tokens)
         tokens, timings = answer["tokens"], answer["timings"]
+        num_rounds = num_tokens - 1 - timings.get("draft_n_accepted", 0)
         if len(tokens) != num_tokens:
             raise StepFailed(f"llama-server gave {len(tokens)} tokens where {num_tokens} were asked for")
-        return Answer(tokens, num_tokens - 1, timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3)
+        prompt_s, decode_s = timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
+        return Answer(tokens, num_tokens - 1, prompt_s, decode_s, num_rounds)
 
     sources = next(Path(setup.place).glob("llama_cpp_python-*/"), Path("unknown")).name
     said = subprocess.run([binary(Path(setup.place), "llama-server"), "--version"], capture_output=True, check=True)

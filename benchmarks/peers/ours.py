@@ -1,15 +1,24 @@
 """forerun itself as a worker, with this repository's source: every mode over the same weights.
 
-This file decides which engine answers which mode.
+This file decides which engine answers which mode. Beside a draft model there are the fixed modes of all engines;
+without one, a mode is any drafter as `--draft` spells it, loaded when it is first asked, as a user would load it.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from benchmarks.peers.place import ROOT, Place
 from benchmarks.peers.protocol import MIX, Answer, Mode, Service, Setup, Stopwatch, serve
+
+if TYPE_CHECKING:
+    from forerun import LLM
+    from forerun.engine.engine import Engine
+
+FindEngine = Callable[[Mode], "tuple[LLM, Engine]"]
 
 
 class Forerun:
@@ -31,17 +40,63 @@ class Forerun:
 
 
 def load(setup: Setup) -> Service:
-    """Both models. Beside the engine that drafts with one of them: a plain one, one with n-grams, one with both."""
+    """The models that the setup names."""
     import torch
 
-    from forerun import LLM, SamplingParams, __version__
+    from forerun import SamplingParams, __version__
+    from forerun.bench.lane import Lane
+    from forerun.request import Request
+
+    find = fixed_modes(setup) if setup.draft else free_modes(setup)
+    llm, _ = find(Mode())
+    tenants = itertools.count()
+
+    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
+        params = SamplingParams(temperature=setup.temperature, max_tokens=num_tokens, ignore_eos=True, seed=0)
+        asked, engine = find(mode)
+        watch = Stopwatch()
+        speculation, tenant = (mode.depth or None), str(next(tenants))  # no drafter has seen an answer before
+        sequences = asked.requests.sequences(Request.of(prompt_ids, params, speculation, tenant))
+        lane = Lane(engine, sequences)
+        while engine.has_work:
+            watch.emitted(sum(len(delta.token_ids) for delta in lane.step(watch.clock).deltas))
+        return watch.answer(sequences[0].tokens[sequences[0].num_prompt :])
+
+    return Service({"forerun": __version__, "torch": torch.__version__, "numbers": llm.format}, generate)
+
+
+def free_modes(setup: Setup) -> FindEngine:
+    """An LLM for every drafter."""
+    from forerun import LLM
+
+    llms: dict[str, LLM] = {}
+
+    def find(mode: Mode) -> tuple[LLM, Engine]:
+        draft = mode.drafter if mode.spec else None
+        if str(draft) not in llms:
+            llms[str(draft)] = LLM(
+                setup.target,
+                draft,
+                max_model_len=setup.context_tokens,
+                max_num_seqs=1,
+                prefix_cache=False,
+                threads=setup.threads,
+                use_tqdm_on_load=False,
+            )
+        return llms[str(draft)], llms[str(draft)].engine
+
+    return find
+
+
+def fixed_modes(setup: Setup) -> FindEngine:
+    """Both models. Beside the engine that drafts with one of them: a plain one, one with n-grams, one with both."""
+    from forerun import LLM
     from forerun.config import QUANTIZATIONS
     from forerun.demo.race import engine_beside
     from forerun.draft.base import Drafter
     from forerun.draft.many.mix import MixDrafter
     from forerun.draft.model.model import ModelDrafter
     from forerun.draft.text.ngram import NgramDrafter
-    from forerun.request import Request
 
     llm = LLM(
         setup.target,
@@ -59,17 +114,7 @@ def load(setup: Setup) -> Service:
     both: Sequence[Drafter] = [NgramDrafter(), ModelDrafter(runner, model.vocab_size, model.shared)]
     engines[MIX] = engine_beside(llm, MixDrafter(both, ("ngram", "model")))
 
-    def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
-        engine = engines[mode.drafter]
-        watch = Stopwatch()
-        (sequence,) = llm.requests.sequences(Request.of(prompt_ids, params, mode.depth))
-        engine.submit(sequence)
-        while engine.has_work:
-            watch.emitted(sum(len(delta.token_ids) for delta in engine.step()))
-        return watch.answer(sequence.tokens[sequence.num_prompt :])
-
-    return Service({"forerun": __version__, "torch": torch.__version__, "numbers": llm.format}, generate)
+    return lambda mode: (llm, engines[mode.drafter])
 
 
 if __name__ == "__main__":

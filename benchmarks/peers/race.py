@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from benchmarks.peers.place import StepFailed
-from benchmarks.peers.protocol import MIX, Answer, Mode
+from benchmarks.peers.protocol import Answer, Mode
 from benchmarks.peers.state import Cell, Failure
 from benchmarks.peers.tables import OURS, equal_tokens
 from benchmarks.peers.worker import Command, Worker
@@ -42,7 +42,7 @@ def circle(engines: Sequence[str], modes: Sequence[Mode], plain_only: Container[
         (engine, mode)
         for mode in modes
         for engine in engines
-        if (mode.drafter != MIX or engine == OURS) and (mode == PLAIN or engine not in plain_only)
+        if (not mode.only_ours or engine == OURS) and (mode == PLAIN or engine not in plain_only)
     ]
 
 
@@ -56,6 +56,7 @@ class Race:
     num_measured: int  # prompts, of all that are looked at
     say: Callable[[str], None]
     failures: list[Failure] = field(default_factory=list)
+    left_out: Container[Entry] = ()
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
     equal: dict[str, list[int]] = field(default_factory=dict)  # leading tokens of warm-ups, by prompt
@@ -76,9 +77,9 @@ class Race:
         self.stack.close()
 
     def circle(self) -> list[Entry]:
-        """All of this race's engines in all modes that they have."""
+        """All of this race's engines in all modes that they have, but for what is left out."""
         plain_only = [engine for engine, command in self.commands.items() if not command.drafts]
-        return circle(list(self.commands), self.modes, plain_only)
+        return [e for e in circle(list(self.commands), self.modes, plain_only) if e not in self.left_out]
 
     @property
     def about(self) -> dict[str, Any]:
@@ -159,15 +160,16 @@ class Race:
     def repetition(
         self,
         number: int,
-        num_tokens: int,
+        num_tokens: Sequence[int],
         begun: Sequence[Cell] = (),
         keep: Callable[[Cell], None] = lambda cell: None,
         until_s: float | None = None,
     ) -> bool:
         """Every mode of every engine, every prompt that is measured, but for what is `begun`; False if not all is done.
 
-        `keep` is told of each answer. No answer begins after `until_s` on the clock of `time.monotonic`, but one does
-        in any case, so that a run that is called again and again ends. What is not warm is warmed up before its answer.
+        `num_tokens` are those of the prompts' answers. `keep` is told of each answer. No answer begins after `until_s`
+        on the clock of `time.monotonic`, but one does in any case, so that a run that is called again and again ends.
+        What is not warm is warmed up before its answer.
         """
         done = {(cell.engine, cell.mode, cell.prompt) for cell in begun}
         num_asked = 0
@@ -181,7 +183,7 @@ class Race:
                 num_asked += 1
                 if (engine, mode) not in self.warm and self.warm_up_one(engine, mode, self.prompts[0]) is None:
                     continue
-                answer = self.ask(engine, mode, prompt, num_tokens)
+                answer = self.ask(engine, mode, prompt, num_tokens[i])
                 if answer is not None:
                     keep(Cell(engine, str(mode), i, answer))
                     speed = answer.num_decoded / answer.decode_s if answer.decode_s else 0.0

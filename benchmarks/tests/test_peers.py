@@ -75,16 +75,16 @@ def race(commands: dict[str, Command], said: list[str]) -> Race:
 def repetition_of(running: Race, number: int) -> list[Cell]:
     """All answers of a repetition."""
     cells: list[Cell] = []
-    assert running.repetition(number, 4, keep=cells.append)
+    assert running.repetition(number, [4] * len(PROMPTS), keep=cells.append)
     return cells
 
 
-@pytest.mark.parametrize("name", ["plain", "model-3", "ngram-12", "mix-7"])
+@pytest.mark.parametrize("name", ["plain", "model-3", "ngram-12", "mix-7", "suffix@auto", "mix[ngram,x@y]@5"])
 def test_a_mode_has_one_name(name: str) -> None:
     assert str(Mode.parse(name)) == name
 
 
-@pytest.mark.parametrize("name", ["", "model", "plain-3", "model-0", "suffix-3", "model-3 "])
+@pytest.mark.parametrize("name", ["", "model", "plain-3", "model-0", "suffix-3", "model-3 ", "suffix@", "suffix@0"])
 def test_what_is_no_mode_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="plain, model-DEPTH, ngram-DEPTH or mix-DEPTH"):
         Mode.parse(name)
@@ -95,7 +95,7 @@ def test_what_comes_first_is_not_decoding() -> None:
     watch = Stopwatch(lambda: next(ticks))
     for num_tokens in (0, 3, 0, 2, 4):
         watch.emitted(num_tokens)
-    assert watch.answer(range(9)) == Answer(list(range(9)), num_decoded=6, prompt_s=3.0, decode_s=5.0)
+    assert watch.answer(range(9)) == Answer(list(range(9)), 6, prompt_s=3.0, decode_s=5.0, num_rounds=2)
 
 
 def test_a_worker_answers_through_the_noise_of_its_libraries(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_race_without_time_goes_on_where_it_stopped(tmp_path: Path, said: list
         num_calls += 1
         commands = {"forerun": command(tmp_path, "forerun"), "broken": broken}
         with Race(commands, MODES, PROMPTS, len(PROMPTS), said.append, failures) as running:
-            whole = running.repetition(0, 4, tuple(cells), cells.append, until_s=0.0)
+            whole = running.repetition(0, [4] * 3, tuple(cells), cells.append, until_s=0.0)
             assert len(running.workers) <= 1  # no more are started than are asked
     assert num_calls == len(cells) + 1 == 3 * 5 + 1
     assert len({(found.engine, found.mode, found.prompt) for found in cells}) == len(cells)
@@ -294,9 +294,21 @@ def test_only_complete_repetitions_of_the_same_run_are_found_again(tmp_path: Pat
     assert [found.engine for found in state.repetitions("16-bit")[8]] == ["forerun", "peer"]
 
 
-def test_only_forerun_is_asked_for_a_mix() -> None:
-    asked = circle(["forerun", "peer"], [Mode("ngram", 3), Mode("mix", 3)])
-    assert asked == [("forerun", Mode("ngram", 3)), ("peer", Mode("ngram", 3)), ("forerun", Mode("mix", 3))]
+def test_only_forerun_is_asked_for_a_mix_and_for_its_own_drafters() -> None:
+    mix, suffix = Mode("mix", 3), Mode("suffix", spec=True)
+    asked = circle(["forerun", "peer"], [Mode("ngram", 3), mix, suffix])
+    assert asked == [("forerun", Mode("ngram", 3)), ("peer", Mode("ngram", 3)), ("forerun", mix), ("forerun", suffix)]
+
+
+def test_a_race_asks_for_answers_of_each_prompts_length_and_leaves_out_what_it_is_told(
+    tmp_path: Path, said: list[str]
+) -> None:
+    cells: list[Cell] = []
+    entry = ("forerun", Mode("ngram", 5))
+    with Race({"forerun": command(tmp_path, "forerun")}, MODES, PROMPTS, 3, said.append, left_out=[entry]) as running:
+        assert running.repetition(0, [3, 4, 5], keep=cells.append)
+    assert {(cell.prompt, len(cell.answer.token_ids)) for cell in cells} == {(0, 3), (1, 4), (2, 5)}
+    assert {cell.mode for cell in cells} == {"plain", "model-3"}
 
 
 def test_options_say_what_is_known_and_quick_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:

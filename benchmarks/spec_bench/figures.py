@@ -1,0 +1,197 @@
+"""From answers to figures, as Spec-Bench defines them, and their tables.
+
+A question's speed is its tokens over the time of its turns, the reading of prompts included; a category's speed-up is
+the mean speed of its questions over that of plain decoding. Absolute times drift, so each question's speed is plain's
+median over the repetitions, times the median of its ratios to plain within a repetition. Tokens per round are those of
+all rounds that read no prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.peers.state import Cell
+from benchmarks.peers.tables import OURS, Repetitions, distinct_share
+from benchmarks.spec_bench.answers import Turn
+from benchmarks.spec_bench.questions import CATEGORIES, CONVERSATION, TASKS
+
+PLAIN = (OURS, "plain")
+Key = tuple[str, str]  # engine, mode
+Runs = Mapping[int, Sequence[Cell]]  # of one engine and mode: by repetition, an answer to each turn
+GROUPS = (*CATEGORIES, CONVERSATION)  # of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """An engine's mode on one category. `speed_up` is over forerun's plain decoding, of whole answers; `decoding`
+    without the reading of prompts."""
+
+    category: str
+    num_questions: int
+    tokens_per_s: float
+    speed_up: float
+    decoding: float
+    tokens_per_round: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One mode on everything. The means are of Spec-Bench's six tasks, and of all thirteen categories.
+
+    `num_different` answers are not plain's, token for token; of another engine some may differ, of forerun none.
+    """
+
+    engine: str
+    mode: str
+    figures: Sequence[Figure]
+    speed_up: float
+    geometric: float
+    decoding: float
+    by_category: float
+    by_category_geometric: float
+    tokens_per_round: float | None
+    num_different: int
+    num_answers: int
+
+
+def summaries(turns: Sequence[Turn], repetitions: Repetitions) -> list[Summary]:
+    """Every engine's modes that answered all turns of a repetition, in the order in which they first appear."""
+    found = complete(len(turns), repetitions)
+    plain = found.get(PLAIN, {})
+    return [summary(key, turns, runs, plain) for key, runs in found.items() if set(runs) & set(plain)]
+
+
+def complete(num_turns: int, repetitions: Repetitions) -> dict[Key, dict[int, list[Cell]]]:
+    """The answers by engine and mode, and repetition: those of the turns, in order, where all are there."""
+    found: dict[Key, dict[int, list[Cell]]] = {}
+    for repetition, cells in repetitions.items():
+        for key in dict.fromkeys((cell.engine, cell.mode) for cell in cells):
+            own = {cell.prompt: cell for cell in cells if (cell.engine, cell.mode) == key}
+            if all(i in own for i in range(num_turns)):
+                found.setdefault(key, {})[repetition] = [own[i] for i in range(num_turns)]
+    return found
+
+
+def summary(key: Key, turns: Sequence[Turn], runs: Runs, plain: Runs) -> Summary:
+    """One mode beside plain decoding."""
+    figures = [each for name in GROUPS if (each := figure(name, turns, runs, plain)) is not None]
+    by_name = {each.category: each for each in figures}
+    tasks = [by_name[name] for name in (CONVERSATION, *TASKS) if name in by_name]
+    categories = [by_name[name] for name in CATEGORIES if name in by_name]
+    answers = [(turn, cell) for cells in runs.values() for turn, cell in zip(turns, cells, strict=True)]
+    return Summary(
+        *key,
+        figures,
+        speed_up=statistics.fmean(each.speed_up for each in tasks),
+        geometric=geometric(each.speed_up for each in tasks),
+        decoding=statistics.fmean(each.decoding for each in tasks),
+        by_category=statistics.fmean(each.speed_up for each in categories),
+        by_category_geometric=geometric(each.speed_up for each in categories),
+        tokens_per_round=tokens_per_round(cell for _, cell in answers),
+        num_different=sum(list(cell.answer.token_ids) != list(turn.answer_ids) for turn, cell in answers),
+        num_answers=len(answers),
+    )
+
+
+def figure(name: str, turns: Sequence[Turn], runs: Runs, plain: Runs) -> Figure | None:
+    """A category or task; None where no question is of it."""
+    places: dict[int, list[int]] = {}
+    for i, turn in enumerate(turns):
+        if name in (turn.category, turn.task):
+            places.setdefault(turn.number, []).append(i)
+    if not places:
+        return None
+
+    def speeds(time_s: Callable[[Cell], float]) -> tuple[float, float]:
+        """The mean speed of the questions, and that of plain decoding."""
+        found = [question_speed(own, runs, plain, time_s) for own in places.values()]
+        return statistics.fmean(each[0] for each in found), statistics.fmean(each[1] for each in found)
+
+    mine, plains = speeds(whole_s)
+    decoded, plain_decoded = speeds(lambda cell: cell.answer.decode_s)
+    cells = [cells[i] for cells in runs.values() for own in places.values() for i in own]
+    ratio = decoded / plain_decoded if plain_decoded else 1.0
+    return Figure(name, len(places), mine, mine / plains, ratio, tokens_per_round(cells))
+
+
+def question_speed(
+    places: Sequence[int], runs: Runs, plain: Runs, time_s: Callable[[Cell], float]
+) -> tuple[float, float]:
+    """Tokens per second of one question, in this mode and plain; 0 for answers that were there at once."""
+    both = sorted(set(runs) & set(plain))
+    num_tokens = sum(len(plain[both[0]][i].answer.token_ids) for i in places)
+    times = {k: sum(time_s(runs[k][i]) for i in places) for k in both}
+    plains = {k: sum(time_s(plain[k][i]) for i in places) for k in both}
+    if not all(times.values()) or not all(plains.values()):
+        return 0.0, 0.0
+    plain_speed = num_tokens / statistics.median(plains.values())
+    return plain_speed * statistics.median(plains[k] / times[k] for k in both), plain_speed
+
+
+def whole_s(cell: Cell) -> float:
+    """The time of an answer, from the question on."""
+    return cell.answer.prompt_s + cell.answer.decode_s
+
+
+def tokens_per_round(cells: Iterable[Cell]) -> float | None:
+    """Of all answers whose rounds were counted; None without any."""
+    counted = [cell.answer for cell in cells if cell.answer.num_rounds]
+    rounds = sum(answer.num_rounds or 0 for answer in counted)
+    return sum(answer.num_decoded for answer in counted) / rounds if rounds else None
+
+
+def geometric(values: Iterable[float]) -> float:
+    """The geometric mean of at least one value; 0 where one is 0."""
+    found = list(values)
+    return math.exp(statistics.fmean(map(math.log, found))) if all(found) else 0.0
+
+
+def distinct_by_task(turns: Sequence[Turn]) -> dict[str, float]:
+    """How much of plain's answers is new: different 8-grams over all, the mean of a task's answers."""
+    names = dict.fromkeys(turn.task for turn in turns)
+    return {n: statistics.fmean(distinct_share(t.answer_ids) for t in turns if t.task == n) for n in names}
+
+
+def markdown(found: Sequence[Summary], turns: Sequence[Turn]) -> str:
+    """The tables: all modes, speed-ups by category, tokens per round by category, and what was asked."""
+    lines = [
+        "| engine | mode | speed-up, mean of 6 tasks | geometric mean | decoding alone | mean of 13 categories | "
+        "geometric mean | tokens per round | answers other than plain's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in found:
+        speeds = (each.speed_up, each.geometric, each.decoding, each.by_category, each.by_category_geometric)
+        cells = [each.engine, each.mode, *(f"{speed:.2f}" for speed in speeds), number(each.tokens_per_round)]
+        lines.append(f"| {' | '.join(cells)} | {each.num_different} of {each.num_answers} |")
+    lines += ["", "Speed-up over forerun's plain decoding, whole answers:", ""]
+    lines += by_category(found, lambda figure: f"{figure.speed_up:.2f}")
+    lines += ["", "Tokens per round:", ""]
+    lines += by_category(found, lambda figure: number(figure.tokens_per_round))
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in distinct_by_task(turns).items())
+    return "\n".join([*lines, "", f"Share of different 8-grams in the answers: {shares}."]) + "\n"
+
+
+def by_category(found: Sequence[Summary], show: Callable[[Figure], str]) -> list[str]:
+    """A table with a row for each category and task, and a column for each mode."""
+    names = [figure.category for figure in found[0].figures] if found else []
+    heads = [f"{each.engine} {each.mode}" for each in found]
+    rows = {each.category: each.num_questions for each in found[0].figures} if found else {}
+    lines = [f"| category | questions | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
+    for i, name in enumerate(names):
+        shown = " | ".join(show(each.figures[i]) for each in found)
+        lines.append(f"| {'**' + name + '**' if name == CONVERSATION else name} | {rows[name]} | {shown} |")
+    return lines
+
+
+def number(value: float | None) -> str:
+    """Two decimals, or nothing where it was not counted."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def as_objects(found: Sequence[Summary]) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [asdict(each) for each in found]
