@@ -14,8 +14,8 @@ PIP := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-c
 .PHONY: help demo serve test test-full check wheel clean
 
 help:
-	@echo "make demo       set up, then race plain against drafted decoding (the models are in the repository)"
-	@echo "make serve      set up, then serve those models on this machine, with a page for the browser"
+	@echo "make demo       set up, fetch a chat model (98 MB, once), then race plain against drafted decoding with it"
+	@echo "make serve      set up, then serve that model on this machine, with a page for the browser"
 	@echo "make test       set up, then the short test suite (under 6 minutes on 2 cores)"
 	@echo "make test-full  set up, then every long proof; resumes where it was stopped"
 	@echo "make check      set up, then lint, types, sizes and import order"
@@ -25,7 +25,7 @@ help:
 demo: $(RUNTIME)
 	@scripts/demo
 	@echo
-	@echo "make serve: the same models as a server, with a page that shows every token's origin, at http://127.0.0.1:8000/"
+	@echo "make serve: the same model as a server, with a page that shows every token's origin, at http://127.0.0.1:8000/"
 
 serve: $(SERVER)
 	@scripts/serve

@@ -160,7 +160,7 @@ def passages(workload: str) -> list[Passage]:
     """The texts of a workload."""
     if workload != "demo":
         return shipped(workload)
-    return [Passage(prompt.text, "demo") for prompt in load_prompts() if prompt.drafter == "model"]
+    return [Passage(prompt.text, "demo") for prompt in load_prompts() if not prompt.repeats]
 
 
 def arguments() -> argparse.Namespace:

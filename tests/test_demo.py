@@ -5,30 +5,33 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from forerun import cli
+from forerun import LLM, cli
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.demo import material
 from forerun.demo.comparison import LEAST_TOKENS, Comparison, PromptScore, affordable_tokens
-from forerun.demo.material import DemoPrompt, Pair, load_prompts
+from forerun.demo.material import BUNDLED_DRAFT, DemoPrompt, Pair, load_prompts
+from forerun.demo.questions import QUESTIONS
 from forerun.demo.race import RaceSetup, RaceStep, Score, Side
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
-from forerun.models.bundled import BUNDLED, DRAFT
+from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import SMALL, TARGET
 
 STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
-PROMPTS = [DemoPrompt("a/story.py", "model", STORY), DemoPrompt("b/echo.py", "ngram", f"{STORY} went out. {STORY}")]
+PROMPTS = [DemoPrompt("a/story.py", STORY), DemoPrompt("b/echo.py", f"{STORY} went out. {STORY}", repeats=True)]
 
 
 class ScriptedClock:
@@ -66,7 +69,7 @@ def takes(
     setup: RaceSetup, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock, plain_s: float, drafted_s: float
 ) -> None:
     """From now on a round of either side takes so long on the clock, whatever it does."""
-    for engine in (setup.plain, *setup.drafted.values()):
+    for engine in (setup.plain, setup.llm.engine):
         step_s = plain_s if engine is setup.plain else drafted_s
 
         def step(real: Callable[[], list[Delta]] = engine.step, step_s: float = step_s) -> list[Delta]:
@@ -93,13 +96,10 @@ def made_score(plain_s: float, drafted_s: float) -> Score:
     return score_of([*plain, first, *drafted])
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_both_sides_give_the_tokens_that_the_llm_gives_alone(
-    setup: RaceSetup, drafter: str, temperature: float
-) -> None:
+def test_both_sides_give_the_tokens_that_the_llm_gives_alone(setup: RaceSetup, temperature: float) -> None:
     alone = setup.llm.generate(STORY, params(temperature), speculation=False)[0].outputs[0]
-    steps = list(setup.race(STORY, params(temperature), drafter))
+    steps = list(setup.race(STORY, params(temperature)))
     score = score_of(steps)
     assert score.same_tokens
     assert tuple(score.plain.token_ids) == alone.token_ids
@@ -115,7 +115,7 @@ def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s, drafted_s)
     used, rounds, running = dict.fromkeys(Side, 0.0), dict.fromkeys(Side, 0), set(Side)
-    for step in setup.race(STORY, params(), "model", clock):
+    for step in setup.race(STORY, params(), clock):
         assert used[step.side] == min(used[side] for side in running)
         used[step.side] += step.step_s
         rounds[step.side] += 1
@@ -128,20 +128,20 @@ def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
 
 
 def test_a_race_left_early_leaves_nothing_behind(setup: RaceSetup) -> None:
-    race = setup.race(STORY, params(), "model")
+    race = setup.race(STORY, params())
     next(race)
     race.close()  # type: ignore[attr-defined]
     assert not setup.plain.has_work
-    assert not setup.drafted["model"].has_work
-    unstarted = setup.race(STORY, params(), "model")
+    assert not setup.llm.engine.has_work
+    unstarted = setup.race(STORY, params())
     del unstarted
-    assert score_of(list(setup.race(STORY, params(), "model"))).same_tokens
+    assert score_of(list(setup.race(STORY, params()))).same_tokens
 
 
 def test_the_card_says_what_the_events_say(setup: RaceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s=0.5, drafted_s=0.8)
-    steps = list(setup.race(STORY, params(), "model", clock))
+    steps = list(setup.race(STORY, params(), clock))
     decoding = {side: [s for s in steps if s.side is side and not s.outcome.num_prompt_tokens] for side in Side}
     speeds = {
         side: sum(len(s.delta.token_ids) for s in own if s.delta) / sum(s.step_s for s in own)
@@ -152,10 +152,10 @@ def test_the_card_says_what_the_events_say(setup: RaceSetup, monkeypatch: pytest
     reached = [sum(row.offered > depth for row in rows) for depth in range(3)]
     taken = [sum(row.accepted > depth for row in rows) for depth in range(3)]
     score = score_of(steps)
-    text = shown(card("the models", [PromptScore("a/story.py", "model", 40, score)], score, [("about", "a detail")]))
+    text = shown(card("the models", [PromptScore("a/story.py", 0.7, 40, score)], score, [("about", "a detail")]))
     numbers = f"{speeds[Side.PLAIN]:.1f} +{speeds[Side.SPECULATIVE]:.1f}"
     line = f"{numbers} +×{speeds[Side.SPECULATIVE] / speeds[Side.PLAIN]:.2f} +{per_round:.2f} +yes"
-    assert re.search(f"story.py +model +{line}", text)
+    assert re.search(f"story.py +0.7 +{line}", text)
     assert re.search(f"in all +{line}", text)
     assert " ".join(f"{a / o:.2f}" for a, o in zip(taken, reached, strict=True)) in text
     assert "All 40 tokens are the same" in text
@@ -173,7 +173,7 @@ def shown(what: object, width: int = 200) -> str:
 def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> None:
     score = made_score(1.0, drafted_s)  # three tokens per drafted round, of three times a plain one's time
     assert score.pays == pays
-    text = shown(card("", [PromptScore("a.py", "model", 7, score)], score, []))
+    text = shown(card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
     assert score.verdict in text
     assert ("does not pay on this machine" in text) == (not pays)
     assert text.count(score.costs) == (1 if pays else 2)
@@ -183,17 +183,14 @@ def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> 
 
 def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
     loss, gain = made_score(1.0, 4.0), made_score(1.0, 0.5)
-    text = shown(
-        card("", [PromptScore("x/slow.py", "model", 7, loss), PromptScore("fast.py", "ngram", 7, gain)], gain, [])
-    )
-    assert f"It does not pay on slow.py with model: {loss.costs}." in text
-    assert "fast.py with" not in text
+    text = shown(card("", [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)], gain, []))
+    assert f"It does not pay on slow.py at temperature 1 (×{loss.speed_up:.2f})." in text
 
 
 def test_different_tokens_are_shouted() -> None:
     score = made_score(1.0, 1.0)
     score.speculative.token_ids[3] += 1
-    text = shown(card("", [PromptScore("a.py", "model", 7, score)], score, []))
+    text = shown(card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
     assert "The tokens differ" in text
     assert "are the same" not in text
     assert re.search("a.py .* NO", text)
@@ -201,7 +198,7 @@ def test_different_tokens_are_shouted() -> None:
 
 def test_nothing_to_compare_is_no_loss() -> None:
     assert "too little text" in Score().verdict
-    assert "does not pay" not in shown(card("", [PromptScore("a.py", "model", 2, Score())], Score(), []))
+    assert "does not pay" not in shown(card("", [PromptScore("a.py", 0.0, 2, Score())], Score(), []))
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 20.0, 60.0, 140.0, 10_000.0])
@@ -221,13 +218,13 @@ def test_answers_are_as_long_as_time_allows(left_s: float) -> None:
 def test_a_comparison_leaves_out_its_warm_up_and_ends(setup: RaceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s=1.0, drafted_s=0.125)
-    comparison = Comparison(setup, params(), 40, deadline_s=45.0, clock=clock)
+    comparison = Comparison(setup, 5, 40, deadline_s=45.0, clock=clock)
     comparison.warm_up(PROMPTS[0])
     assert not comparison.total.plain.token_ids
     assert not comparison.late
     assert clock.now_s > 0
     steps: list[RaceStep] = []
-    race = comparison.race(PROMPTS[0], 1, lambda step, _: steps.append(step))
+    race = comparison.race(PROMPTS[0], 0.7, 1, lambda step, _: steps.append(step))
     assert race.score.plain.token_ids == comparison.total.plain.token_ids
     assert race.score.plain.total_s == sum(step.step_s for step in steps if step.side is Side.PLAIN)
     assert race.num_tokens < 40
@@ -272,7 +269,7 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
             frame = shown(view._frame(), width).splitlines()
             assert len(frame) < height
             assert max(map(len, frame)) <= width
-    console.print(card("the models", [PromptScore("a/story.py", "model", 50, score)], score, []))
+    console.print(card("the models", [PromptScore("a/story.py", 0.0, 50, score)], score, []))
     seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
     if width >= 60:
         assert seen.count("word49") >= 2
@@ -282,7 +279,7 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
 @pytest.fixture
 def run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The command on the reference pair."""
-    monkeypatch.setattr(material, "Pair", lambda draft: pair if draft == f"model:{DRAFT}" else Pair(pair.target, draft))
+    monkeypatch.setattr(material, "Pair", lambda draft: pair if draft == BUNDLED_DRAFT else Pair(pair.target, draft))
     monkeypatch.setattr(material, "load_prompts", lambda: PROMPTS)
     monkeypatch.setattr("forerun.commands.demo.LIMIT_S", 1e6)
     return lambda *arguments: CliRunner().invoke(cli.app, ["demo", "--small", "--max-tokens", "24", *arguments])
@@ -293,8 +290,8 @@ def test_without_a_terminal_the_command_prints_both_texts_and_the_numbers(run: C
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert [line for line in result.stdout.splitlines() if line.startswith(("1/2", "2/2"))] == [
-        "1/2  a/story.py  (drafter: model)",
-        "2/2  b/echo.py  (drafter: ngram)",
+        "1/2  a/story.py, temperature 0",
+        "2/2  b/echo.py, temperature 0",
     ]
     for part in result.stdout.split("/2  ")[1:]:
         sides = re.split(r"--- [a-z]+: 24 tokens, .* tokens/s\n", part)[1:]
@@ -308,9 +305,8 @@ def test_json_is_one_object_with_all_numbers(run: Callable[..., Result]) -> None
     result = run("--json", "--temperature", "0.5", "--depth", "2")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert [p["drafter"] for p in answer["prompts"]] == ["model", "ngram"]
+    assert [(p["name"], p["temperature"]) for p in answer["prompts"]] == [(p.name, 0.5) for p in PROMPTS]
     assert answer["depth"] == 2
-    assert answer["temperature"] == 0.5
     for part in [*answer["prompts"], answer["total"]]:
         assert part["same_tokens"]
         assert part["plain"]["token_ids"] == part["speculative"]["token_ids"]
@@ -325,7 +321,7 @@ def test_a_drafter_that_is_given_guesses_for_every_prompt(run: Callable[..., Res
     result = run("--json", "--draft", "suffix")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert [p["drafter"] for p in answer["prompts"]] == ["suffix", "suffix"]
+    assert answer["drafter"] == "suffix"
     assert answer["models"].endswith(", draft suffix")
     assert answer["total"]["same_tokens"]
     wrong = run("--draft", "no-such-drafter")
@@ -346,13 +342,45 @@ def test_control_c_ends_the_command(run: Callable[..., Result], monkeypatch: pyt
     assert run().exit_code == 130
 
 
+def test_a_chat_model_is_asked_every_question_at_both_temperatures(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(TARGET, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}")
+    monkeypatch.setattr("forerun.demo.chat_model.fetch", lambda: folder)
+    monkeypatch.setattr(material, "Pair", Pair)
+    result = CliRunner().invoke(cli.app, ["demo", "--json", "-n", "6"])
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    wanted = [(name, temperature) for temperature in (0.0, 0.7) for name in QUESTIONS]
+    assert [(each["name"], each["temperature"]) for each in answer["prompts"]] == wanted
+    assert answer["depth"] == "auto"
+    assert answer["total"]["same_tokens"]
+    asked = DemoPrompt("", "How?", is_chat=True).tokens(LLM(str(folder), use_tqdm_on_load=False))
+    assert asked == Tokenizer.load(folder).encode("<user> How?\n", add_special_tokens=False)
+
+
+def test_without_the_chat_model_the_bundled_ones_go_on_with_code(
+    run: Callable[..., Result], pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_OFFLINE", "1")
+    monkeypatch.setattr("forerun.demo.chat_model.kept", lambda: None)
+    monkeypatch.setattr(material, "Pair", SimpleNamespace(widened=lambda _draft, _bar: pair))
+    result = CliRunner().invoke(cli.app, ["demo", "-n", "6"])
+    assert result.exit_code == 0
+    said = " ".join(result.stderr.split())
+    assert "The bundled models take its place: " in said
+    assert "FORERUN_OFFLINE is set: unset it" in said
+    assert "1/2  a/story.py, temperature 0" in result.stdout
+
+
 def test_prompts_are_held_out_code_of_the_right_length() -> None:
     tokenizer = Tokenizer.load(BUNDLED["stdlib"])
     prompts = load_prompts()
-    assert [prompt.drafter for prompt in prompts] == ["model", "model", "model", "ngram"]
+    assert [prompt.repeats for prompt in prompts] == [False, False, False, True]
     for prompt in prompts:
-        assert int.from_bytes(hashlib.sha256(prompt.path.encode()).digest()[:8], "big") % 50 == 0
+        assert int.from_bytes(hashlib.sha256(prompt.name.encode()).digest()[:8], "big") % 50 == 0
         assert 100 <= len(tokenizer.encode(prompt.text)) <= 300
-        source = Path(json.__file__).parent.parent / prompt.path
+        source = Path(json.__file__).parent.parent / prompt.name
         if sys.version_info[:2] == (3, 11) and source.exists():
             assert prompt.text in source.read_text(encoding="utf-8")

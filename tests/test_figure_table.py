@@ -56,7 +56,7 @@ def test_the_tables_of_bench_and_demo_lose_nothing(width: int) -> None:
         for r in range(3)
         for depth in (0, 12)
     ]
-    heat = PromptScore("a/some_long_module_name.py", "model", 50, Score())
+    heat = PromptScore("a/some_long_module_name.py", 0.7, 50, Score())
     for table in (bench_table(group_figures(GROUP, runs)), demo_table([heat, heat], Score())):
         text = "\n".join(shown(table, width))
         assert "…" not in text

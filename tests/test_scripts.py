@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.demo.material import Pair
-from forerun.draft.spec import parse_spec
+from forerun.demo.material import CHAT_DRAFT, Pair
 from kit.checkpoints import ROOT
 
 SCRIPTS = ROOT / "scripts"
@@ -158,13 +157,18 @@ def test_torch_comes_from_its_own_index_where_one_is_named() -> None:
     assert "TORCH_INDEX=https://" in planned("demo")
 
 
-def test_the_served_models_are_those_of_the_demo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fetched", [False, True])
+def test_the_served_models_are_those_of_the_demo(tmp_path: Path, fetched: bool) -> None:
     """The command that scripts/serve starts, with the bundled pair as it is in place of the widened one."""
     folder, programs = tmp_path / "scripts", tmp_path / "bin"
     folder.mkdir()
     programs.mkdir()
     shutil.copy(SCRIPTS / "serve", folder)
-    plain = "from forerun.demo.material import Pair; Pair.widened = classmethod(lambda cls: cls())"
+    file = Path("/models/Chat.Q4_1.gguf") if fetched else None
+    plain = (
+        "from forerun.demo import material; material.Pair.widened = classmethod(lambda cls, draft: cls(draft=draft)); "
+    )
+    plain += f"from pathlib import PosixPath; material.kept = lambda: {file!r}"
     stubs = {"forerun": 'printf "%s\\n" "$@"', "python": f'exec {sys.executable} -c "{plain}\n$2"'}
     for name, body in stubs.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -174,5 +178,7 @@ def test_the_served_models_are_those_of_the_demo(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
     words = run.stdout.splitlines()[1:]
     options = dict(zip(words[1::2], words[2::2], strict=True))
-    assert (words[0], options["--model"], options["--port"]) == ("serve", Pair().target, "0")
-    assert str(parse_spec(options["--draft"]).members[-1]) == Pair().draft
+    assert (words[0], options["--port"]) == ("serve", "0")
+    chosen = options["--model"], options["--draft"], options["--served-model-name"]
+    bundled = Pair().target, "mix[ngram,suffix,model:stdlib-draft]", "stdlib"
+    assert chosen == (("/models/Chat.Q4_1.gguf", CHAT_DRAFT, "Chat.Q4_1") if fetched else bundled)

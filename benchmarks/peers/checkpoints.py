@@ -39,7 +39,7 @@ class Material:
         sources = (widen(TARGET, TARGET_PARAMETERS, None), widen(DRAFT, DRAFT_PARAMETERS, None))
         target, draft = (told_apart(Path(source), folder / Path(source).name) for source in sources)
         tokenizer = Tokenizer.load(target)
-        texts = [prompt.text for prompt in load_prompts() if prompt.drafter == "model"]
+        texts = [prompt.text for prompt in load_prompts() if not prompt.repeats]
         return cls(target, draft, [tokenizer.encode(text) for text in texts])
 
 

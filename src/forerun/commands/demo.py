@@ -1,26 +1,34 @@
-"""`forerun demo`: plain and speculative decoding race on the bundled models, and a card shows the result."""
+"""`forerun demo`: plain and speculative decoding race on a chat model, and a card shows the result."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from forerun.commands.bench import numbers
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
-from forerun.config import DEFAULT_DEPTH
-from forerun.models.bundled import DRAFT
+from forerun.config import AUTO
+from forerun.errors import ModelNotFound
 from forerun.options import REQUIRED_DRAFT, AdapterOption, OutputOptions, adapted, with_options
 
-LIMIT_S = 105.0  # from the command's start: the rest of two minutes is for Python itself to start
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from forerun.demo.material import DemoPrompt, Pair
+    from forerun.progress import LoadingBar
+
+LIMIT_S = 100.0  # of the races, loading included; fetching the model is not
 SEED = 1
 EXAMPLES = """
 forerun demo
-forerun demo --small --temperature 1 -n 48
-forerun demo --draft block:stdlib-block
+forerun demo --draft ngram --temperature 1
+forerun demo --bundled --draft block:stdlib-block
 """
+TEMPERATURES = {True: "0,0.7", False: "0"}  # of a chat model, of the bundled ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +38,13 @@ class DemoOptions:
     TITLE: ClassVar[str] = "Race"
 
     draft: Annotated[str | None, REQUIRED_DRAFT] = None
-    small: Annotated[bool, typer.Option("--small", help="The models as trained, not widened: over in seconds.")] = False
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 0.0
-    depth: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = DEFAULT_DEPTH
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most tokens per answer.")] = 96
+    bundled: Annotated[bool, typer.Option("--bundled", help="The bundled models and code, without a download.")] = False
+    small: Annotated[bool, typer.Option("--small", help="They as trained, not widened: over in seconds.")] = False
+    temperature: Annotated[
+        str | None, typer.Option("--temperature", "-t", help="One or some, as in 0,1; 0 takes the likeliest token.")
+    ] = None
+    depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per round; else as many as pay.")] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most tokens per answer.")] = 160
     raw: Annotated[bool, typer.Option("--raw", help="No panels, no colours.")] = False
     adapter: AdapterOption = None
 
@@ -43,42 +54,56 @@ class DemoOptions:
 
 @with_options(EXAMPLES)
 def demo(options: DemoOptions, output: OutputOptions) -> None:
-    """Watch what speculation brings on this machine: prompts answered plain and speculatively, side by side.
+    """Watch what speculation brings on this machine: questions answered plain and speculatively, side by side.
 
-    Without options it runs models widened to 0.5 billion and 21 million parameters, and takes less than two minutes.
-    A drafter that is given guesses for every prompt; without one, n-grams guess where a text repeats itself.
+    The model is SmolLM2-135M-Instruct, which is downloaded once (98 MB). Where nobody answers, or FORERUN_OFFLINE is
+    set, bundled models go on with code, widened to 0.5 billion and 21 million parameters. Loading and all answers take
+    less than two minutes.
     """
-    deadline_s = time.perf_counter() + LIMIT_S
     result = Result.of(output)
     with importing():
         from rich.console import Console
 
         from forerun.demo.comparison import Comparison
-        from forerun.demo.material import Pair, load_prompts
         from forerun.demo.race import RaceSetup
         from forerun.demo.screen import card, view_of
         from forerun.progress import LoadingBar
-        from forerun.sampling.params import SamplingParams
-    params = SamplingParams(temperature=options.temperature, seed=SEED)
     console = Console(quiet=result.as_json, no_color=options.raw or None, highlight=False)
-    with LoadingBar(Console(stderr=True)) as bar:
-        draft = options.draft or f"model:{DRAFT}"
-        pair = Pair(draft=draft) if options.small else Pair.widened(draft, bar)
-        setup, prompts = RaceSetup(pair.load(options.depth, bar), pair.drafter), load_prompts()
-        if options.draft is not None:
-            prompts = [replace(prompt, drafter="model") for prompt in prompts]
-        comparison = Comparison(setup, params, options.max_tokens, deadline_s)
+    errors = Console(stderr=True, highlight=False)
+    with LoadingBar(errors) as bar:
+        pair, prompts = material_of(options, bar, errors.print)
+        deadline_s = time.perf_counter() + LIMIT_S
+        temperatures = numbers("temperature", options.temperature or TEMPERATURES[prompts[0].is_chat], float)
+        setup = RaceSetup(pair.load(options.depth or AUTO, bar))
+        comparison = Comparison(setup, SEED, options.max_tokens, deadline_s)
         comparison.warm_up(prompts[0], bar)
     console.print(pair.title, style="bold")
-    for i, prompt in enumerate(prompts):
+    races = [(prompt, temperature) for temperature in temperatures for prompt in prompts]
+    for i, (prompt, temperature) in enumerate(races):
         if comparison.late:
             break
-        widened = "" if options.small else ", widened"
-        heading = f"{i + 1}/{len(prompts)}  {prompt.path}  (drafter: {setup.shown[prompt.drafter]}{widened})"
+        heading = f"{i + 1}/{len(races)}  {prompt.name}, temperature {temperature:g}"
         with view_of(console, options.raw or result.as_json, heading, prompt.text) as view:
-            comparison.race(prompt, len(prompts) - i, view.show)
+            comparison.race(prompt, temperature, len(races) - i, view.show)
     console.print()
-    console.print(card(pair.title, comparison.races, comparison.total, comparison.facts(len(prompts))))
+    console.print(card(pair.title, comparison.races, comparison.total, comparison.facts(len(races))))
     result.tell(comparison.as_object(pair.title))
     if not comparison.total.same_tokens:
         raise typer.Exit(1)
+
+
+def material_of(
+    options: DemoOptions, bar: LoadingBar, say: Callable[[str], object]
+) -> tuple[Pair, Sequence[DemoPrompt]]:
+    """The models and what they are asked; `say` is told in one line why they are not the chat model."""
+    from forerun.demo.chat_model import fetch
+    from forerun.demo.material import BUNDLED_DRAFT, CHAT_DRAFT, Pair, chat_prompts, load_prompts
+
+    if not (options.bundled or options.small):
+        try:
+            bar("fetching SmolLM2-135M-Instruct, 98 MB", 0.0)
+            return Pair(str(fetch()), options.draft or CHAT_DRAFT), chat_prompts()
+        except ModelNotFound as error:
+            say(f"The bundled models take its place: {error}.")
+    draft = options.draft or BUNDLED_DRAFT
+    return Pair(draft=draft) if options.small else Pair.widened(draft, bar), load_prompts()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from forerun.bench.lane import Clock
 from forerun.cache.plan import size
 from forerun.demo.material import DemoPrompt
 from forerun.demo.race import RaceSetup, RaceStep, Score
-from forerun.machine import peak_rss_bytes
-from forerun.request import Request
+from forerun.machine import peak_rss_bytes, processor
 from forerun.sampling.params import SamplingParams
 
 LEAST_TOKENS = 8  # an answer shorter than this shows nothing
@@ -30,23 +29,24 @@ WARMUP_READ, WARMUP_TOKENS = 32, 8  # tokens of the prompt, tokens of the answer
 class PromptScore:
     """One race that is over."""
 
-    source: str
-    drafter: str
+    name: str
+    temperature: float
     num_tokens: int  # the most the answer might have had
     score: Score
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
-        return {"source": self.source, "drafter": self.drafter, "max_tokens": self.num_tokens} | self.score.as_object()
+        about = {"name": self.name, "temperature": self.temperature, "max_tokens": self.num_tokens}
+        return about | self.score.as_object()
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Races in one setup with one set of parameters. `deadline_s` is on `clock`, which also times the steps."""
+    """Races in one setup with one seed. `deadline_s` is on `clock`, which also times the steps."""
 
     setup: RaceSetup
-    params: SamplingParams
-    max_tokens: int  # of an answer, where time allows; that of `params` is not used
+    seed: int
+    max_tokens: int  # of an answer, where time allows
     deadline_s: float
     clock: Clock = time.perf_counter
     seen: Score = field(default_factory=Score)  # all that ran, the warm-up too
@@ -54,25 +54,27 @@ class Comparison:
     races: list[PromptScore] = field(default_factory=list)
 
     def warm_up(self, prompt: DemoPrompt, progress: ProgressCallback = lambda _what, _done: None) -> None:
-        """A few rounds of every engine, which compile kernels and show how fast this machine is."""
-        tokens = self.encode(prompt)[:WARMUP_READ]
-        params = replace(self.params, max_tokens=WARMUP_TOKENS)
-        for i, drafter in enumerate(self.setup.drafted):
-            progress("warming up", i / len(self.setup.drafted))
-            for step in self.setup.race(tokens, params, drafter, self.clock):
-                self.seen.add(step)
+        """A few rounds of both engines, which compile kernels and show how fast this machine is."""
+        progress("warming up", 0.0)
+        tokens = prompt.tokens(self.setup.llm)[:WARMUP_READ]
+        params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
+        for step in self.setup.race(tokens, params, self.clock):
+            self.seen.add(step)
 
-    def race(self, prompt: DemoPrompt, num_left: int, show: Callable[[RaceStep, Score], None]) -> PromptScore:
+    def race(
+        self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[RaceStep, Score], None]
+    ) -> PromptScore:
         """One race, with its share of the time that is left for `num_left` of them; `show` is told each step."""
-        tokens = self.encode(prompt)
+        tokens = prompt.tokens(self.setup.llm)
         share_s = (self.deadline_s - self.clock()) / num_left
         most = affordable_tokens(self.seen, len(tokens), share_s, self.max_tokens)
         score = Score()
-        for step in self.setup.race(tokens, replace(self.params, max_tokens=most), prompt.drafter, self.clock):
+        params = SamplingParams(temperature=temperature, seed=self.seed, max_tokens=most)
+        for step in self.setup.race(tokens, params, self.clock):
             for each in (score, self.seen, self.total):
                 each.add(step)
             show(step, score)
-        self.races.append(PromptScore(prompt.path, self.setup.shown[prompt.drafter], most, score))
+        self.races.append(PromptScore(prompt.name, temperature, most, score))
         return self.races[-1]
 
     @property
@@ -85,15 +87,11 @@ class Comparison:
         """Whether answers were kept shorter than asked for, to be over in time."""
         return any(race.num_tokens < self.max_tokens for race in self.races)
 
-    def encode(self, prompt: DemoPrompt) -> list[int]:
-        """A prompt as tokens."""
-        return self.setup.llm.requests.prompt_tokens(Request.of(prompt.text))
-
-    def facts(self, num_prompts: int) -> list[tuple[str, str]]:
+    def facts(self, num_races: int) -> list[tuple[str, str]]:
         """What is worth knowing beside the figures, by name."""
         llm, num_threads = self.setup.llm, torch.get_num_threads()
         machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {llm.kernels}, {llm.format}"
-        lines = [("temperature", f"{self.params.temperature:g}, seed {self.params.seed}"), ("machine", machine)]
+        lines = [("processor", processor()), ("machine", machine), ("seed", str(self.seed))]
         if llm.measured:
             lines.append(("computed by", llm.measured))
         if peak := peak_rss_bytes():
@@ -101,17 +99,17 @@ class Comparison:
         if self.shortened:
             lengths = ", ".join(str(race.num_tokens) for race in self.races)
             lines.append(("to be over in time", f"answers of at most {lengths} tokens instead of {self.max_tokens}"))
-        if num_left := num_prompts - len(self.races):
-            lines.append(("left out", f"{num_left} of {num_prompts} prompts: this machine is too slow, or busy"))
+        if num_left := num_races - len(self.races):
+            lines.append(("left out", f"{num_left} of {num_races} answers: this machine is too slow, or busy"))
         return lines
 
     def as_object(self, title: str) -> dict[str, object]:
         """The comparison as JSON."""
         return {
             "models": title,
-            "depth": self.setup.llm.requests.default.depth,
-            "temperature": self.params.temperature,
-            "seed": self.params.seed,
+            "drafter": self.setup.llm.draft_name,
+            "depth": self.setup.llm.requests.default.shown_depth,
+            "seed": self.seed,
             "max_tokens": self.max_tokens,
             "shortened": self.shortened,
             "prompts": [race.as_object() for race in self.races],

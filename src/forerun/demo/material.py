@@ -1,6 +1,7 @@
-"""The material of the demo: prompts, and a target with its drafter, as trained or widened to a realistic cost.
+"""The material of the demo: prompts, and a target with its drafter: a chat model, or the bundled family, as trained or
+widened to a realistic cost.
 
-This file decides the sizes of the models and where the prompts come from.
+This file decides what drafts, the sizes of the bundled models, and where the prompts come from.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from importlib import resources
 from pathlib import Path
 
 from forerun.annotations import ProgressCallback
+from forerun.config import AUTO
+from forerun.demo.chat_model import kept
+from forerun.demo.questions import QUESTIONS
 from forerun.draft.auto import settled
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import draft_label
@@ -23,24 +27,43 @@ from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, cached_widened
+from forerun.request import Request
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
 
 
+CHAT_DRAFT = "auto"  # what drafts for the chat model
+BUNDLED_DRAFT = f"mix[ngram,model:{DRAFT}]"
+
+
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A beginning of code, the file it is from, and what guesses how it goes on: "model", which is the drafter that is
-    shown, or "ngram"."""
+    """A question to a chat model or a text to go on with, and what it is called: a kind of question, or a file.
 
-    path: str
-    drafter: str
+    A text that `repeats` itself is one that n-grams guess well.
+    """
+
+    name: str
     text: str
+    is_chat: bool = False
+    repeats: bool = False
+
+    def tokens(self, llm: LLM) -> list[int]:
+        """The prompt for this model; a question by its chat template."""
+        prompt = llm.chat_prompt([{"role": "user", "content": self.text}]) if self.is_chat else self.text
+        return llm.requests.prompt_tokens(Request.of(prompt))
 
 
 def load_prompts() -> Sequence[DemoPrompt]:
     """The demo's prompts, from files of the standard library that no bundled model was trained on."""
     text = resources.files("forerun").joinpath("bundled/stdlib/prompts.json").read_text(encoding="utf-8")
-    return [DemoPrompt(**prompt) for prompt in json.loads(text)["prompts"]]
+    entries = json.loads(text)["prompts"]
+    return [DemoPrompt(entry["path"], entry["text"], repeats=entry["drafter"] == "ngram") for entry in entries]
+
+
+def chat_prompts() -> Sequence[DemoPrompt]:
+    """The questions for a chat model."""
+    return [DemoPrompt(name, text, is_chat=True) for name, text in QUESTIONS.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +71,16 @@ class Pair:
     """A target, by folder or bundled name, and a drafter to it, as `--draft` spells it."""
 
     target: str = TARGET
-    draft: str = f"model:{DRAFT}"
+    draft: str = BUNDLED_DRAFT
 
     @classmethod
-    def widened(cls, draft: str = f"model:{DRAFT}", progress: ProgressCallback | None = None) -> Pair:
+    def served(cls) -> Pair:
+        """What `make serve` serves: the chat model where it was fetched, or else the bundled target, widened."""
+        file = kept()
+        return cls.widened(f"mix[ngram,suffix,model:{DRAFT}]") if file is None else cls(str(file), CHAT_DRAFT)
+
+    @classmethod
+    def widened(cls, draft: str = BUNDLED_DRAFT, progress: ProgressCallback | None = None) -> Pair:
         """The bundled target and a drafter to it, widened at first use: the same texts at the costs of larger models.
 
         Raises InvalidRequest for a drafter that cannot be widened.
@@ -59,20 +88,23 @@ class Pair:
         return cls(*widened_pair(TARGET, draft, progress))
 
     @property
-    def title(self) -> str:
-        """The names of the target and of its drafter, which say if a model is widened."""
-        spec = parse_spec(self.draft)
-        drafter = title(spec.argument) if spec.name == "model" and spec.argument else draft_label(self.draft)
-        return f"target {title(self.target)}, draft {drafter}"
+    def name(self) -> str:
+        """What the target is called where it is served."""
+        return Path(self.target).stem if self.target.endswith(".gguf") else TARGET
 
     @property
-    def drafter(self) -> str:
-        """The name of the kind of drafter, as it is shown beside a prompt."""
-        return parse_spec(self.draft).name
+    def title(self) -> str:
+        """The names of the target and of its drafter, which say if a model is widened."""
+        return f"target {title(self.target)}, draft {draft_label(str(self.spec))}"
 
-    def load(self, depth: int, progress: ProgressCallback | None = None) -> LLM:
-        """Target and drafter, ready to guess `depth` tokens per round; prompts are read by both sides of a race, so
-        nothing of them is kept."""
+    @property
+    def spec(self) -> DraftSpec:
+        """What drafts, after the choice for this target."""
+        return settled(parse_spec(self.draft), Blueprint.of(self.target))
+
+    def load(self, depth: int | str = AUTO, progress: ProgressCallback | None = None) -> LLM:
+        """Target and drafter, ready to guess `depth` tokens per round, or as many as pay; prompts are read by both
+        sides of a race, so nothing of them is kept."""
         return LLM(self.target, self.draft, speculation=depth, max_num_seqs=1, prefix_cache=False, progress=progress)
 
 
@@ -124,4 +156,5 @@ def widened_draft(
 def title(model: str) -> str:
     """A checkpoint's name and size."""
     plan = Blueprint.of(model)
-    return plan.config.widened or f"{plan.name} ({amount(plan.num_bytes // plan.dtype.itemsize)} parameters)"
+    size = f"{amount(plan.num_bytes // plan.dtype.itemsize)} parameters"
+    return plan.config.widened or f"{Path(plan.name).name.removesuffix('.gguf')} ({size})"

@@ -7,6 +7,7 @@ the other, and on the screen they advance as if each had the machine to itself.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
 from forerun.bench.lane import Clock, Lane, Pace
 from forerun.draft.base import Drafter
-from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.llm import LLM
 from forerun.request import Request
@@ -42,24 +42,21 @@ class RaceStep:
 
 
 class RaceSetup:
-    """One LLM's weights, and over them an engine for each way to answer: plain, its own drafter, n-grams.
+    """One LLM's weights, and over them an engine for each way to answer: plain, and the LLM's own, which drafts."""
 
-    `shown` has the names of both drafters for people; `drafter_name` is that of the LLM's.
-    """
-
-    def __init__(self, llm: LLM, drafter_name: str = "model") -> None:
+    def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.shown = {"model": drafter_name, "ngram": "ngram"}
         self.plain = engine_beside(llm, None)
-        self.drafted = {"model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}
+        self.tenants = itertools.count()
 
     def race(
-        self, prompt: str | Sequence[int], params: SamplingParams, drafter: str, clock: Clock = time.perf_counter
+        self, prompt: str | Sequence[int], params: SamplingParams, clock: Clock = time.perf_counter
     ) -> Iterator[RaceStep]:
-        """Answer a prompt plain and with `drafter`, "model" (the LLM's own) or "ngram". Closing it cancels both."""
-        ways = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.drafted[drafter], None)}
+        """Answer a prompt plain and drafted, with nothing remembered of earlier answers. Closing it cancels both."""
+        ways = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.llm.engine, None)}
+        tenant = str(next(self.tenants))
         lanes = {
-            side: Lane(engine, self.llm.requests.sequences(Request.of(prompt, params, speculation)))
+            side: Lane(engine, self.llm.requests.sequences(Request.of(prompt, params, speculation, tenant)))
             for side, (engine, speculation) in ways.items()
         }
         try:

@@ -118,8 +118,8 @@ def result_line(score: Score) -> str:
 
 
 def short(race: PromptScore) -> str:
-    """A prompt's file without its folders."""
-    return race.source.rpartition("/")[2]
+    """What was asked; a file without its folders."""
+    return race.name.rpartition("/")[2]
 
 
 def same(score: Score) -> str:
@@ -130,13 +130,14 @@ def same(score: Score) -> str:
 def card(title: str, races: Sequence[PromptScore], total: Score, about: Sequence[tuple[str, str]]) -> RenderableType:
     """All numbers of a demo: a table by prompt, what drafting gave and cost, `about` it, and the verdict."""
     parts: list[RenderableType] = [Text(title, "bold"), Text(), table(races, total), Text()]
-    parts += [facts(races, total, about), Text()]
+    parts += [facts(total, about), Text()]
     parts.append(Text(total.verdict, "bold green" if total.pays else "bold yellow"))
     if total.speed_up and not total.pays:
         parts.append(Text(f"A round: {total.costs}."))
-    for race in races:
-        if total.pays and race.score.speed_up and not race.score.pays:
-            parts.append(Text(f"It does not pay on {short(race)} with {race.drafter}: {race.score.costs}."))
+    losses = [race for race in races if race.score.speed_up and not race.score.pays]
+    if total.pays and losses:
+        names = (f"{short(race)} at temperature {race.temperature:g} (×{race.score.speed_up:.2f})" for race in losses)
+        parts.append(Text(f"It does not pay on {', '.join(names)}."))
     if total.same_tokens:
         parts.append(Text(f"All {len(total.plain.token_ids)} tokens are the same, drafted or not.", "bold"))
     else:
@@ -146,21 +147,20 @@ def card(title: str, races: Sequence[PromptScore], total: Score, about: Sequence
 
 def table(races: Sequence[PromptScore], total: Score) -> FigureTable:
     """One line per prompt, and one for all."""
-    lines = [*races, PromptScore("in all", "", 0, total)]
     heads = (
-        *("prompt", "drafter", "plain\ntokens/s", "speculative\ntokens/s"),
+        *("prompt", "tempe-\nrature", "plain\ntokens/s", "speculative\ntokens/s"),
         *("speed-up", "tokens\nper round", "same\ntokens"),
     )
-    styles = ["" if race.drafter else "bold" for race in lines]
-    return FigureTable(heads, [row(race) for race in lines], num_names=2, styles=styles)
+    lines = [row(short(race), f"{race.temperature:g}", race.score) for race in races]
+    styles = [*("" for _ in races), "bold"]
+    return FigureTable(heads, [*lines, row("in all", "", total)], num_names=2, styles=styles)
 
 
-def row(race: PromptScore) -> list[str | Text]:
+def row(name: str, temperature: str, score: Score) -> list[str | Text]:
     """The figures of one prompt, or of all."""
-    score = race.score
     return [
-        short(race),
-        race.drafter,
+        name,
+        temperature,
         f"{score.plain.tokens_per_s:.1f}",
         f"{score.speculative.tokens_per_s:.1f}",
         Text(f"×{score.speed_up:.2f}", "green" if score.pays else "yellow"),
@@ -169,12 +169,11 @@ def row(race: PromptScore) -> list[str | Text]:
     ]
 
 
-def facts(races: Sequence[PromptScore], total: Score, about: Sequence[tuple[str, str]]) -> Table:
+def facts(total: Score, about: Sequence[tuple[str, str]]) -> Table:
     """What lies behind the table, as two columns."""
     grid = fact_table()
-    for i, race in enumerate(races):
-        rates = " ".join(f"{rate:.2f}" for rate in race.score.speculative.stats.acceptance_at_depth)
-        grid.add_row("" if i else "acceptance by depth", f"{rates or 'nothing drafted'} ({short(race)})")
+    rates = " ".join(f"{rate:.2f}" for rate in total.speculative.stats.acceptance_at_depth)
+    grid.add_row("acceptance by depth", rates or "nothing drafted")
     grid.add_row("a drafted round", total.costs)
     waits = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
     reads = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for reading the prompts"

@@ -1,0 +1,130 @@
+"""The perplexity of held-out pages, beside llama.cpp's on the same GGUF file.
+
+    python -m benchmarks.perplexity --model MODEL.gguf [--pages 20] [--tokens 512] [--folder build/peers]
+
+The pages are documentation strings of this Python's standard library, module after module by name, with the spaces
+between their words made one, so that any machine with the same Python has the same text. A page is `--tokens` tokens;
+what is judged is its second half, each token after all that stands before it on the page. `llama-perplexity` judges
+the same tokens: that both read the text as the same ones is checked with the tokenizer of llama.cpp's server.
+
+Status 1: the two differ by more than half a percent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from benchmarks.peers.llama_cpp import LlamaCpp, Server, binary
+from benchmarks.peers.place import ROOT, Place, StepFailed, tail
+from benchmarks.peers.protocol import Mode, Setup
+
+from forerun import LLM, SamplingParams
+
+MOST_APART = 0.005
+LEAST_WORDS = 40  # of a documentation string that counts
+FINAL = re.compile(r"Final estimate: PPL = ([\d.]+)")
+
+
+def documentation() -> Iterator[str]:
+    """The long documentation strings of the standard library's modules."""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        nodes = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef))]
+        for node in nodes:
+            words = (ast.get_docstring(node) or "").split()
+            if len(words) >= LEAST_WORDS:
+                yield " ".join(words)
+
+
+def pages_text(llm: LLM, num_tokens: int) -> str:
+    """Text of at least so many tokens."""
+    text = ""
+    for passage in documentation():
+        text += f"{passage}\n"
+        if len(text) > 3 * num_tokens and len(llm.tokenizer.encode(text)) > num_tokens:
+            return text
+    raise SystemExit("the standard library's documentation is shorter than that: ask for fewer pages")
+
+
+def pages_of(tokens: Sequence[int], count: int, length: int, begins: int | None) -> list[list[int]]:
+    """So many pages, each beginning as the text does if texts begin with a token of their own."""
+    pages = [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
+    return pages if begins is None else [[begins, *page[1:]] for page in pages]
+
+
+def perplexity(llm: LLM, pages: Sequence[Sequence[int]]) -> float:
+    """Of the second halves of the pages."""
+    logprobs = []
+    for page in pages:
+        (result,) = llm.generate([list(page)], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        num_judged = len(page) - len(page) // 2 - 1
+        logprobs += [token.logprob for token in result.prompt_logprobs[-num_judged:]]
+    return math.exp(-math.fsum(logprobs) / len(logprobs))
+
+
+def peer_perplexity(setup: Setup, text: Path, count: int, length: int) -> float:
+    """llama.cpp's."""
+    program = binary(Path(setup.place), "llama-perplexity")
+    command = [program, "--model", setup.target, "--file", str(text), "--ctx-size", str(length)]
+    command += ["--chunks", str(count), "--threads", str(setup.threads), "--batch-size", str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    found = FINAL.search(done.stdout + done.stderr)
+    if found is None:
+        raise StepFailed(f"llama-perplexity gave no estimate: exit status {done.returncode}\n{tail(done.stderr)}")
+    return float(found[1])
+
+
+def peer_tokens(setup: Setup, text: str) -> list[int]:
+    """The text as llama.cpp reads it."""
+    with closing(Server(setup, Mode())) as server:
+        body = json.dumps({"content": text, "add_special": True}).encode()
+        request = urllib.request.Request(f"{server.address}/tokenize", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            tokens: list[int] = json.load(response)["tokens"]
+    return tokens
+
+
+def main() -> int:
+    """Both perplexities and how far they are apart."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a GGUF file")
+    for name, default in (("pages", 20), ("tokens", 512), ("threads", os.cpu_count()), ("jobs", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers")
+    options = parser.parse_args()
+    place = Place(options.folder.resolve() / LlamaCpp.name, options.jobs)
+    model = str(Path(options.model).resolve())
+    setup = Setup(model, "", "as stored", options.threads, str(place.folder), options.tokens)
+    LlamaCpp().make(place, setup)
+    llm = LLM(model, max_model_len=options.tokens + 1, max_num_seqs=1, threads=options.threads)
+    text = pages_text(llm, (options.pages + 1) * options.tokens)
+    file = place.folder / "pages.txt"
+    file.write_text(text, encoding="utf-8")
+    tokens = llm.tokenizer.encode(text)
+    theirs = peer_tokens(setup, text)
+    if tokens != theirs:
+        first = next((i for i, pair in enumerate(zip(tokens, theirs, strict=False)) if pair[0] != pair[1]), "the end")
+        raise SystemExit(f"the engines read the text as different tokens, from token {first} on")
+    begins = tokens[0] if llm.tokenizer.encode("") else None
+    own = perplexity(llm, pages_of(tokens, options.pages, options.tokens, begins))
+    other = peer_perplexity(setup, file, options.pages, options.tokens)
+    apart = own / other - 1
+    print(f"{options.pages} pages of {options.tokens} tokens, {model}: {llm.format}, {llm.kernels}")
+    print(f"perplexity: forerun {own:.4f}, llama.cpp {other:.4f}, {apart:+.3%} apart (goal: at most {MOST_APART:.1%})")
+    return 1 if abs(apart) > MOST_APART else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

