@@ -108,7 +108,8 @@ def test_it_drafts_better_than_before_says_what_it_did_and_keeps_it(kind: str, t
     assert record is not None
     assert str(record.spec(folder)) == told["draft"]
     assert str(folder) in str(told["draft"])
-    assert record.target == Blueprint.of(str(TARGET)).weights_digest()
+    target = Blueprint.of(str(TARGET))
+    assert (record.target, record.model) == (target.weights_digest(), target.norms_digest())
     assert list(record.tokens_per_round) == now["tokens_per_round"]
     assert record.speed_up == told["predicted"]["speed_up"]  # type: ignore[index]
     assert not list(folder.glob(".*"))

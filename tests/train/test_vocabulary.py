@@ -55,6 +55,7 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     arguments = ["eagle", "--draft-vocab", "90", "--mlp", "32", "--steps", "2", "--batch", "2", *QUICK]
     result = invoke(*arguments, "--data", str(prompts), "--out", str(out))
     assert result.exit_code == 0, result.output
+    assert "--draft-vocab" not in result.stderr
     stored, ids = load_file(out / "model.safetensors"), json.loads((out / "state" / "vocabulary.json").read_text())
     assert (torch.arange(90) + stored["d2t"]).tolist() == ids
     assert stored["lm_head.weight"].shape == (90, 64)
@@ -62,3 +63,10 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     untrained = TargetTables.of(Blueprint.of(str(TARGET))).head[ids]
     assert (stored["lm_head.weight"] - untrained).abs().max() < 0.1, "its rows are not those of its tokens"
     assert invoke(*arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
+
+
+def test_a_training_says_that_a_large_head_makes_guesses_dear(tmp_path: Path) -> None:
+    """Before anything is written, and not where the head is a small part of a pass."""
+    result = invoke("mtp", *QUICK, "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"))
+    assert "head of 512 tokens, 13% of what a pass computes" in result.stderr.replace("\n", " ")
+    assert "--draft-vocab 85" in result.stderr

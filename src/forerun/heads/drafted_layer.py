@@ -28,6 +28,7 @@ class DraftedStudent(Student):
     """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, the latter of the
     ids in `vocabulary`, and stay as they are. Drafts are of as many steps as `depth_weights`."""
 
+    may_lack_tokens: ClassVar[bool] = True
     place: ClassVar[str]
     config: ModelConfig
     embedding: Float[Tensor, "vocab hidden"]

@@ -137,10 +137,12 @@ class Student:
     `weights` are the tensors that are trained, by their names in the checkpoint, where they are of `dtype`. `taps` are
     the target states that it reads, as `Drafter.taps` names them. `depth_weights` says how much each depth counts in
     its loss, as many as it predicts. `most_depth` is that of its deepest draft; None where it goes as far as it is
-    asked to. `vocabulary` are the target's ids of its tokens; None where it has all of them.
+    asked to. `vocabulary` are the target's ids of its tokens; None where it has all of them, as it must unless it
+    `may_lack_tokens`.
     """
 
     kind: ClassVar[str]
+    may_lack_tokens: ClassVar[bool] = False
     values: Mapping[str, Any]
     dtype: torch.dtype
     weights: dict[str, Tensor]

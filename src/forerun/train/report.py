@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.draft.auto import DrafterRecord
+from forerun.models.loading import Blueprint
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
 from forerun.train.speed import RoundTimes
@@ -66,13 +67,14 @@ class TrainReport:
         """The depth that pays most and the speed-up there; None where rounds were not timed."""
         return None if self.times is None else self.times.best(figures.tokens_per_round)
 
-    def record(self, target: str, temperature: float) -> DrafterRecord:
-        """What the folder says of its drafter; `target` is the digest of the target's weights."""
+    def record(self, target: Blueprint, temperature: float) -> DrafterRecord:
+        """What the folder says of its drafter."""
         best, predicted = self.best, self.predicted(self.best)
         return DrafterRecord.of(
             self.draft,
             self.folder,
-            target=target,
+            target=target.weights_digest(),
+            model=target.norms_digest(),
             temperature=temperature,
             acceptance_at_depth=best.acceptance_at_depth,
             tokens_per_round=best.tokens_per_round,

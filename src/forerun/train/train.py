@@ -19,8 +19,10 @@ from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import Student, TargetText
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
+from forerun.models.projections import count_parameters
 from forerun.models.spec import ModelSpec
 from forerun.store import write_whole
+from forerun.streams import show_note
 from forerun.train.answers import AnswerCache, AnswerSource, draft_vocabulary, state_bytes
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.held_out import NUM_NODES, TREE, judge_held_out, shares_right, worthiest
@@ -34,6 +36,8 @@ from forerun.train.team import Team
 from forerun.train.trainer import Trainer
 
 FREE = ("checkpoint_every",)  # settings that may change between a run and its continuation
+LARGE_HEAD = 0.1  # of what a pass computes
+FEWER_TOKENS = 6  # of the target's tokens, one in so many is frequent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     target, tuned = Blueprint.of(task.spec, report), task.sizes.tune_target if team.is_first else None
     tokenizer = target.tokenizer()
     student = make_student(task.kind, target, task.sizes, settings.seed)
+    if student.may_lack_tokens and task.sizes.draft_vocab is None and team.is_first:
+        advise_on_vocabulary(target)
     data = read_data(task.data, PromptReader(tokenizer, target.config.max_positions, settings, task.chat))
     share = team.own_share(settings)
     about = {**about_of(target, student, data, settings), **({"processes": team.size} if team.size > 1 else {})}
@@ -99,9 +105,21 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     if not is_over:
         if times is not None and team.is_first:
             write_whole(folder.round_times, json.dumps(asdict(times)) + "\n")
-        record = found.record(target.weights_digest(), settings.sampling(0).temperature)
+        record = found.record(target, settings.sampling(0).temperature)
         write_whole(task.out / RECORD, record.text())
     return found
+
+
+def advise_on_vocabulary(target: Blueprint) -> None:
+    """Say that guesses are dear where the target's head is a large part of what a pass computes."""
+    c = target.config
+    head = c.vocab_size * c.hidden
+    share = head / (count_parameters(c) - (0 if c.tied else head))
+    if share > LARGE_HEAD:
+        show_note(
+            f"Every guess takes the target's head of {c.vocab_size:,} tokens, {share:.0%} of what a pass computes. "
+            f"With --draft-vocab {c.vocab_size // FEWER_TOKENS} guesses are frequent tokens alone, and cheaper."
+        )
 
 
 @contextmanager

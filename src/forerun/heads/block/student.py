@@ -62,6 +62,7 @@ class BlockStudent(Student):
     stay as they are."""
 
     kind: ClassVar[str] = "block"
+    may_lack_tokens: ClassVar[bool] = True
     config: BlockConfig
     embedding: Float[Tensor, "vocab hidden"]
     head: Float[Tensor, "head_vocab hidden"]
