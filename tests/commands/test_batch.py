@@ -17,7 +17,7 @@ from forerun.commands.answer_file import AnswerFile
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
-from kit.checkpoints import DATA
+from kit.checkpoints import DATA, TARGET
 from kit.unchecked import unchecked
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "The sun was", "One day", "Sam saw"]
