@@ -1,7 +1,9 @@
-"""Random models with experts, one of each family, as checkpoints beside the tokenizer of the stories models.
+"""Random models of families, as checkpoints beside the tokenizer of the stories models: with experts, and dense ones.
 
 Each has something that the others do not have: Mixtral windows in all layers, Qwen2-MoE an expert that all tokens share
-and a dense layer, Qwen3-MoE head norms and many experts, gpt-oss sinks, biases and a bounded activation.
+and a dense layer, Qwen3-MoE head norms and many experts, gpt-oss sinks, biases and a bounded activation. Of the dense
+ones Gemma 2 bounds scores and logits, Ministral 3 has queries that grow, Cohere 2 parallel blocks and layers that do
+not turn, StarCoder 2 norms with biases and plain MLPs, and Phi-3 LongRoPE.
 """
 
 import json
@@ -62,6 +64,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+DENSE: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 50,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 15.0,
+    },
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "cohere2": {"architectures": ["Cohere2ForCausalLM"], "sliding_window": 50, "logit_scale": 1.0},
+    "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"},
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        },
+    },
+}
+
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights that keep the residual stream alive and spread logits as a trained model's are."""
@@ -82,7 +118,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 def write_sparse(folder: Path, family: str, **changes: Any) -> Path:
     """A random checkpoint of this family in `folder`, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(BASE | FAMILIES[family] | changes), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(BASE | (FAMILIES | DENSE)[family] | changes), encoding="utf-8")
     for path in TARGET.glob("tokenizer*"):
         shutil.copyfile(path, folder / path.name)
     save_file(random_tensors(read_config(folder)), folder / "model.safetensors")

@@ -25,7 +25,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.reading import threads
-from kit.sparse import FAMILIES, write_sparse
+from kit.sparse import DENSE, FAMILIES, write_sparse
 
 NUM_PROMPTS, NUM_SAMPLED = 200, 10  # the tenth is a long one
 # What torch's operators compute is sampled on the bundled models alone; int4 is sampled for int8, with its head, and
@@ -150,16 +150,16 @@ def test_across_key_blocks(numbers: str, edge: int) -> None:
         assert got.stats.num_accepted > 200
 
 
-SPARSE = [  # torch's operators take a minute for quantised experts
+OF_FAMILIES = [  # torch's operators take a minute for quantised experts
     pytest.param(family, numbers, id=f"{family} {numbers}", marks=[pytest.mark.full] * ("by torch" in numbers))
-    for family in FAMILIES
+    for family in (*FAMILIES, *DENSE)
     for numbers in FORMATS
 ]
 
 
-@pytest.mark.short("qwen3_moe int8")
-@pytest.mark.parametrize(("family", "numbers"), SPARSE)
-def test_with_experts(family: str, numbers: str, tmp_path: Path) -> None:
+@pytest.mark.short("qwen3_moe int8", "gemma2 float32", "gemma2 bfloat16 by torch", "ministral3 bfloat16")
+@pytest.mark.parametrize(("family", "numbers"), OF_FAMILIES)
+def test_of_every_family(family: str, numbers: str, tmp_path: Path) -> None:
     """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""
     folder = write_sparse(tmp_path / family, family)
     bench, rng = Bench.of(folder, folder, numbers), random.Random(7)
