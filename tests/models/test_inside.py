@@ -91,7 +91,7 @@ def test_what_counts_for_all_parts_counts_for_the_text(tmp_path: Path) -> None:
     assert written(eos_token_id=None).config.eos_ids == (9,)
     assert written(eos_token_id=7).config.eos_ids == (7,)
     assert written(dtype="bfloat16").config.dtype == torch.bfloat16
-    with pytest.raises(UnsupportedModel, match=r"quantization_config is .*weights quantised by awq are not read"):
-        written(quantization_config={"quant_method": "awq"})
+    with pytest.raises(UnsupportedModel, match=r"quantization_config: quant_method is 'aqlm'; read are"):
+        written(quantization_config={"quant_method": "aqlm"})
     with pytest.raises(UnsupportedModel, match=r"model_type is 'gpt2'; supported are"):
         written(text_config=raw["text_config"] | {"model_type": "gpt2", "architectures": None})

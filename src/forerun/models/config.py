@@ -403,8 +403,8 @@ def read_dtype(fields: Fields) -> torch.dtype:
 def special_sources(folder: Path) -> list[Fields]:
     """The files that name special ids, the one that counts first: generation_config.json may name several ends."""
     paths = [folder / name for name in ("generation_config.json", "config.json")]
-    found = [read_fields(path) for path in paths if path.exists()]
-    return [*found, *(text_part(fields) for fields in found)]
+    sources = [read_fields(path) for path in paths if path.exists()]
+    return [*sources, *map(text_part, sources)]
 
 
 def read_special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:

@@ -81,7 +81,8 @@ class Decoder:
             bias = None if shift is None else shifted(weight, None, shift)
             return backend.linear(weight, bias, quantize="int8" if quantize else None)
 
-        groups = take_groups(EMBEDDING if config.tied else HEAD, table) if take_groups and host is None else None
+        stays = take_groups is not None and host is None and shift is None
+        groups = take_groups(EMBEDDING if config.tied else HEAD, table) if take_groups and stays else None
         if groups is not None:
             self.head: Linear = backend.grouped(groups)
         else:

@@ -11,7 +11,10 @@ from typing import Any
 
 from forerun.fields import Fields
 
-FOR_ALL_PARTS = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")  # where they stand outside
+FOR_ALL_PARTS = (  # where they stand beside text_config
+    *("tie_word_embeddings", "dtype", "torch_dtype"),
+    *("quantization_config", "compression_config", "quantization"),
+)
 LLAMA_2: dict[str, object] = {  # of 7 billion parameters
     "model_type": "llama",
     "hidden_size": 4096,

@@ -71,7 +71,8 @@ class LayerMaker:
             edits: Sequence[Edit] = (),
             shift: Tensor | None = None,
         ) -> Linear:
-            weight = None if outputs or inputs or c.centred else stored_groups(p, groups, edits)
+            changed = outputs or inputs or shift is not None or any(edit.centred for edit in edits)
+            weight = None if changed else stored_groups(p, groups, edits)
             if weight is None or self.make_grouped is None:
                 return linear(p, self.make, own, outputs, inputs, edits, shift)
             biases = p.bias_of(own)
@@ -213,5 +214,5 @@ def shifted(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, shift: Float[Tensor, " inputs"]
 ) -> Float[Tensor, " outputs"]:
     """The bias of a layer that reads `shift` beside its inputs."""
-    given = weight.float() @ shift.float()
-    return (given if bias is None else given + bias).to(weight.dtype)
+    shifts = weight.float() @ shift.float()
+    return (shifts if bias is None else shifts + bias).to(weight.dtype)
