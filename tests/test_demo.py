@@ -21,7 +21,7 @@ from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.demo import material
 from forerun.demo.comparison import LEAST_TOKENS, Comparison, PromptScore, affordable_tokens
-from forerun.demo.material import BUNDLED_DRAFT, DemoPrompt, Pair, load_prompts
+from forerun.demo.material import BUNDLED_DRAFT, DemoPrompt, Pair, chat_prompts, load_prompts
 from forerun.demo.questions import QUESTIONS
 from forerun.demo.race import RaceSetup, RaceStep, Score, Side
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
@@ -290,10 +290,10 @@ def test_without_a_terminal_the_command_prints_both_texts_and_the_numbers(run: C
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert [line for line in result.stdout.splitlines() if line.startswith(("1/2", "2/2"))] == [
-        "1/2  a/story.py, temperature 0",
-        "2/2  b/echo.py, temperature 0",
+        "1/2, temperature 0  a/story.py",
+        "2/2, temperature 0  b/echo.py",
     ]
-    for part in result.stdout.split("/2  ")[1:]:
+    for part in result.stdout.split("/2, ")[1:]:
         sides = re.split(r"--- [a-z]+: 24 tokens, .* tokens/s\n", part)[1:]
         assert len(sides) == 2
         assert sides[0].strip() == sides[1].split("\n×")[0].strip() != ""
@@ -356,6 +356,7 @@ def test_a_chat_model_is_asked_every_question_at_both_temperatures(
     assert [(each["name"], each["temperature"]) for each in answer["prompts"]] == wanted
     assert answer["depth"] == "auto"
     assert answer["total"]["same_tokens"]
+    assert [prompt.title for prompt in chat_prompts()][3] == "summary: Summarize this text in two sentences."
     asked = DemoPrompt("", "How?", is_chat=True).tokens(LLM(str(folder), use_tqdm_on_load=False))
     assert asked == Tokenizer.load(folder).encode("<user> How?\n", add_special_tokens=False)
 
@@ -371,7 +372,7 @@ def test_without_the_chat_model_the_bundled_ones_go_on_with_code(
     said = " ".join(result.stderr.split())
     assert "The bundled models take its place: " in said
     assert "FORERUN_OFFLINE is set: unset it" in said
-    assert "1/2  a/story.py, temperature 0" in result.stdout
+    assert "1/2, temperature 0  a/story.py" in result.stdout
 
 
 def test_prompts_are_held_out_code_of_the_right_length() -> None:

@@ -25,7 +25,7 @@ class Transformers:
 
     def make(self, place: Place, setup: Setup) -> None:
         """Install it."""
-        place.install([TORCH], [TORCH, "transformers", "gguf"])
+        place.install([TORCH], [TORCH, "transformers", "gguf", "accelerate"])  # the last two read GGUF files
 
     def python(self, place: Place) -> str:
         """Its environment's interpreter."""

@@ -35,6 +35,7 @@ from benchmarks.spec_bench.figures import Summary, as_objects, distinct_by_task,
 from benchmarks.spec_bench.questions import SOURCE, Question, read_questions
 
 from forerun import LLM, SamplingParams
+from forerun.demo import chat_model
 from forerun.models.loading import Blueprint
 
 KIND = "spec_bench"  # of what is kept
@@ -75,7 +76,8 @@ class Step:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options from the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spec_bench", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a GGUF file, a Hugging Face folder or a bundled name")
+    named = "a GGUF file, a Hugging Face folder or a bundled name (default: the chat model that `make demo` fetches)"
+    parser.add_argument("--model", default=str(chat_model.place()), help=named)
     parser.add_argument("--questions", type=Path, required=True, help=f"the questions. {SOURCE}")
     parser.add_argument("--draft", action="append", metavar="DRAFT[@DEPTH]", help=f"a mode; default: {DRAFTS}")
     parser.add_argument("--prompts-per-category", type=int, metavar="N", help="N of each category (default: all)")

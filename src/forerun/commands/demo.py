@@ -82,8 +82,8 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     for i, (prompt, temperature) in enumerate(races):
         if comparison.late:
             break
-        heading = f"{i + 1}/{len(races)}  {prompt.name}, temperature {temperature:g}"
-        with view_of(console, options.raw or result.as_json, heading, prompt.text) as view:
+        heading = f"{i + 1}/{len(races)}, temperature {temperature:g}  {prompt.title}"
+        with view_of(console, options.raw or result.as_json, heading, prompt.shown) as view:
             comparison.race(prompt, temperature, len(races) - i, view.show)
     console.print()
     console.print(card(pair.title, comparison.races, comparison.total, comparison.facts(len(races))))

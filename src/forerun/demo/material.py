@@ -15,7 +15,7 @@ from pathlib import Path
 from forerun.annotations import ProgressCallback
 from forerun.config import AUTO
 from forerun.demo.chat_model import kept
-from forerun.demo.questions import QUESTIONS
+from forerun.demo.questions import PASSAGE, QUESTIONS
 from forerun.draft.auto import settled
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import draft_label
@@ -47,6 +47,17 @@ class DemoPrompt:
     text: str
     is_chat: bool = False
     repeats: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name, and of a question what is asked of a passage."""
+        lines = (line for line in self.text.splitlines() if line not in ("", PASSAGE))
+        return f"{self.name}: {' '.join(lines)}" if self.is_chat else self.name
+
+    @property
+    def shown(self) -> str:
+        """The text as it stands before its answer."""
+        return f"{self.text}\n\n" if self.is_chat else self.text
 
     def tokens(self, llm: LLM) -> list[int]:
         """The prompt for this model; a question by its chat template."""
