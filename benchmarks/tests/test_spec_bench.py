@@ -76,15 +76,15 @@ def cells(mode: str, factor: float, *, engine: str = "forerun", shift: int = 0) 
 
 def test_speed_ups_are_spec_benchs_and_paired_within_a_repetition() -> None:
     repetitions = {
-        0: [*cells("plain", 1.0), *cells("suffix@auto", 0.5)],
+        0: [*cells("plain", 7.0), *cells("suffix@auto", 3.5)],
         1: [*cells("plain", 100.0), *cells("suffix@auto", 50.0)],
         2: [*cells("plain", 1.0), *cells("suffix@auto", 0.5), *cells("plain", 2.0, engine="peer", shift=1)],
     }
     plain, drafted, peer = summaries(TURNS, repetitions)
-    writing = (3 + 1 + 2) / (1.5 + 0.5 + 2), (2 + 1) / (1 + 1)  # seconds of both turns; of rag
-    assert [each.speed_up for each in drafted.figures] == pytest.approx([writing[0], writing[1], writing[0]])
+    writing, rag = (2 + 7 * 4) / (2 + 3.5 * 4), (1 + 7 * 2) / (1 + 3.5 * 2)  # seconds of both turns, of one
+    assert [each.speed_up for each in drafted.figures] == pytest.approx([writing, rag, writing])
     assert [each.category for each in drafted.figures] == ["writing", "rag", CONVERSATION]
-    assert drafted.speed_up == pytest.approx(1.5)
+    assert drafted.speed_up == pytest.approx((writing + rag) / 2)
     assert drafted.decoding == pytest.approx(2)
     assert plain.speed_up == plain.geometric == plain.decoding == pytest.approx(1)
     assert (plain.num_different, plain.num_answers, drafted.num_answers) == (0, 9, 9)
@@ -92,7 +92,7 @@ def test_speed_ups_are_spec_benchs_and_paired_within_a_repetition() -> None:
     assert peer.decoding == pytest.approx(0.5)
     assert drafted.tokens_per_round == 1
     table = markdown([plain, drafted, peer], TURNS)
-    assert f"| **{CONVERSATION}** | 1 | 1.00 | 1.50 |" in table
+    assert f"| **{CONVERSATION}** | 1 | 1.00 | 1.88 |" in table
 
 
 def test_a_categorys_speed_is_the_mean_of_its_questions() -> None:
