@@ -138,11 +138,12 @@ class Student:
     the target states that it reads, as `Drafter.taps` names them. `depth_weights` says how much each depth counts in
     its loss, as many as it predicts. `most_depth` is that of its deepest draft; None where it goes as far as it is
     asked to. `vocabulary` are the target's ids of its tokens; None where it has all of them, as it must unless it
-    `may_lack_tokens`.
+    `may_lack_tokens`. `fitted_answers` are so many as `fit` wants.
     """
 
     kind: ClassVar[str]
     may_lack_tokens: ClassVar[bool] = False
+    fitted_answers: ClassVar[int] = 0
     values: Mapping[str, Any]
     dtype: torch.dtype
     weights: dict[str, Tensor]
@@ -167,6 +168,9 @@ class Student:
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
         """A student, not trained yet, of these of the target's tokens, as many as this one has; `ids` ascend."""
         raise NotImplementedError
+
+    def fit(self, texts: Sequence[TargetText]) -> None:
+        """Move the weights, before the first step, to where a closed form on `fitted_answers` answers says."""
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its logits with gradients, as serving would compute them from the same tokens and states.

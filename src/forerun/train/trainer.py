@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
@@ -57,13 +58,12 @@ class Trainer:
         found = self.team.of_first(self.folder.load)
         self.state = found or TrainState()
         if found is not None:
-            with torch.no_grad():
-                for name, tensor in self.student.weights.items():
-                    tensor.copy_(found.weights[name])
+            self.put(found.weights)
             for optimizer, kept in zip(self.optimizers, found.optimizers, strict=True):
                 optimizer.load_state_dict(kept)
         self.log = self.folder.log(-1 if found is None else self.state.step)
         if found is None:
+            self.fit()
             self.look()
             return
         if found.stopped and found.asked < self.settings.length:
@@ -71,6 +71,21 @@ class Trainer:
         told = "is finished, after step" if found.stopped else "goes on from step"
         self.say("%s %s %d: %s", self.folder.folder, told, found.step, self.worth)
         self.publish()
+
+    def fit(self) -> None:
+        """Let a student whose beginning has a closed form begin there; in a team where the first process's does."""
+        steps = -(-self.student.fitted_answers // self.settings.batch)
+        steps = steps if self.settings.steps is None else min(steps, self.settings.steps)
+        texts = [text for step in range(steps) for text in self.source.of_step(step, self.report)]
+        if texts:
+            self.student.fit(texts)
+            self.put(self.team.of_first(lambda: self.student.weights))
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the student's weights."""
+        with torch.no_grad():
+            for name, tensor in self.student.weights.items():
+                tensor.copy_(weights[name])
 
     @property
     def best(self) -> HeldOutFigures:

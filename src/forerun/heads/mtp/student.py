@@ -10,6 +10,7 @@ in the layout of Qwen3-Next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,15 +25,18 @@ from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.mtp.format import COUNT_KEYS, DRAFT_VOCAB, MtpTensors
 from forerun.heads.sizes import StudentSizes, check_most
-from forerun.heads.student import TextBatch
+from forerun.heads.student import TargetText, TextBatch
 from forerun.heads.trained_layer import KeysAndValues
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
+from forerun.models.projections import ADDING
 
 STEPS = 4  # of a draft that training goes through
 DEPTH_WEIGHT = 0.6  # of each step, of the one before it
 LEAST_GAIN = 0.05  # of the target's final norm, that is divided by
+LEAST_ROWS = 4  # of the answers' tokens, for each number that the projection reads
+RIDGE = 1e-3  # of the mean square of what is read, in the fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class MtpStudent(DraftedStudent):
     """A module in training."""
 
     kind: ClassVar[str] = "mtp"
+    fitted_answers: ClassVar[int] = 256
     place: ClassVar[str] = QWEN.layer.format(0).removesuffix(".")
     depth_weights: tuple[float, ...] = tuple(DEPTH_WEIGHT**step for step in range(STEPS))
 
@@ -64,8 +69,38 @@ class MtpStudent(DraftedStudent):
         tables = TargetTables.of(target)
         gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
-        weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / torch.where(gain.abs() < LEAST_GAIN, 1.0, gain))
+        weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / safe(gain))
         return cls.begun(target, values, weights, config=config, embedding=tables.embedding, head=tables.head)
+
+    @torch.no_grad()
+    def fit(self, texts: Sequence[TargetText]) -> None:
+        """Let the module begin as the linear map, of a token and the state before it, that comes nearest to the
+        target's state behind the token; its layer adds nothing yet.
+
+        What is fitted are states behind the final norm, without its gains, by least squares with a small ridge. Nothing
+        is where the answers have few tokens for each weight of a row.
+        """
+        size = 2 * self.config.hidden
+        if sum(len(text.roots) for text in texts) < LEAST_ROWS * size:
+            return
+        gram, sums = (self.head.new_zeros(size, width, dtype=torch.float64) for width in (size, self.config.hidden))
+        for text in texts:
+            states, tokens = text.taps[:, 0].float(), torch.tensor(text.tokens, device=self.head.device)
+            places = torch.arange(text.num_prompt, len(states), device=self.head.device)
+            read = self.joined(self.embedding[tokens[places]], states[places - 1]).double()
+            gram += read.T @ read
+            sums += read.T @ (states[places] / safe(self.weights[QWEN.norm])).double()
+        gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+        self.weights[QWEN.projection].copy_(torch.linalg.solve(gram, sums).T)
+        for name, weight in self.weights.items():
+            if name.endswith(ADDING):
+                weight.zero_()
+
+    def joined(
+        self, embedded: Float[Tensor, "*places hidden"], states: Float[Tensor, "*places hidden"]
+    ) -> Float[Tensor, "*places inputs"]:
+        """What the projection reads."""
+        return torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=-1)
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's last states."""
@@ -79,6 +114,10 @@ class MtpStudent(DraftedStudent):
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
         """The module's output where the drafts from these places are; its keys and values join the past."""
-        joined = torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=2)
-        x = functional.linear(joined, self.weights[QWEN.projection])
+        x = functional.linear(self.joined(embedded, states), self.weights[QWEN.projection])
         return self.normed(self.through_layer(x, places, past), QWEN.norm)
+
+
+def safe(gain: Float[Tensor, " hidden"]) -> Float[Tensor, " hidden"]:
+    """The gains, with 1 for those that are too small to be divided by."""
+    return torch.where(gain.abs() < LEAST_GAIN, 1.0, gain)
