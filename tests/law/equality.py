@@ -22,6 +22,7 @@ from forerun.shape import StaticTree
 # int8, int4: weights of so many bits, all else in the own format. Each by compiled kernels and by torch's operators.
 FORMATS = [f"{numbers}{by}" for by in ("", " by torch") for numbers in ("float32", "bfloat16", "int8", "int4")]
 FORMATS += ["float16"]  # torch takes very long for it
+FOLDERS = ["compressed, 32, zeros", "compressed, bytes"]  # that are quantised, and stay so
 CHAINS = [Speculation(depth=k) for k in range(1, 9)]
 STATIC = Speculation(tree=StaticTree([[0], [1], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1]]))
 TREES = [Speculation(4, 3, 12), Speculation(3, 2, 14), Speculation(2, 4), STATIC]

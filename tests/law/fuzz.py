@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypedDict
 
 import torch
@@ -22,6 +24,7 @@ from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from kit.checkpoints import SMALL, TARGET
+from kit.quantized_folders import KINDS, write_quantized
 from kit.unchecked import unchecked
 
 
@@ -104,10 +107,22 @@ class Numbers(TypedDict):
 
 
 def number_format(name: str) -> Numbers:
-    """ "float32", "bfloat16", "int8", "int4": by the compiled kernels where there are any; "int8 by torch" without."""
+    """ "float32", "bfloat16", "int8", "int4": by the compiled kernels where there are any; "int8 by torch" without.
+
+    Of a folder of KINDS it is what the folder says.
+    """
     numbers, _, torch = name.partition(" by ")
     quantize = next((each for each in QUANTIZATIONS if each == numbers), None)
-    return Numbers(dtype="auto" if quantize else numbers, quantize=quantize, kernels="torch" if torch else "auto")
+    dtype = "auto" if quantize or name in KINDS else numbers
+    return Numbers(dtype=dtype, quantize=quantize, kernels="torch" if torch else "auto")
+
+
+@cache
+def quantised(folder: Path, kind: str) -> TemporaryDirectory[str]:
+    """The model of a folder in one of KINDS, for as long as tests run."""
+    into = TemporaryDirectory()
+    write_quantized(folder, Path(into.name), kind)
+    return into
 
 
 @dataclass(slots=True)
@@ -121,7 +136,8 @@ class Bench:
 
     @classmethod
     def of(cls, target: Path = TARGET, small: Path = SMALL, dtype: str = "float32") -> Bench:
-        target, draft = (Blueprint.of(str(folder), **number_format(dtype)) for folder in (target, small))
+        folders = [quantised(each, dtype).name if dtype in KINDS else str(each) for each in (target, small)]
+        target, draft = (Blueprint.of(folder, **number_format(dtype)) for folder in folders)
         return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
 
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import FORMATS, STATIC, WISHES, Answer, Asked, decode, decode_plain
+from equality import FOLDERS, FORMATS, STATIC, WISHES, Answer, Asked, decode, decode_plain
 from fuzz import Bench, number_format, run
 from torch import Tensor
 
@@ -34,7 +34,7 @@ LONG_ONLY = {"int8", "float16", *(f for f in FORMATS if "by torch" in f)}
 SAMPLED = [pytest.param(f, marks=pytest.mark.full) if f in LONG_ONLY else f for f in FORMATS]
 
 
-@pytest.fixture(scope="module", params=SAMPLED)
+@pytest.fixture(scope="module", params=[*SAMPLED, *FOLDERS])
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench.of(dtype=request.param)
 

@@ -74,8 +74,8 @@ def test_unpacked_weights_give_the_bits_of_a_plain_folder(
 ) -> None:
     meant = write_quantized(sources[family], tmp_path / "quantised", kind)
     plain = written(tmp_path / "plain", read_json(sources[family] / "config.json"), meant)
-    found, expected = (logits(f, dtype="float32", kernels="torch") for f in (tmp_path / "quantised", plain))
-    assert torch.equal(found, expected)
+    quantised, expected = (logits(f, dtype="float32", kernels="torch") for f in (tmp_path / "quantised", plain))
+    assert torch.equal(quantised, expected)
 
 
 def pairs(one: Decoder, other: Decoder) -> list[tuple[Linear, Linear]]:
@@ -99,8 +99,7 @@ def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
     family: str, kind: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     require_compiler()
-    kept = ("embed_tokens", "norm", "mlp.gate.")  # not the head
-    meant = write_quantized(sources[family], tmp_path / "quantised", kind, kept)
+    meant = write_quantized(sources[family], tmp_path / "quantised", kind, ("embed_tokens", "norm", "mlp.gate."))
     blueprint = Blueprint.of(str(tmp_path / "quantised"), kernels="native")
     assert blueprint.as_stored
     checkpoint = blueprint.checkpoint(blueprint.dtype)
@@ -114,8 +113,8 @@ def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
         x = torch.randn(5, definition.weight.numbers.shape[1], generator=torch.Generator().manual_seed(1))
         assert torch.equal(layer(x), definition(x))
     plain = logits(written(tmp_path / "plain", read_json(sources[family] / "config.json"), meant), dtype="float32")
-    found = logits(tmp_path / "quantised", kernels="native")
-    assert (found - plain).abs().median() < 0.04 * plain.std()  # some tokens take other experts
+    kept = logits(tmp_path / "quantised", kernels="native")
+    assert (kept - plain).abs().median() < 0.04 * plain.std()  # some tokens take other experts
 
 
 def test_layers_that_are_left_out_stay_plain_and_mixed_ones_are_unpacked(
@@ -124,9 +123,9 @@ def test_layers_that_are_left_out_stay_plain_and_mixed_ones_are_unpacked(
     """Queries, keys and values are one layer here: with one of them plain, all are."""
     meant = write_quantized(sources["llama"], tmp_path / "quantised", "awq, 64", (*KEPT, "layers.0.self_attn.v_proj"))
     assert len(load_file(tmp_path / "quantised" / "model.safetensors")) > len(meant)
-    found = logits(tmp_path / "quantised", kernels="native")
+    kept = logits(tmp_path / "quantised", kernels="native")
     plain = logits(written(tmp_path / "plain", read_json(sources["llama"] / "config.json"), meant), dtype="float32")
-    assert (found - plain).abs().median() < 0.04 * plain.std()
+    assert (kept - plain).abs().median() < 0.04 * plain.std()
 
 
 def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
@@ -144,21 +143,36 @@ def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path: Path) ->
     assert torch.equal(logits(tmp_path / "quantised", kernels="torch"), logits(plain, kernels="torch"))
 
 
-@pytest.mark.parametrize("kind", ["compressed, 32, zeros", "gptq, 32, zeros", "nf4, nested"])
-def test_guesses_change_no_token(kind: str, tmp_path: Path) -> None:
-    write_quantized(TARGET, tmp_path, kind)
+@pytest.mark.short("stories-compressed, 32, zeros", "qwen3_moe-*")
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [("stories", kind) for kind in ("compressed, 32, zeros", "gptq, 32, zeros", "compressed, bytes", "nf4, nested")]
+    + [("qwen3_moe", "awq, 64")],
+)
+def test_guesses_change_no_token(source: str, kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    write_quantized(sources.get(source, TARGET), tmp_path, kind)
     params = [SamplingParams(temperature=t, seed=7, max_tokens=40, logprobs=1) for t in (0.0, 1.0)]
-    plain, *drafted = (LLM(str(tmp_path), draft) for draft in (None, "ngram", f"model:{tmp_path}", "early-exit:2"))
+    plain, *drafted = (LLM(str(tmp_path), draft) for draft in (None, "ngram", f"model:{tmp_path}", "early-exit:1"))
     prompts = ["Once upon a time", "Lily and"]
     expected = [each.outputs[0] for each in plain.generate(prompts, params)]
     for llm in drafted:
         for shape in (Speculation(4), Speculation(3, 2, 8)):
-            found = [each.outputs[0] for each in llm.generate(prompts, params, speculation=shape)]
-            assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in expected]
+            answers = [each.outputs[0] for each in llm.generate(prompts, params, speculation=shape)]
+            assert [(o.token_ids, o.logprobs) for o in answers] == [(o.token_ids, o.logprobs) for o in expected]
     assert LLM(str(tmp_path), quantize="int8").generate(prompts, params)
 
 
 UP = "model.layers.0.mlp.up_proj"
+CHANGES: list[Callable[[Tensor], Tensor | None]] = [
+    lambda _: None,
+    lambda t: t.flatten()[:-1],
+    lambda t: t[..., :-1] if t.dim() else t[None],
+    lambda t: t.flatten()[:1],
+    lambda t: t[None],
+    lambda t: t.float(),
+    lambda t: torch.cat([t, t]) if t.dim() else t + 1,
+    lambda t: torch.zeros_like(t) - 1 if t.dtype in (torch.int32, torch.int64) else t.flatten()[:0],
+]
 Cut = Callable[[Tensor], Tensor | None]
 FAULTS: list[tuple[str, str, Cut, type[ModelError], str]] = [
     ("awq, 64", ".scales", lambda _: None, MissingWeights, r"up_proj\.qweight, and .*up_proj\.scales is not there"),
@@ -198,6 +212,24 @@ def test_a_fault_names_the_tensor(
     rewritten(tmp_path, {UP + end: cut(stored[UP + end])}, {})
     with pytest.raises(error, match=message):
         Blueprint.of(str(tmp_path)).load(128)
+
+
+@pytest.mark.parametrize(
+    "kind", ["awq, 64", "gptq, 32, zeros", "compressed, mixed", "compressed, bytes", "fp8", "nf4, nested"]
+)
+def test_no_damage_raises_raw(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    write_quantized(sources["llama"], tmp_path / "whole", kind)
+    stored, errors = load_file(tmp_path / "whole" / "model.safetensors"), list[str]()
+    stored = {name: tensor for name, tensor in stored.items() if name.startswith(UP)}
+    for name, change in ((name, change) for name in stored for change in CHANGES):
+        damaged = {n: t for n, t in (stored | {name: change(stored[name])}).items() if t is not None}
+        folder = written(tmp_path / "damaged", read_json(tmp_path / "whole" / "config.json"), damaged)
+        try:
+            Checkpoint.of_model(folder, torch.float32).take(f"{UP}.weight", (256, 128))
+        except ModelError as error:
+            errors.append(str(error))
+    assert all(UP in error for error in errors)
+    assert len(errors) > 4 * len(stored)
 
 
 @pytest.mark.parametrize(

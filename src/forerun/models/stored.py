@@ -55,12 +55,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file."""
     if not file.exists():
         raise MissingWeights(f"{file} is missing: {AGAIN}")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     with opened(file) as shard:
         for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
             part = shard.get_slice(name)
-            found[name] = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
-    return found
+            tensors[name] = StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+    return tensors
 
 
 @contextmanager

@@ -154,8 +154,8 @@ class Checkpoint:
                 "use the config.json that came with the weights"
             )
         if not entry.readable:
-            wanted = "without scales beside it that config.json would know: use the files that came with the weights"
-            raise UnsupportedModel(f"{entry.file}: {name} is stored as {entry.format}, {wanted}")
+            lacking = "without scales beside it that config.json would know: use the files that came with the weights"
+            raise UnsupportedModel(f"{entry.file}: {name} is stored as {entry.format}, {lacking}")
         return entry
 
 

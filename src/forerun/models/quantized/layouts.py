@@ -27,7 +27,7 @@ WeightParts = Mapping[str, StoredTensor]  # of one weight, by the ends of their 
 FLOATS, WORDS, INDEX, BYTES = ("F16", "BF16", "F32"), ("I32",), ("I32", "I64"), ("U8",)
 FP8 = ("F8_E4M3", "F8_E5M2")
 OF_ALL = ((), (1,))  # shapes of a single scale
-AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word, which has them in the order 0 2 4 6 1 3 5 7
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in a word, which has them in the order 0 2 4 6 1 3 5 7
 ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # by bits: 1 in all numbers of a word
 MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16)  # and the same below zero
 STATE, TABLES = ".quant_state.bitsandbytes__", (".nested_absmax", ".nested_quant_map")
@@ -73,16 +73,16 @@ def fit(parts: WeightParts, end: str, formats: Sequence[str], shape: Sequence[in
         missing = first.name.removesuffix(sign) + end
         raise MissingWeights(f"{first.file} has {short(first.name)}, and {short(missing)} is not there: {AGAIN}")
     if part.format not in formats:
-        wanted = f"read {'is' if len(formats) == 1 else 'are'} {', '.join(formats)}: {ORIGINAL}"
-        raise UnsupportedModel(f"{part.file}: {part.name} is stored as {part.format}; {wanted}")
+        readable = f"read {'is' if len(formats) == 1 else 'are'} {', '.join(formats)}: {ORIGINAL}"
+        raise UnsupportedModel(f"{part.file}: {part.name} is stored as {part.format}; {readable}")
     if shape is not None and part.shape != tuple(shape):
         raise unfit(part, f"beside {short(first.name)} of {list(first.shape)} it must be {list(shape)}")
     return part
 
 
-def unfit(part: StoredTensor, wanted: str) -> WrongShape:
-    """The error for a part whose sizes cannot be; `wanted` says what could."""
-    return WrongShape(f"{part.file}: {part.name} has shape {list(part.shape)}; {wanted}: {AGAIN}")
+def unfit(part: StoredTensor, needed: str) -> WrongShape:
+    """The error for a part whose sizes cannot be; `needed` says what could."""
+    return WrongShape(f"{part.file}: {part.name} has shape {list(part.shape)}; {needed}: {AGAIN}")
 
 
 def matrix(parts: WeightParts, end: str, formats: Sequence[str]) -> tuple[StoredTensor, int, int]:
@@ -93,13 +93,15 @@ def matrix(parts: WeightParts, end: str, formats: Sequence[str]) -> tuple[Stored
     return part, *part.shape
 
 
-def groups_of(parts: WeightParts, end: str, scales: StoredTensor, num_groups: int, inputs: int) -> Callable[[], Tensor]:
-    """What gives the group of each input: it reads the part with this end or, without one, counts neighbours."""
+def groups_of(
+    parts: WeightParts, end: str, scales: StoredTensor, num_groups: int, inputs: int
+) -> Callable[[], Tensor | None]:
+    """What gives the group of each input: it reads the part with this end; without one, groups are of one size."""
     if end in parts:
         return partial(read_groups, fit(parts, end, INDEX, (inputs,)), num_groups)
     if inputs % num_groups:
         raise unfit(scales, f"{num_groups} groups do not divide {inputs} inputs")
-    return lambda: torch.arange(inputs) // (inputs // num_groups)
+    return lambda: None
 
 
 def read_groups(part: StoredTensor, num_groups: int) -> Tensor:
@@ -117,14 +119,14 @@ def awq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     _, num_groups, _ = matrix(parts, ".scales", FLOATS)
     scales = fit(parts, ".scales", FLOATS, (num_groups, 8 * words))
     zeros = fit(parts, ".qzeros", WORDS, (num_groups, words))
-    groups = groups_of(parts, "", scales, num_groups, inputs)
+    groups = groups_of(parts, ".g_idx", scales, num_groups, inputs)
 
     def numbers(part: StoredTensor) -> Tensor:
-        numbers: Tensor = unpacked(part.read(), 4).unflatten(1, (-1, 8))[..., AWQ_PLACES].flatten(1).T.contiguous()
-        return numbers
+        turned = part.read().T.contiguous()
+        return torch.stack([(turned >> 4 * place & 15).to(torch.int8) - 8 for place in AWQ_PLACES], 1).flatten(0, 1)
 
     def unpack() -> WholeNumbers:
-        return WholeNumbers(numbers(first), scales.read().float().T, numbers(zeros), groups(), 4)
+        return WholeNumbers(numbers(first), scales.read().float().T, numbers(zeros), 4, groups())
 
     held = held_bytes(4, inputs, num_groups, scales.format, has_zeros=True)
     return QuantizedTensor(first.file, (8 * words, inputs), "AWQ int4", unpack, held)
@@ -147,7 +149,7 @@ def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
     def unpack() -> WholeNumbers:
         offsets = unpacked(zeros.read() + added, bits).T
-        return WholeNumbers(unpacked(first.read().T, bits), scales.read().float().T, offsets, groups(), bits)
+        return WholeNumbers(unpacked(first.read().T, bits), scales.read().float().T, offsets, bits, groups())
 
     held = held_bytes(bits, inputs, num_groups, scales.format, not scheme.symmetric, scheme.by_activations)
     return QuantizedTensor(first.file, (outputs, inputs), f"GPTQ int{bits}", unpack, held)
@@ -169,7 +171,7 @@ def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     def unpack() -> WholeNumbers:
         offsets = None if zeros is None else unpacked(zeros.read().T, bits)[:, :outputs].T
         factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
-        return WholeNumbers(unpacked(first.read(), bits)[:, :inputs], factors, offsets, groups(), bits)
+        return WholeNumbers(unpacked(first.read(), bits)[:, :inputs], factors, offsets, bits, groups())
 
     held = held_bytes(bits, inputs, num_groups, scales.format, zeros is not None, scattered)
     return QuantizedTensor(first.file, (outputs, inputs), f"compressed-tensors int{bits}", unpack, held)
@@ -198,7 +200,7 @@ def of_bytes(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     def unpack() -> WholeNumbers:
         offsets = None if zeros is None else zeros.read().view(-1, num_groups).expand(outputs, -1)
         factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
-        return WholeNumbers(first.read(), factors, offsets, groups(), 8)
+        return WholeNumbers(first.read(), factors, offsets, 8, groups())
 
     held = held_bytes(8, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
     return QuantizedTensor(first.file, (outputs, inputs), "compressed-tensors int8", unpack, held)
@@ -290,7 +292,7 @@ def of_largest(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         raise UnsupportedModel(f"{order.file}: {order.name} says that numbers are not in order of rows: {cure}")
 
     def unpack() -> WholeNumbers:
-        return WholeNumbers(first.read(), scales.read()[:, None] / 127, None, torch.zeros(inputs, dtype=torch.int64), 8)
+        return WholeNumbers(first.read(), scales.read()[:, None] / 127, None, 8)
 
     held = held_bytes(8, inputs, 1, scales.format)
     return QuantizedTensor(first.file, (outputs, inputs), "bitsandbytes int8", unpack, held)

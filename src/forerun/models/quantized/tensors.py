@@ -23,7 +23,8 @@ BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
 
 @dataclass(frozen=True, slots=True)
 class WholeNumbers:
-    """`weight[o, i] = scales[o, group_of[i]] * (numbers[o, i] - zeros[o, group_of[i]])`, `zeros` 0 where they are None.
+    """`weight[o, i] = scales[o, g] * (numbers[o, i] - zeros[o, g])`, `zeros` 0 where they are None; `g` is the group of
+    input i: of `group_of`, or neighbours lie in groups of one size.
 
     Numbers and zeros have `bits` bits and are counted from the middle of their range: from -8 to 7, or -128 to 127.
     """
@@ -31,33 +32,39 @@ class WholeNumbers:
     numbers: Int8[Tensor, "outputs inputs"]
     scales: Float[Tensor, "outputs groups"]
     zeros: Int8[Tensor, "outputs groups"] | None
-    group_of: Int[Tensor, " inputs"]
     bits: int
+    group_of: Int[Tensor, " inputs"] | None = None
 
     def dense_into(self, result: Tensor) -> Tensor:
         """The weights in the memory of `result`, computed in float32 some rows at a time."""
-        step = max(1, BLOCK_NUMBERS // len(self.group_of))
+        step = max(1, BLOCK_NUMBERS // result.shape[1])
         for first in range(0, len(result), step):
             rows = slice(first, first + step)
             numbers = self.numbers[rows].float()
             if self.zeros is not None:
-                numbers -= self.zeros[rows].float()[:, self.group_of]
-            result[rows] = numbers * self.scales[rows][:, self.group_of]
+                numbers -= self.spread(self.zeros[rows].float(), 1)
+            result[rows] = numbers.mul_(self.spread(self.scales[rows], 1))
         return result
 
     def grouped(self) -> GroupedWeight | None:
         """The weights in groups of GROUP inputs; None where the inputs of some lie in several groups here."""
-        if len(self.group_of) % GROUP:
+        inputs, index = self.numbers.shape[1], self.group_of
+        if inputs % GROUP or (index is None and inputs // self.scales.shape[1] % GROUP):
             return None
-        blocks = self.group_of.view(-1, GROUP)
-        if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
+        if index is not None and not torch.equal(index, index[::GROUP].repeat_interleave(GROUP)):
             return None
-        scales, numbers, least = self.scales[:, blocks[:, 0]], self.numbers, None
+        scales, numbers, least = self.spread(self.scales, GROUP).contiguous(), self.numbers, None
         if self.zeros is not None and self.zeros.any():
             lowest = 8 if self.bits == 4 else 0
-            numbers = numbers + lowest
-            least = -(self.zeros[:, blocks[:, 0]].float() + lowest) * scales
+            numbers, least = numbers + lowest, (self.spread(self.zeros, GROUP).float() + lowest).neg_().mul_(scales)
         return GroupedWeight(numbers, scales, least, self.bits, GROUP)
+
+    def spread(self, values: Tensor, step: int) -> Tensor:
+        """Of values for each group those of every `step`-th input."""
+        if self.group_of is not None:
+            return values[:, self.group_of[::step]]
+        times = self.numbers.shape[1] // values.shape[1] // step
+        return values[:, :, None].expand(-1, -1, times).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +116,4 @@ def unpacked(words: Int[Tensor, "rows words"], bits: int) -> Int8[Tensor, "rows 
     parts = words.contiguous().view(torch.uint8)
     if bits == 4:
         parts = torch.stack([parts & 15, parts >> 4], -1).flatten(-2)
-    return (parts - (8 if bits == 4 else 128)).view(torch.int8)
+    return parts.sub_(8 if bits == 4 else 128).view(torch.int8)
