@@ -16,7 +16,6 @@ from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
-WORSE = 0.75  # of what rounds were worth: something has changed
 AWAKE = 64  # rounds behind a change before which another one is not seen as new
 HOLD = 8  # rounds for which a plan is held at most
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
@@ -169,6 +168,15 @@ class Trials:
     num_reading: int = 0  # rounds in a row that read prompts
     tried: int | None = None  # a drafter, NOTHING or OTHER_DEPTH
     patience: int = 0  # rounds that the next trial of that has to wait
+    awake: int = AWAKE  # rounds since something changed
+
+    def wake(self) -> bool:
+        """Something has changed: try plain decoding soon. False where that was done a short while ago."""
+        if self.awake < AWAKE:
+            return False
+        self.awake = 0
+        self.plain.wake()
+        return True
 
     def patience_for(self, trial: int) -> int | None:
         """How long the next trial of this has to wait; None where it is not on trial."""
@@ -179,24 +187,3 @@ class Trials:
         deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
         self.other_depth.count(int(deeper), self.patience_for(OTHER_DEPTH), cheap and deeper)
         self.plain.count(int(not drafted), self.patience_for(NOTHING), cheap and plain)
-
-
-@dataclass(slots=True)
-class RoundWorth:
-    """What rounds are worth of late, in tokens per second of a row, and when something last changed."""
-
-    usual: float = 0.0
-    num_rounds: int = AWAKE  # since then
-
-    def fell(self, tokens_per_s: float) -> bool:
-        """Learn from a plan; whether it is worth much less than others were."""
-        self.num_rounds += 1
-        fell = tokens_per_s < WORSE * self.usual
-        self.usual = tokens_per_s if fell else self.usual + (tokens_per_s - self.usual) / 8
-        return fell
-
-    def new(self) -> bool:
-        """Note that something has changed; whether it had not for a while."""
-        is_new = self.num_rounds >= AWAKE
-        self.num_rounds = 0 if is_new else self.num_rounds
-        return is_new

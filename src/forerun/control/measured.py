@@ -24,7 +24,6 @@ from forerun.control.choices import (
     Drafts,
     Options,
     Planned,
-    RoundWorth,
     TakenPlan,
     Trials,
     best_of,
@@ -51,6 +50,7 @@ from forerun.tree import DraftTree
 log = logging.getLogger(__name__)
 HYSTERESIS = 1.015  # how many times as good a round must be for the options of the last one to be left
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
+WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of a drafter weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 LONGER = 1.25  # times the best choice's round, that one may take in which several rows try something
@@ -66,8 +66,8 @@ class MeasuredDepth:
     advice: Advice = field(default_factory=Advice)
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
+    usual: float = 0.0  # tokens per second of a row that plans promised of late
     trials: Trials = field(default_factory=Trials)
-    round_worth: RoundWorth = field(default_factory=RoundWorth)
     load: Load = field(default_factory=lambda: Load((), (), (), 0))  # of the last round
     taken: TakenPlan = field(default_factory=TakenPlan)
     possible: frozenset[int] = frozenset()  # drafters that could draft in it
@@ -111,8 +111,8 @@ class MeasuredDepth:
         self.load = load
         rows = self.options(load, outlook)
         planned = self.plan(load.seq_ids, rows)
-        if not self.reads and self.round_worth.fell(planned.tokens_per_s / len(rows)):
-            self.wake()
+        if not self.reads:
+            self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
         num_held = 0 if lasting or self.advice.off else HOLD
@@ -159,15 +159,22 @@ class MeasuredDepth:
 
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
-        self.taken, self.pending, self.round_worth.usual = TakenPlan(), False, 0.0
+        self.taken, self.pending, self.usual = TakenPlan(), False, 0.0
         self.trials.plain, self.trials.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
         self.drafters.begin()
 
+    def watch(self, tokens_per_s: float) -> None:
+        """Try everything soon where rounds are worth much less than they were."""
+        self.trials.awake += 1
+        if tokens_per_s < WORSE * self.usual:
+            self.usual = tokens_per_s
+            self.wake()
+        self.usual += (tokens_per_s - self.usual) / 8
+
     def wake(self) -> None:
         """Something has changed: try everything soon, unless that was done a short while ago."""
-        if self.round_worth.new():
+        if self.trials.wake():
             self.taken.num_held = HOLD
-            self.trials.plain.wake()
             self.drafters.wake()
 
     def reason(self) -> str:

@@ -48,15 +48,15 @@ class DraftedStudent(Student):
         """The states that are read beside the tokens behind them, at the first step."""
         raise NotImplementedError
 
-    def step(
-        self,
-        embedded: Float[Tensor, "batch places hidden"],
-        states: Float[Tensor, "batch places hidden"],
-        places: Int[Tensor, "batch places"],
-        past: list[KeysAndValues],
-    ) -> Float[Tensor, "batch places hidden"]:
-        """What is read at the next step, where the drafts from these places are; `past` as in `through_layer`."""
+    def entry(
+        self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
+    ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"] | None]:
+        """The layer's stream, and what its attention reads, of tokens beside states; None: the stream, normed."""
         raise NotImplementedError
+
+    def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
+        """What is read at the next step, of the stream behind the layer."""
+        return x
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """What a step says of the token behind it."""
@@ -77,25 +77,24 @@ class DraftedStudent(Student):
             logits.append(self.logits(states.masked_fill((roots == 0)[..., None], 0.0)))
         return Predictions(logits, roots)
 
-    def through_layer(
+    def step(
         self,
-        x: Float[Tensor, "batch places hidden"],
+        embedded: Float[Tensor, "batch places hidden"],
+        states: Float[Tensor, "batch places hidden"],
         places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
-        read: Float[Tensor, "batch places inputs"] | None = None,
     ) -> Float[Tensor, "batch places hidden"]:
-        """The stream behind the layer at the step that follows `past`, which this step's keys and values join; `read`
-        as in `TrainedLayer`.
+        """What is read at the step behind the one that follows `past`, which this step's keys and values join.
 
         At the first step `places` are those of all texts from 0 on, later those whose drafts are gone on with: the same
         ones at every step. Each sees the text up to its root, and of the later steps its own tokens alone.
         """
-        mask, positions = None, places + len(past)
+        mask, (x, read) = None, self.entry(embedded, states)
         if past:
             text = torch.arange(past[0][0].shape[2], device=x.device) <= places[:, :, None]
             alone = torch.eye(places.shape[1], dtype=torch.bool, device=x.device).expand(len(x), -1, -1)
             mask = torch.cat([text, *[alone] * len(past)], dim=2)[:, None]
-        return self.layer(x, positions, mask, past, read)
+        return self.output(self.layer(x, places + len(past), mask, past, read))
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Behind the norm whose gain has this name."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.draft.auto import DrafterRecord
+from forerun.figure_table import fact_table
 from forerun.models.loading import Blueprint
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
@@ -102,9 +103,7 @@ class TrainReport:
 
     def card(self) -> Table:
         """For a reader."""
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
+        table = fact_table()
         table.add_row("drafter", Text(f"--draft {self.draft}"))
         if self.tuned is not None:
             told = f"{self.tuned.folder}, whose held-out loss is {self.tuned.rise:.2%} above the old one's"

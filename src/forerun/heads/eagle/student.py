@@ -39,7 +39,6 @@ from forerun.heads.eagle.format import (
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values, trainable
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import TextBatch
-from forerun.heads.trained_layer import KeysAndValues
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
@@ -107,17 +106,13 @@ class EagleStudent(DraftedStudent):
         """The target's states, fused."""
         return functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights[MAP])
 
-    def step(
-        self,
-        embedded: Float[Tensor, "batch places hidden"],
-        states: Float[Tensor, "batch places hidden"],
-        places: Int[Tensor, "batch places"],
-        past: list[KeysAndValues],
-    ) -> Float[Tensor, "batch places hidden"]:
-        """The layer's output where the drafts from these places are; its keys and values join the past."""
+    def entry(
+        self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
+    ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"]]:
+        """The normed state is the stream, and is read beside the token."""
         residual = self.normed(states, f"{self.place}.{STATE_NORM}")
         token = self.normed(embedded, f"{self.place}.{INPUT_NORM}")
-        return self.through_layer(residual, places, past, torch.cat([token, residual], dim=2))
+        return residual, torch.cat([token, residual], dim=2)
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """Those of its head, or of the target's."""

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float, Int
+from forerun.annotations import Float
 from forerun.fields import Fields
 from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.mtp.format import COUNT_KEYS, DRAFT_VOCAB, MtpTensors
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import TargetText, TextBatch
-from forerun.heads.trained_layer import KeysAndValues
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
@@ -106,16 +105,15 @@ class MtpStudent(DraftedStudent):
         """The target's last states."""
         return batch.taps[:, :-1, 0].float()
 
-    def step(
-        self,
-        embedded: Float[Tensor, "batch places hidden"],
-        states: Float[Tensor, "batch places hidden"],
-        places: Int[Tensor, "batch places"],
-        past: list[KeysAndValues],
-    ) -> Float[Tensor, "batch places hidden"]:
-        """The module's output where the drafts from these places are; its keys and values join the past."""
-        x = functional.linear(self.joined(embedded, states), self.weights[QWEN.projection])
-        return self.normed(self.through_layer(x, places, past), QWEN.norm)
+    def entry(
+        self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
+    ) -> tuple[Float[Tensor, "batch places hidden"], None]:
+        """Both are normed and mapped to the stream."""
+        return functional.linear(self.joined(embedded, states), self.weights[QWEN.projection]), None
+
+    def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
+        """Behind the module's norm."""
+        return self.normed(x, QWEN.norm)
 
 
 def safe(gain: Float[Tensor, " hidden"]) -> Float[Tensor, " hidden"]:
