@@ -54,7 +54,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, dict[str, Any]] = {
     "plain": {"torch_dtype": "float32", "quantization_config": None, "partial_rotary_factor": None, "rope_theta": 1e4},
-    "linear": {"architectures": None, "sliding_window": None},
+    "linear": {
+        "architectures": None,
+        "sliding_window": None,
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True, "weight_block_size": [128, 64]},
+    },
     "llama3": {"forerun_widened": {"from": "small", "parameters_before": 5, "parameters": 7, "recipe": "0"}},
     "yarn": {
         "architectures": ["Qwen2ForCausalLM"],
