@@ -123,3 +123,13 @@ def write_sparse(folder: Path, family: str, **changes: Any) -> Path:
         shutil.copyfile(path, folder / path.name)
     save_file(random_tensors(read_config(folder)), folder / "model.safetensors")
     return folder
+
+
+def write_architecture(folder: Path, architecture: str, **changes: Any) -> Path:
+    """A random checkpoint of this architecture, as the tables above have it or else with sizes of no family's own."""
+    family = next((name for name, each in (FAMILIES | DENSE).items() if architecture in each["architectures"]), None)
+    if family is not None:
+        return write_sparse(folder, family, **changes)
+    act = "gelu_pytorch_tanh" if architecture.startswith("Gemma") else "silu"
+    form = {"architectures": [architecture], "hidden_act": act, "head_dim": 16, "pad_token_id": 0, "sliding_window": 50}
+    return write_sparse(folder, "qwen3_moe", **form | changes)

@@ -29,6 +29,7 @@ from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import AttentionPath, TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear, StateEntry
+from forerun.models.projections import FINAL_NORM_BIAS
 from forerun.models.rows import product
 
 UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
@@ -58,7 +59,9 @@ class MtpDecoder(StateDecoder):
         def take(name: str) -> Tensor:
             return folder.checkpoint.take(name, shapes[name])
 
-        def fetch(name: str, _shape: tuple[int, ...]) -> Tensor:
+        def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
+            if name == FINAL_NORM_BIAS:  # of families whose norms have one; the norms of modules have none
+                return torch.zeros(shape)
             return take(tensors.stored_name(name))
 
         super().__init__(tensors.config, fetch, target.dtype, backend, quantize, host=target)
