@@ -43,6 +43,7 @@ CASES = {
     "gemma 2": ("gemma2", "gemma2", GEMMA2 | {"query_pre_attn_scalar": 32}),
     "ministral 3": ("mistral3", "ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL}),
     "mistral": ("mistral3", "mistral", {"head_dim": 32, "sliding_window": None}),
+    "mistral, older": ("llama", "mistral", {"head_dim": 32, "sliding_window": None}),
 }
 KEYS = {
     "embedding_length": "hidden_size",

@@ -104,10 +104,11 @@ class LayerStack:
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> LayerStack:
-        """The layers, with tables of angles on the weights' device. Raises UnsupportedModel for experts and sinks."""
-        if config.experts or config.sinks:
+        """The layers, with tables of angles on the weights' device. Raises UnsupportedModel for those of other kinds."""
+        if config.experts or config.sinks or not config.is_plain:
+            kinds = "experts or attention sinks" if config.is_plain else "layers of its kind"
             raise UnsupportedModel(
-                f"a {config.family} with experts or attention sinks cannot be trained: choose a dense checkpoint"
+                f"a {config.family} with {kinds} cannot be trained: choose a dense checkpoint of Llama's or Qwen's form"
             )
         device = next(iter(weights.values())).device
         return cls(config, weights, rope_tables(config).to(device))
