@@ -104,7 +104,7 @@ class LayerStack:
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> LayerStack:
-        """The layers, with tables of angles on the weights' device. Raises UnsupportedModel for those of other kinds."""
+        """The layers, with tables of angles on the weights' device. Raises UnsupportedModel for other kinds."""
         if config.experts or config.sinks or not config.is_plain:
             kinds = "experts or attention sinks" if config.is_plain else "layers of its kind"
             raise UnsupportedModel(
