@@ -1,8 +1,9 @@
 """docs/ is true: its Python runs, its `forerun` lines parse, its links and headings exist, its JSON is JSON.
 
-A Python block that follows the line `<!-- needs a download -->` is compiled and not run; one that follows
-`<!-- needs a server -->` is run by tests/serve/test_serve_docs.py. The blocks of one page share
-their names, as a reader who goes from top to bottom would have it.
+A Python block that follows the line `<!-- needs a download -->` is compiled and not run, but for those of
+real-models.md, which test_real_models.py runs; one that follows `<!-- needs a server -->` is run by
+tests/serve/test_serve_docs.py. The blocks of one page share their names, as a reader who goes from top to bottom would
+have it.
 """
 
 import json

@@ -44,7 +44,7 @@ PAGE = ROOT / "docs" / "real-models.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 NAME = {family.name: architecture for architecture, family in FAMILIES.items()}
-FORERUN = {  # what makes a command short, and the option that its answers must not depend on
+SHORTER = {  # by command: options that make it short, and its answers those of every run
     "generate": ("--max-tokens", "8", "--seed", "1"),
     "chat": ("--max-tokens", "8", "--seed", "1"),
     "prove": ("--max-tokens", "8", "--num-prompts", "1", "--num-texts", "100"),
@@ -212,7 +212,7 @@ def run(arguments: list[str]) -> str:
 def run_forerun(arguments: list[str]) -> None:
     """It runs and says something, which without its drafter is the same."""
     command = arguments[0]
-    arguments = [*arguments, *FORERUN[command]]
+    arguments = [*arguments, *SHORTER[command]]
     told = run(arguments)
     assert told.strip(), arguments
     if command in ("generate", "chat") and "--draft" in arguments:
