@@ -24,6 +24,7 @@ from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.heads.sizes import StudentSizes
+from forerun.heads.vocabulary import exchange_of
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.train.kinds import make_student
@@ -99,7 +100,6 @@ def own_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) 
     decoder, block, text = plan.load(512, host), plan.tensors.config, tokens.tolist()
     assert block.taps == BLOCK_TAPS
     runner, heads = Runner.of(decoder, 2048), decoder.heads
-    ids = torch.arange(block.layers.vocab_size) if plan.ids.head_ids is None else plan.ids.head_ids
     logits, chances = [], []
     for seq_id, anchor in enumerate(BLOCK_ANCHORS):
         runner.read([Read(seq_id, text[:anchor])], inputs=decoder.fuse(states[:anchor]))
@@ -107,9 +107,9 @@ def own_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) 
         places = Read(seq_id, [text[anchor], *[MASKED] * (block.block_size - 1)])
         hidden = runner.read([places]).hidden[block.first :]
         before = tokens[anchor : anchor + len(hidden)]
-        found = plan.ids.spread(decoder.logits(hidden))
+        found = exchange_of(plan.ids, block.layers.vocab_size).spread(decoder.logits(hidden))
         found = found if heads.after is None else heads.after(found, decoder.states(hidden), before)
-        logits.append(found[:, ids])
+        logits.append(found[:, plan.ids])
         if heads.confidence is not None:
             chances.append(heads.confidence(decoder.states(hidden), before))
     return {"logits": torch.stack(logits)} | ({"confidence": torch.stack(chances)} if chances else {})

@@ -146,22 +146,23 @@ static void check_attention(const char* name) {
   std::vector<int64_t> listed(slots);  // keys from `split` on lie backwards from the end
   for (int64_t i = split; i < slots; i++) listed[i - split] = slots - 1 - (i - split);
   const Path path{0, split, listed.data()};
-  for (int64_t window : {0, 50}) {
+  for (int64_t window : {0, 50}) for (float cap : {0.0f, 2.0f}) {
     std::vector<float> q(6 * head), out(6 * head), alone(head);
     for (float& each : q) each = number() * 3;
     std::vector<Query> queries;
     const int64_t positions[] = {0, 15, 60, 60, 60, 99};
     const auto sink = [](int64_t i) { return i % 2 ? 0.5f * i : -INFINITY; };
     for (int64_t i = 0; i < 6; i++) queries.push_back({&q[i * head], &out[i * head], positions[i], sink(i)});
-    attend(queries, path, keys.data(), values.data(), head, window, 0.158f, scores);
+    attend(queries, path, keys.data(), values.data(), head, window, 0.158f, cap, scores);
     for (int64_t i = 0; i < 6; i++) {
-      attend({{&q[i * head], alone.data(), positions[i], sink(i)}}, path, keys.data(), values.data(), head, window, 0.158f, scores);
+      attend({{&q[i * head], alone.data(), positions[i], sink(i)}}, path, keys.data(), values.data(), head, window, 0.158f, cap, scores);
       expect(!memcmp(alone.data(), &out[i * head], head * sizeof(float)), "a query in company", i, window);
       std::vector<double> weights(positions[i] + 1), sums(head);
       double total = std::exp(double{sink(i)});
       for (int64_t k = window ? std::max<int64_t>(0, positions[i] + 1 - window) : 0; k <= positions[i]; k++) {
         double dot = 0;
         for (int64_t d = 0; d < head; d++) dot += 0.158 * q[i * head + d] * wide_keys[path.slot(k) * head + d];
+        if (cap) dot = cap * std::tanh(dot / cap);
         total += std::exp(dot);
         for (int64_t d = 0; d < head; d++) sums[d] += std::exp(dot) * wide_values[path.slot(k) * head + d];
       }

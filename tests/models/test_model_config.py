@@ -129,6 +129,9 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
             raw[key] = value
     if raw["model_type"] not in ("llama", "qwen2", "qwen3") and raw["num_key_value_heads"] is None:
         raw["num_key_value_heads"] = 8
+    if raw["model_type"] == "internlm3":  # transformers computes it as a Llama, whose two biases are one choice
+        raw = {key: value for key, value in raw.items() if key not in ("attention_bias", "mlp_bias")}
+        raw["qkv_bias"] = raw["bias"] = draw(st.booleans())
     windowed = ("gpt_oss", "qwen2_moe", "exaone4", "gemma2", "gemma3_text", "olmo3", "smollm3", "cohere2")
     if raw["model_type"] in windowed and raw.get("sliding_window", 0) is None:
         del raw["sliding_window"]
