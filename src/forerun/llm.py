@@ -119,7 +119,7 @@ class LLM:
         seed = SamplingParams(seed=seed).seed
         apply_limits(threads, max_model_len, memory_bytes)
         with reporting(progress, use_tqdm_on_load) as report:
-            target = Blueprint.of(spec, report)
+            target = Blueprint.of(spec, report).for_texts(max_model_len)
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
             self.tokenizer: Tokenizer = target.tokenizer()
             self.generation_defaults = generation_defaults(generation_config, target.folder)

@@ -69,6 +69,19 @@ def test_draft_models_are_those_with_its_tokenizer_and_a_third_of_its_size_at_mo
     assert not {"model:stdlib", "model:stdlib-middle", "model:stdlib-draft-1024"} & set(found)
 
 
+def test_what_is_broken_in_the_hubs_cache_is_in_nobodys_way(machine: Path) -> None:
+    """A model without a tokenizer, and a download whose files are links to nothing."""
+    draft = put_in_hub(machine, "owner/draft", Path(str(find_checkpoint("stdlib-draft"))))
+    for file in draft.glob("tokenizer*"):
+        file.unlink()
+    gone = put_in_hub(machine, "owner/gone", SMALL) / "config.json"
+    gone.unlink()
+    gone.symlink_to(machine / "nothing")
+    found = [each["draft"] for each in json.loads(invoke("stdlib", "--json").stdout)["drafters"]]
+    assert "model:stdlib-draft" in found
+    assert "model:owner/draft" not in found
+
+
 def test_the_list_has_what_ships_what_the_hub_left_here_and_files_that_were_used(machine: Path) -> None:
     put_in_hub(machine, "owner/small", SMALL)
     (put_in_hub(machine, "owner/broken", SMALL) / "model.safetensors").write_bytes(b"cut off")

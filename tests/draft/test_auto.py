@@ -84,6 +84,17 @@ def test_a_drafter_is_found_for_every_number_format_of_its_target_and_for_no_oth
         assert settled(AUTO, again) == mixed
 
 
+DAMAGED: list[dict[str, object]] = [{"mixed_with": 5}, {"mixed_with": "no such["}, {"temperature": 10**400}]
+
+
+@pytest.mark.parametrize("value", DAMAGED, ids=str)
+def test_a_record_with_a_value_that_cannot_be_is_none(value: dict[str, object], target: Blueprint) -> None:
+    file = put(target.folder.parent / "a", target) / RECORD
+    file.write_text(json.dumps(json.loads(file.read_text()) | value))
+    assert DrafterRecord.read(file.parent) is None
+    assert settled(AUTO, target) == DraftSpec("suffix")
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"drafter": "medusa"}'])
 def test_a_damaged_record_is_none(damage: str, target: Blueprint) -> None:
     folder = put(target.folder.parent / "a", target)

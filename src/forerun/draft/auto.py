@@ -62,6 +62,9 @@ class DrafterRecord:
         """The record in a folder; None where there is none, or none that can be used."""
         try:
             fields = read_fields(folder / RECORD)
+            mixed_with = fields.text("mixed_with")
+            if mixed_with is not None:
+                parse_spec(mixed_with)
             return cls(
                 drafter=str(fields.values["drafter"]),
                 argument=str(fields.values["argument"]),
@@ -71,9 +74,9 @@ class DrafterRecord:
                 tokens_per_round=numbers(fields, "tokens_per_round"),
                 speed_up=fields.optional("speed_up"),
                 model=fields.values.get("model"),
-                mixed_with=fields.values.get("mixed_with"),
+                mixed_with=mixed_with,
             )
-        except (ForerunError, KeyError, TypeError, ValueError):
+        except (ForerunError, KeyError, TypeError, ValueError, OverflowError):
             return None
 
     def spec(self, folder: Path) -> DraftSpec:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.models.loading import Blueprint
+from forerun.models.packing import centred, gains
 from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, HEAD, Shapes
 
 HALF = (torch.float16, torch.bfloat16)
@@ -27,7 +28,7 @@ SPREAD = 0.02  # standard deviation of fresh weights
 
 @dataclass(frozen=True, slots=True)
 class TargetTables:
-    """A target's embedding, output matrix and last norm, on its device."""
+    """A target's embedding and last norm, as its decoder has them, and its output matrix, on its device."""
 
     embedding: Float[Tensor, "vocab hidden"]
     head: Float[Tensor, "vocab hidden"]
@@ -39,7 +40,9 @@ class TargetTables:
         c, device, checkpoint = target.config, target.placement.device, target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (c.vocab_size, c.hidden)).to(device)
         head = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
-        return cls(embedding, head, checkpoint.take(FINAL_NORM, (c.hidden,)).to(device))
+        norm = gains(checkpoint.take(FINAL_NORM, (c.hidden,)), c.from_one) * c.logits_scale
+        embedding = embedding if c.embedding_scale == 1 else embedding * c.embedding_scale
+        return cls(centred(embedding, 1) if c.centred else embedding, head, norm.to(device))
 
 
 def stored_dtype(target: Blueprint) -> torch.dtype:

@@ -60,7 +60,7 @@ def ids_of(
     if offsets is None and draft_vocab != vocab_size:
         raise UnsupportedModel(f"{folder} has no tensor {OFFSETS}, which says whose tokens the head's are")
     ids = torch.arange(draft_vocab) + (0 if offsets is None else offsets)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < draft_vocab:
+    if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < draft_vocab:
         raise UnsupportedModel(
             f"{folder}: {OFFSETS} must give each token of the head another one of the target's {vocab_size} tokens: "
             "name a drafter that was trained for it"

@@ -85,7 +85,8 @@ class ModelConfig:
     layer i turns queries and keys, all by `rope` where it is empty; `rotary_dim` of each head turn, all where it is 0,
     neighbours together if `interleaved`. `score_cap` and `logits_cap` bound scores of attention and logits softly. The
     norms subtract the mean if `centred`, and have biases if `norm_bias`. With `parallel` the MLP reads what attention
-    reads. `plain_mlp` names an MLP's two layers where nothing is gated.
+    reads. `plain_mlp` names an MLP's two layers where nothing is gated. `longest_text` is the length that scalings of
+    positions go by, whatever `max_positions` there is memory for; 0: that.
     """
 
     family: str
@@ -131,6 +132,7 @@ class ModelConfig:
     norm_bias: bool = False
     parallel: bool = False
     plain_mlp: tuple[str, str] | None = None
+    longest_text: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -210,6 +212,7 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         rope=rope("full_attention"),
         tied=fields.flag("tie_word_embeddings", family.tied),
         max_positions=positions,
+        longest_text=positions,
         qkv_bias=has_bias(fields, family, family.qkv_bias),
         out_bias=has_bias(fields, family, family.out_bias),
         mlp_bias=has_bias(fields, family, family.mlp_bias),

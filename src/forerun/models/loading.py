@@ -34,7 +34,8 @@ from forerun.models.decoder import Decoder
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
-from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, count_parameters, num_idle
+from forerun.models.packing import shifted
+from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
@@ -111,6 +112,11 @@ class Blueprint:
             placement,
             stored,
         )
+
+    def for_texts(self, max_model_len: int | None) -> Blueprint:
+        """The model for texts of this length at most, by which some scalings of positions go; None: of any length."""
+        length = min(max_model_len or self.config.max_positions, self.config.max_positions)
+        return replace(self, config=replace(self.config, longest_text=length))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -246,14 +252,18 @@ class Blueprint:
         return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
-        """The output matrix for these tokens alone, held as the whole one is."""
-        name, shape = EMBEDDING if self.config.tied else HEAD, (self.config.vocab_size, self.config.hidden)
-        checkpoint = self.checkpoint(self.dtype)
-        groups = checkpoint.groups(name, shape) if self.as_stored else None
+        """The output layer for these tokens alone, which gives what the whole one does, held as that one is."""
+        c, checkpoint, backend = self.config, self.checkpoint(self.dtype), self.backend()
+        name, shape = EMBEDDING if c.tied else HEAD, (c.vocab_size, c.hidden)
+        groups = checkpoint.groups(name, shape) if self.as_stored and not c.norm_bias else None
         if groups is not None:
-            return self.backend().grouped(groups[ids])
-        weight = checkpoint.take(name, shape)[ids].to(self.placement.device)
-        return self.backend().linear(weight, quantize="int8" if self.quantize else None)
+            head = backend.grouped(groups[ids])
+        else:
+            weight, bias = checkpoint.take(name, shape)[ids].to(self.placement.device), None
+            if c.norm_bias:
+                bias = shifted(weight, None, checkpoint.take(FINAL_NORM_BIAS, (c.hidden,)))
+            head = backend.linear(weight, bias, quantize="int8" if self.quantize else None)
+        return head if c.logits_cap is None else backend.capped(head, c.logits_cap)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""
@@ -267,6 +277,8 @@ class Blueprint:
         """
         digest = sha256(f"{__version__} {torch.__version__} {self.format} {self.computed_by}".encode())
         digest.update(self.backend().arithmetic.encode())
+        if self.config.rope.kind == "longrope" and self.config.longest_text <= self.config.rope.original_max_positions:
+            digest.update(b"short texts")
         for path in sorted([*self.weight_files, self.folder / "config.json"]):
             digest.update(sample(path))
         return digest.hexdigest()[:16]

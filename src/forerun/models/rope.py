@@ -40,8 +40,8 @@ class RopeTables:
 def rope_tables(config: ModelConfig) -> RopeTables:
     """Tables for positions 0 to max_positions - 1, float32; attention factors are multiplied in.
 
-    Scalings that depend on the length of a text go by `max_positions`, so that a token turns alike however long its
-    text becomes. Behind the others is the table of queries that grow, where there are any.
+    Scalings that depend on the length of a text go by `longest_text`, so that a token turns alike however long its
+    text becomes, and however many positions there is memory for. Behind the others is the table of queries that grow, where there are any.
     """
     ropes = (config.rope, config.local_rope or config.rope, None)  # as Turned counts them
     tables = [rope_table(config, rope) for rope in ropes[: config.num_turns]]
@@ -56,7 +56,9 @@ def rope_table(config: ModelConfig, rope: RopeConfig | None) -> tuple[Tensor, Te
     half = config.head_dim // 2
     if rope is None:
         return torch.ones(config.max_positions, 2 * half), torch.zeros(config.max_positions, 2 * half)
-    turning = FREQUENCIES[rope.kind](rope, config.rotary_dim or config.head_dim, config.max_positions)
+    turning = FREQUENCIES[rope.kind](
+        rope, config.rotary_dim or config.head_dim, config.longest_text or config.max_positions
+    )
     frequencies = torch.cat([turning, turning.new_zeros(half - len(turning))])
     positions = torch.arange(config.max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies  # [positions, head_dim / 2]

@@ -89,13 +89,14 @@ def read_rope(fields: Fields, family: Family, positions: int, width: int, of: st
         raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
     theta = rope.number("rope_theta", fields.number("rope_theta", family.theta))
     grown = rope.optional("llama_4_scaling_beta") if family.scaled_queries else None
+    original = rope.whole("original_max_position_embeddings", positions) if grown else 0
     if kind == "default":
-        original = rope.whole("original_max_position_embeddings", positions) if grown else 0
         return RopeConfig(theta, original_max_positions=original, query_beta=grown or 0.0)
     if theta <= 1:  # scaled kinds tell slow rotations from fast ones by its logarithm
         raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
     scaling = read_scaling(kind, theta, rope, fields, positions, width)
-    return replace(scaling, query_beta=grown or 0.0)
+    original = scaling.original_max_positions or original
+    return replace(scaling, original_max_positions=original, query_beta=grown or 0.0)
 
 
 def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int, width: int) -> RopeConfig:
@@ -124,6 +125,8 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
         short_factors=read_factors(rope, "short_factor", width) if kind == "longrope" else (),
         long_factors=read_factors(rope, "long_factor", width) if kind == "longrope" else (),
     )
+    if kind == "longrope" and original == 1 and scaling.factor > 1 and scaling.attention_factor is None:
+        raise rope.refuse("original_max_position_embeddings", f"longrope divides by its logarithm: {AGAIN}")
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise rope.refuse("high_freq_factor", f"it must exceed low_freq_factor, {scaling.low_freq_factor}")
     return scaling

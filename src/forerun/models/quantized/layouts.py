@@ -221,8 +221,8 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         raise unfit(scales, f"{short(weight.name)} has {list(blocks)} blocks of {rows} x {columns}")
 
     def unpack() -> Tensor:
-        factors = scales.read().float().view(blocks).repeat_interleave(rows, -2)[..., :outputs, :]
-        return weight.read().float() * factors.repeat_interleave(columns, -1)[..., :inputs]
+        factors = scales.read().float().view(blocks).repeat_interleave(min(rows, outputs), -2)[..., :outputs, :]
+        return weight.read().float() * factors.repeat_interleave(min(columns, inputs), -1)[..., :inputs]
 
     return QuantizedTensor(weight.file, weight.shape, "FP8", unpack)
 
@@ -256,7 +256,7 @@ def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         fields = Fields(state.file, json.loads(bytes(state.read().tolist())))
         shape = tuple(int(size) for size in fields.values["shape"])
         mean = float(fields.values.get("nested_offset") or 0.0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise MissingWeights(f"{state.file}: {state.name} is damaged ({short(error)}): {AGAIN}") from error
     size, nested = fields.whole("blocksize"), fields.values.get("nested_blocksize") is not None
     outer = fields.whole("nested_blocksize") if nested else 1
@@ -275,10 +275,10 @@ def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         largest = sizes.read()
         if nested:
             factors, places = (parts[end].read() for end in TABLES)
-            largest = places[largest.int()] * factors.repeat_interleave(outer)[:num_blocks] + mean
+            largest = places[largest.int()] * factors.repeat_interleave(min(outer, num_blocks))[:num_blocks] + mean
         pairs = weight.read().flatten()
         numbers = table.read()[torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count].int()]
-        return (numbers * largest.repeat_interleave(size)[:count]).view(shape)
+        return (numbers * largest.repeat_interleave(min(size, count))[:count]).view(shape)
 
     return QuantizedTensor(weight.file, shape, sign.removeprefix(STATE).upper(), unpack)
 
