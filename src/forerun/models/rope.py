@@ -41,7 +41,8 @@ def rope_tables(config: ModelConfig) -> RopeTables:
     """Tables for positions 0 to max_positions - 1, float32; attention factors are multiplied in.
 
     Scalings that depend on the length of a text go by `longest_text`, so that a token turns alike however long its
-    text becomes, and however many positions there is memory for. Behind the others is the table of queries that grow, where there are any.
+    text becomes, and however many positions there is memory for. Behind the others is the table of queries that grow,
+    where there are any.
     """
     ropes = (config.rope, config.local_rope or config.rope, None)  # as Turned counts them
     tables = [rope_table(config, rope) for rope in ropes[: config.num_turns]]
