@@ -142,7 +142,7 @@ def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
     lines = (
         "ngram in 0 rounds, 2 of 3 accepted",
         "cascade[ngram,model:A] in 0 rounds, 0 of 1 accepted",
-        "merged in 1 rounds",
+        "merged in 1 round",
     )
     assert f"by arm {' '.join(lines)}" in shown
     assert "mix[ngram,model:A], depth auto" in generate("x", "--draft", "mix[ngram,model:A]").stderr
@@ -286,16 +286,27 @@ def asked(llm: ScriptedLLM) -> list[str]:
 
 
 def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
-    result = chat("--system", "Be.", lines="hi\n\nand?\n/reset\nagain\n/exit\nnever\n")
+    result = chat("--system", "Be.", lines="hi\n\nand?\n/rset\n/reset\nagain\n/exit\nnever\n")
     assert result.exit_code == 0
     assert asked(talking) == [
         "<system>Be.\n<user>hi\n<assistant>",
         "<system>Be.\n<user>hi\n<assistant>Once upon a\n<user>and?\n<assistant>",
         "<system>Be.\n<user>again\n<assistant>",
     ]
-    assert result.stdout == "Once upon a" * 3
+    assert result.stdout == "Once upon a\n" * 3
+    assert "there is no /rset: /reset forgets" in result.stderr
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
+
+
+def test_an_answer_without_a_text_of_a_model_for_conversations_names_chat(
+    talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "STORY", [2])
+    ended = "by the model, without a text: it was made for conversations, which `forerun chat` holds"
+    assert ended in generate("x", COLUMNS="200").stderr
+    monkeypatch.setattr(talking, "tokenizer", TOKENIZER)
+    assert "forerun chat" not in generate("x", COLUMNS="200").stderr
 
 
 def test_ctrl_c_cancels_the_answer_and_not_the_program(talking: ScriptedLLM) -> None:
@@ -314,7 +325,7 @@ def test_reasoning_is_shown_apart_and_is_no_part_of_the_conversation(
     thinking = ChatTemplate(CHAT + "{# until </think> #}", "a test")
     monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=thinking))
     result = forerun_("chat", "--model", "m", stdin="hi\nand?\n")
-    assert result.stdout == "We look.\n\nA dog." * 2
+    assert result.stdout == "We look.\n\nA dog.\n" * 2
     assert asked(talking)[1] == "<user>hi\n<assistant>A dog.\n<user>and?\n<assistant>"
     painted = forerun_("chat", "--model", "m", stdin="hi\n", FORCE_COLOR="1").stdout
     assert "\x1b[2m" in painted.partition("A")[0]

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
-from forerun.figure_table import fact_table
+from forerun.figure_table import counted, fact_table
 from forerun.models.generation import described
 
 STYLES = {
@@ -82,9 +82,9 @@ class Painter:
         """Whether the answer is shown on a terminal."""
         return self._console.is_terminal
 
-    def end(self) -> None:
-        """End the line after the answer on a terminal; a file or a pipe gets only the text."""
-        if self._console.is_terminal:
+    def end(self, followed: bool = False) -> None:
+        """End the line after the answer on a terminal; a file or a pipe gets only the text, unless more `followed`."""
+        if followed or self._console.is_terminal:
             self._console.file.write("\n")
 
 
@@ -122,13 +122,13 @@ def run_card(
         told = f"{described(setting.defaults, ' ')} (unless told otherwise; --generation-config none drops them)"
         card.add_row("model's defaults", Text(told))
     if timing.num_tokens:
-        times = f"{timing.num_tokens} tokens in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
+        times = f"{counted(timing.num_tokens, 'token')} in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
         card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({times})")
     card.add_row("tokens", _origin_counts(origins))
     if ended:
         card.add_row("ended", Text(ended))
     if stats.tokens_per_round is not None:
-        card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({stats.num_rounds} rounds)")
+        card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({counted(stats.num_rounds, 'round')})")
     if stats.gain is not None:
         card.add_row("gain", f"×{stats.gain:.2f} of what plain decoding is estimated to give")
     if stats.acceptance_rate is not None:
@@ -137,11 +137,11 @@ def run_card(
         card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
         for number, own in sorted(stats.drafters.items()):
             guesses = f", {own.num_accepted} of {own.num_drafted} accepted" if own.num_drafted else ""
-            line = f"{drafters[number]} in {own.num_rounds} rounds{guesses}"
+            line = f"{drafters[number]} in {counted(own.num_rounds, 'round')}{guesses}"
             card.add_row("" if number != min(stats.drafters) else "  by arm", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)
-    threads = "1 thread" if setting.num_threads == 1 else f"{setting.num_threads} threads"
+    threads = counted(setting.num_threads, "thread")
     card.add_row("computed by", Text(f"{setting.kernels}, {setting.format}, {threads}"))
     if setting.measured:
         card.add_row("", setting.measured)

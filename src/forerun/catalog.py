@@ -15,7 +15,7 @@ import torch
 
 from forerun.draft.auto import AUTO_DRAFT, beside, settled
 from forerun.draft.spec import DraftSpec
-from forerun.errors import ChatTemplateError, ForerunError
+from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED
 from forerun.models.config import read_config
 from forerun.models.gguf.folder import INDEX, stored_tensors
@@ -63,7 +63,7 @@ class ModelFacts:
 
     @property
     def commands(self) -> Iterator[str]:
-        """What runs it."""
+        """Command lines that run the model here, to be typed as they stand."""
         name = f'"{self.name}"' if " " in self.name else self.name
         if self.has_chat_template:
             yield f"forerun chat --model {name} --draft {AUTO_DRAFT}"
@@ -86,18 +86,9 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
         weights_bytes=memory.weights_bytes,
         token_bytes=memory.bytes_per_token,
         context=target.config.max_positions,
-        has_chat_template=has_template(target),
+        has_chat_template=template_of(target.tokenizer_folder).is_usable,
         drafters=tuple(drafters_for(target, tokenizer)),
     )
-
-
-def has_template(target: Blueprint) -> bool:
-    """Whether conversations can be held."""
-    try:
-        template_of(target.tokenizer_folder).require()
-    except ChatTemplateError:
-        return False
-    return True
 
 
 def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFacts]:

@@ -14,6 +14,11 @@ Cell = str | Text
 GAP = 1  # columns of the terminal between two of the table
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, which is in the plural unless the number is 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def fact_table(facts: Iterable[tuple[str, Cell]] = ()) -> Table:
     """A table of two columns: what a fact is about, and the fact, folded where it is long."""
     table = Table.grid(padding=(0, 2))

@@ -18,8 +18,8 @@ from kit.checkpoints import SMALL, TARGET
 from models.test_gguf_files import stories
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["models", *arguments], env={"COLUMNS": "200"})
+def invoke(*arguments: str, columns: str = "200") -> Result:
+    return CliRunner().invoke(cli.app, ["models", *arguments], env={"COLUMNS": columns})
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +96,10 @@ def test_the_list_has_what_ships_what_the_hub_left_here_and_files_that_were_used
                 Blueprint.of(each["folder"])
         else:
             assert Blueprint.of(each["folder"]).config.family == each["family"]
-    text = invoke().stdout
-    assert "owner/broken" in text
-    assert "no: forerun models owner/broken" in text
+    lines = invoke(columns="40").stdout.splitlines()
+    assert {line.split()[-1] for line in lines[1:-1]} == listed.keys(), "a long name is broken"
+    assert [line.split() for line in lines if line.startswith("no")] == [["no", "owner/broken"]]
+    assert lines[-1] == "forerun models MODEL says why one does not run."
     file.unlink()
     assert str(file) not in invoke("--json").stdout
 
@@ -113,6 +114,7 @@ def test_what_it_says_to_type_is_a_command(chat: bool, machine: Path) -> None:
     assert found["has_chat_template"] == chat
     assert [command.split()[1] for command in found["commands"]] == ["chat" if chat else "generate", "serve"]
     assert all(f'--model "{folder}"' in command for command in found["commands"])
+    assert [line[10:] for line in invoke(str(folder), columns="40").stdout.splitlines()[-2:]] == found["commands"]
 
 
 def test_a_model_that_cannot_be_run_is_refused_in_one_line(machine: Path) -> None:

@@ -80,7 +80,7 @@ def test_it_is_told_in_a_line() -> None:
     pays, plain = Forecast(1, "", 5, 1.912), Forecast(32, "", 0, 0.8)
     assert (
         forecast_line([pays, plain])
-        == "expected on texts like the samples: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
+        == "expected of drafting, by built-in sample texts: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
     )
     assert (
         forecast_line([Forecast(1, "b", 0, 0.97), plain])

@@ -127,6 +127,8 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
         if not painter.visible:
             model.errors.print()  # the text, wherever it went, ends without a line's end
         ended = ended_by(said, model.params, llm.plan.max_model_len)
+        if not said.text.strip() and said.finish_reason == "stop" and llm.tokenizer.template().is_usable:
+            ended += ", without a text: it was made for conversations, which `forerun chat` holds"
         card = run_card(model.setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.drafter_names, ended)
         model.errors.print(card)
     result.tell(as_object(said, model.setting, llm))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -53,6 +54,8 @@ def chat(
         if line == "/reset":
             messages = beginning
             errors.print("the conversation starts over", style="dim", highlight=False)
+        elif re.fullmatch("/[a-z]+", line):
+            errors.print(f"there is no {line}: /reset forgets the conversation, /exit leaves", highlight=False)
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
@@ -66,7 +69,7 @@ def chat(
                 show_error(error)
                 continue
             messages = [*asked, {"role": "assistant", "content": reply.content.strip()}]
-            painter.end()
+            painter.end(followed=True)
             note = "cancelled; " if said.finish_reason == "cancelled" else ""
             speed = f"[{note}{speed_line(said.timing, llm.stats)}{label}]"
             errors.print(speed, style="dim", markup=False, highlight=False)

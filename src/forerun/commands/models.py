@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from forerun.catalog import ModelFacts, ModelHere
-    from forerun.figure_table import FigureTable
 
 EXAMPLES = """
 forerun models
@@ -48,18 +47,22 @@ def models(
     result = Result.of(output)
     with importing():
         from rich.console import Console
+        from rich.text import Text
 
         from forerun.catalog import facts_of, models_here
         from forerun.figure_table import fact_table
     if what is None:
         found = list(models_here())
         if not result.as_json:
-            Console(highlight=False).print(list_of(found))
+            Console(highlight=False).print(Text("\n".join(list_of(found))), soft_wrap=True)
         result.tell({"models": [asdict(each) for each in found]})
         return
     facts = facts_of(loading.spec(what))
     if not result.as_json:
-        Console(highlight=False).print(fact_table(lines_of(facts)))
+        console = Console(highlight=False)
+        console.print(fact_table(lines_of(facts)))
+        for i, command in enumerate(facts.commands):  # whole lines, to be copied
+            console.print(Text(("" if i else "run it").ljust(len("drafters") + 2) + command), soft_wrap=True)
     result.tell(facts.as_object())
 
 
@@ -76,19 +79,15 @@ def lines_of(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     yield "chat", "it has a template" if facts.has_chat_template else "it has no template, and goes on with texts"
     for i, each in enumerate(facts.drafters):
         yield "" if i else "drafters", f"{each.draft}: {each.about}"
-    for i, command in enumerate(facts.commands):
-        yield "" if i else "run it", command
 
 
-def list_of(found: list[ModelHere]) -> FigureTable:
-    """The models of this machine."""
+def list_of(models: list[ModelHere]) -> Iterator[str]:
+    """The models of this machine, a line each; their names are last, so that long ones are never broken."""
     from forerun.cache.plan import size
-    from forerun.figure_table import FigureTable
 
-    rows = [
-        (each.name, each.family, f"{each.parameters / 1e6:,.1f} M", size(each.num_bytes), "yes")
-        if each.runs
-        else (each.name, "", "", "", "no: forerun models " + each.name)
-        for each in found
-    ]
-    return FigureTable(("model", "family", "parameters", "files", "runs"), rows, num_names=2)
+    yield f"{'runs':4}  {'family':14}  {'parameters':>12}  {'files':>8}  model"
+    for each in models:
+        parameters, files = (f"{each.parameters / 1e6:,.1f} M", size(each.num_bytes)) if each.runs else ("", "")
+        yield f"{'yes' if each.runs else 'no':4}  {each.family:14}  {parameters:>12}  {files:>8}  {each.name}"
+    if not all(each.runs for each in models):
+        yield "forerun models MODEL says why one does not run."

@@ -95,7 +95,8 @@ def forecast_line(found: Sequence[Forecast]) -> str:
         best = max(found, key=lambda each: each.gain)
         return f"drafting is not expected to pay: ×{best.gain:.2f} at best, at batch {best.batch}"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]
-    return "expected on texts like the samples: " + ", ".join([*(str(each) for each in found if each.depth), *plain])
+    paying = [str(each) for each in found if each.depth]
+    return f"expected of drafting, by built-in sample texts: {', '.join(paying + plain)}"
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ class HeadKind:
 
     @property
     def parts(self) -> HeadParts:
-        """What it brings."""
+        """What the kind's `drafter.py` declares: how its heads are recognised, planned, trained and laid out."""
         parts: HeadParts = import_module(f"{__package__}.{self.folder}.drafter").PARTS
         return parts
 

@@ -63,7 +63,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, texts: Sequence[TargetText]) -> TextBatch:
-        """These texts."""
+        """A batch of texts of any lengths, padded at the end to the longest."""
         longest = max(len(text.tokens) for text in texts)
         device = texts[0].last.device
         tokens = [[*text.tokens, *[0] * (longest - len(text.tokens))] for text in texts]

@@ -148,7 +148,8 @@ class Blueprint:
         stay, unpacked = (self.stored.formats if self.as_stored else ()), self.stored.unpacked
         unpacked = unpacked if self.as_stored else tuple(dict.fromkeys((*self.stored.formats, *unpacked)))
         kinds = ((stay, "weights"), (unpacked, "weights unpacked"))
-        return ", ".join([name, *(f"{' and '.join(names)} {what}" for names, what in kinds if names)])
+        listed = ((" and ".join(", ".join(names).rsplit(", ", 1)), what) for names, what in kinds if names)
+        return ", ".join([name, *(f"{names} {what}" for names, what in listed)])
 
     def backend(self, progress: ProgressCallback | None = None) -> Backend:
         """What computes its layers, and layers beside them; compiled if necessary."""

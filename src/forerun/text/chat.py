@@ -92,6 +92,15 @@ class ChatTemplate:
         """Raise ChatTemplateError where a template is missing or does not parse."""
         self._run(name, None)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether conversations can be held: there is a template, and it parses."""
+        try:
+            self.require()
+        except ChatTemplateError:
+            return False
+        return True
+
     def _run(self, name: str, values: dict[str, object] | None) -> str:
         answer = RENDERER.answer(self.source(name), values)
         if answer is None:

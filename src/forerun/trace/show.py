@@ -16,6 +16,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from forerun.accept.commit import Origin
+from forerun.figure_table import counted
 from forerun.trace.explain import quote
 from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound
 
@@ -157,11 +158,6 @@ def summary(trace: Trace) -> Iterator[Text]:
         yield Text(
             f"Same tokens as plain decoding: {'yes' if trace.same_as_plain else 'NO'} (seed {trace.seed}).", BOLD
         )
-
-
-def counted(number: int, what: str) -> str:
-    """A number and its noun."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"
 
 
 def svg(trace: Trace, styles: Styles, width: int = SVG_WIDTH) -> str:

@@ -70,7 +70,7 @@ class DraftModelStudent(StackStudent):
 
     @classmethod
     def going_on(cls, target: Blueprint, init: str) -> DraftModelStudent:
-        """A checkpoint."""
+        """A student that begins as the checkpoint `init`, whose tokenizer must be the target's."""
         model = Blueprint.of(init, dtype="float32")
         if model.tokenizer().fingerprint() != target.tokenizer().fingerprint():
             raise VocabularyMismatch(
@@ -99,7 +99,7 @@ class DraftModelStudent(StackStudent):
         return functional.embedding(batch.read, self.weights[EMBEDDING])
 
     def output(self) -> Float[Tensor, "vocab hidden"]:
-        """Its own."""
+        """The draft model's output matrix, or its embeddings where the two are tied."""
         return self.weights[EMBEDDING if self.config.tied else HEAD]
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
