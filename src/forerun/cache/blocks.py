@@ -62,8 +62,12 @@ class Blocks:
         assert min(num_blocks + 1, block_size) > 0, f"{num_blocks} blocks of {block_size} slots"
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_free = num_blocks
         self.runs: dict[int, BlockRange] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of no row; counted anew, so that no interrupt can leave them uncounted."""
+        return self.num_blocks - sum(run.count for run in self.runs.values())
 
     def __contains__(self, row: int) -> bool:
         return row in self.runs
@@ -82,7 +86,6 @@ class Blocks:
         num_asked = sum(count - self.run(row).count for row, count in grown.items())
         if num_asked > self.num_free:
             raise OutOfBlocks(num_asked, self.num_free)
-        self.num_free -= num_asked
         moves: list[Move] = []
         for row, count in grown.items():
             if self._extend(row, count):
@@ -110,29 +113,23 @@ class Blocks:
             self.runs[row] = BlockRange(run.start, count)
         else:
             self.runs.pop(row, None)
-        self.num_free += run.count - count
 
     def free(self, row: int) -> None:
         """Free all blocks of a row; one without blocks has none to free."""
         self.shrink(row, 0)
-        if not self.runs:
-            self.clear()  # whatever an interrupt left uncounted is found again
 
     def clear(self) -> None:
         """Free all blocks of all rows, whatever state the accounts are in."""
         self.runs.clear()
-        self.num_free = self.num_blocks
 
     def check(self) -> None:
-        """Assert that runs are not empty, lie inside, do not overlap, and that the free blocks are counted right."""
+        """Assert that runs are not empty, lie inside and do not overlap."""
         end = 0
         for row, run in sorted(self.runs.items(), key=lambda item: item[1].start):
             assert run.count > 0, f"row {row} is known without blocks"
             assert run.start >= end, f"row {row} starts at {run.start}, within a run that ends at {end}"
             end = run.end
         assert end <= self.num_blocks, f"a run ends at {end} of {self.num_blocks} blocks"
-        used = sum(run.count for run in self.runs.values())
-        assert self.num_free == self.num_blocks - used, f"{self.num_free} free, {used} of {self.num_blocks} used"
 
     def _extend(self, row: int, count: int) -> bool:
         """Grow a row where it is, if the blocks behind it are free."""
@@ -174,10 +171,11 @@ class Blocks:
         """
         new = [row for row in grown if row not in self.runs]
         rows = [*sorted(self.runs, key=lambda row: self.runs[row].start), *new]
+        counts = [max(self.run(row).count, grown.get(row, 0)) for row in rows]
+        num_free = self.num_blocks - sum(counts)
         moves: list[Move] = []
         start = 0
-        for i, row in enumerate(rows):
-            count = max(self.run(row).count, grown.get(row, 0))
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             moves += self._put(row, BlockRange(start, count))
-            start += count + self.num_free * (i + 1) // len(rows) - self.num_free * i // len(rows)
+            start += count + num_free * (i + 1) // len(rows) - num_free * i // len(rows)
         return [m for m in moves if m.target < m.source] + [m for m in reversed(moves) if m.target > m.source]
