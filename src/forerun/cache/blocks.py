@@ -62,12 +62,8 @@ class Blocks:
         assert min(num_blocks + 1, block_size) > 0, f"{num_blocks} blocks of {block_size} slots"
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_free = num_blocks
         self.runs: dict[int, BlockRange] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks of no row; counted anew, so that no interrupt can leave them uncounted."""
-        return self.num_blocks - sum(run.count for run in self.runs.values())
 
     def __contains__(self, row: int) -> bool:
         return row in self.runs
@@ -82,10 +78,17 @@ class Blocks:
         Returns the moves to carry out, in order, before anything is written. Succeeds whenever enough blocks are
         free in all, however scattered; else raises OutOfBlocks and changes nothing.
         """
+        self._count_free()
         grown = {row: count for row, count in wanted.items() if count > self.run(row).count}
         num_asked = sum(count - self.run(row).count for row, count in grown.items())
         if num_asked > self.num_free:
             raise OutOfBlocks(num_asked, self.num_free)
+        moves = self._place(grown)
+        self._count_free()
+        return moves
+
+    def _place(self, grown: Mapping[int, int]) -> list[Move]:
+        """Give these rows their new numbers of blocks; enough are free in all."""
         moves: list[Move] = []
         for row, count in grown.items():
             if self._extend(row, count):
@@ -95,6 +98,10 @@ class Blocks:
                 return moves + self._respace(grown)
             moves += self._put(row, BlockRange(start, count))
         return moves
+
+    def _count_free(self) -> None:
+        """Count the blocks of no row anew, so that one that an interrupt left uncounted is found again."""
+        self.num_free = self.num_blocks - sum(run.count for run in self.runs.values())
 
     def gaps(self) -> list[BlockRange]:
         """The free blocks, as runs between those of rows, in order."""
@@ -113,6 +120,7 @@ class Blocks:
             self.runs[row] = BlockRange(run.start, count)
         else:
             self.runs.pop(row, None)
+        self._count_free()
 
     def free(self, row: int) -> None:
         """Free all blocks of a row; one without blocks has none to free."""
@@ -121,15 +129,18 @@ class Blocks:
     def clear(self) -> None:
         """Free all blocks of all rows, whatever state the accounts are in."""
         self.runs.clear()
+        self._count_free()
 
     def check(self) -> None:
-        """Assert that runs are not empty, lie inside and do not overlap."""
+        """Assert that runs are not empty, lie inside, do not overlap, and that the free blocks are counted right."""
         end = 0
         for row, run in sorted(self.runs.items(), key=lambda item: item[1].start):
             assert run.count > 0, f"row {row} is known without blocks"
             assert run.start >= end, f"row {row} starts at {run.start}, within a run that ends at {end}"
             end = run.end
         assert end <= self.num_blocks, f"a run ends at {end} of {self.num_blocks} blocks"
+        used = sum(run.count for run in self.runs.values())
+        assert self.num_free == self.num_blocks - used, f"{self.num_free} free, {used} of {self.num_blocks} used"
 
     def _extend(self, row: int, count: int) -> bool:
         """Grow a row where it is, if the blocks behind it are free."""
