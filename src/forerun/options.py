@@ -59,7 +59,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help=f"Target: a Hugging Face folder, a hub id, or a bundled model ({BUNDLED_NAMES}).",
+        help=f"Target: a Hugging Face folder, a GGUF file, a hub id, or a bundled model ({BUNDLED_NAMES}).",
         autocompletion=complete_model,
         rich_help_panel=MODEL,
     ),
