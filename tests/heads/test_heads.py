@@ -87,14 +87,15 @@ def test_what_a_folder_has_of_the_targets_and_other_names_change_nothing(
     assert own == same
 
 
-@pytest.mark.parametrize("num_ids", [512, 200])
+@pytest.mark.parametrize("num_ids", [512, 200, -512])
 def test_a_layer_without_a_head_uses_the_targets(num_ids: int, made: Callable[[str], Path], tmp_path: Path) -> None:
-    """The target's whole head, or its rows for the tokens that `d2t` names."""
-    ids = torch.arange(512)[-num_ids:]
+    """The target's whole head, or its rows for the tokens that `d2t` names, which may be all in another order."""
+    ids, in_order = torch.arange(512)[-abs(num_ids) :], num_ids > 0
+    ids, num_ids = (ids, num_ids) if in_order else (ids.flip(0), -num_ids)
     head, offsets = load_file(TARGET / "model.safetensors")[EMBEDDING][ids], ids - torch.arange(num_ids)
     sizes: dict[str, object] = {"draft_vocab_size": num_ids}
     copied = rewritten(made("eagle-3"), {"lm_head.weight": head, "d2t": offsets}, sizes, tmp_path / "copied")
-    table = None if num_ids == 512 else offsets
+    table = None if num_ids == 512 and in_order else offsets
     shared = rewritten(copied, {"lm_head.weight": None, "d2t": table}, sizes, tmp_path / "shared")
     own, same = (num_accepted(TARGET, f"eagle:{each}", 4, GREEDY) for each in (copied, shared))
     assert own == same

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forerun.annotations import Int
@@ -89,8 +90,9 @@ class HeadFolder:
         return partial(self.backend.linear, quantize=self.target.quantize)
 
     def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
-        """The target's head, or its rows for these tokens where they are not all."""
-        return target.head if len(ids) == target.config.vocab_size else self.target.head_rows(ids)
+        """The target's head, or its rows for these tokens where they are not all in their order."""
+        is_whole = torch.equal(ids, torch.arange(target.config.vocab_size))
+        return target.head if is_whole else self.target.head_rows(ids)
 
     def refuse_devices(self, heads: str) -> None:
         """Raise UnsupportedModel for `heads` that are computed on CPUs alone, where the target is not."""
