@@ -75,7 +75,7 @@ def card(record: DrafterRecord, looks: Sequence[Mapping[str, Any]]) -> str:
 
 An MTP module (2412.19437, 2509.18362): one layer of {size[1]:,} neurons on the target's last state, used again for
 every guess. It guesses the {size[0]:,} tokens that the target says most often, by those rows of the target's own head.
-`--draft auto` finds it for every number format of the target, and drafts with it in a mix with `{MIXED_WITH}`.
+Beside the target, `--draft auto` finds it for every number format, and drafts with it in a mix with `{MIXED_WITH}`.
 
 ## How it was made
 

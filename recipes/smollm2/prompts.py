@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forerun import LLM, SamplingParams
+from forerun.store import write_whole
 
 BATCH = 32
 PROMPT_TOKENS, PASSAGE_TOKENS = 96, 192
@@ -96,31 +97,33 @@ ABOUT = (
 
 
 def write_prompts(model: str, count: int, path: Path, threads: int | None = None) -> None:
-    """Add prompts to a `.jsonl` until it has `count`; a fourth of them are about passages."""
-    have = path.read_text("utf-8").count("\n") if path.exists() else 0
-    if have >= count:
+    """Write `count` prompts into a `.jsonl`, less those that are too short; a fourth of them are about passages.
+
+    A file that is there is gone on with behind its last batch, to what it would have been without the interruption.
+    """
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    first = (json.loads(lines[-1])["number"] // BATCH + 1) * BATCH if lines else 0
+    if first >= count:
         return
     llm = LLM(model, max_num_seqs=BATCH, max_model_len=1024, threads=threads)
-    with path.open("a", encoding="utf-8") as file:
-        while have < count:
-            for text in batch_of(llm, have):
-                file.write(json.dumps({"prompt": text}) + "\n")
-            file.flush()
-            have += BATCH
-            print(f"{have} of {count} prompts", flush=True)
+    for start in range(first, count, BATCH):
+        lines += [json.dumps({"prompt": text, "number": number}) for number, text in batch_of(llm, start)]
+        write_whole(path, "\n".join(lines) + "\n")
+        print(f"{start + BATCH} of {count} prompts", flush=True)
 
 
-def batch_of(llm: LLM, first: int) -> Iterator[str]:
-    """The prompts from number `first` on, as many as were usable."""
+def batch_of(llm: LLM, first: int) -> Iterator[tuple[int, str]]:
+    """The prompts from number `first` on that are long enough, behind their numbers."""
     places = range(first, first + BATCH)
     if (first // BATCH) % 4:
         openings = [OPENINGS[i % len(OPENINGS)] for i in places]
-        yield from (text for text in went_on(llm, openings, places, PROMPT_TOKENS) if len(text) >= LEAST_LETTERS)
+        texts = went_on(llm, openings, places, PROMPT_TOKENS)
+        yield from ((i, text) for i, text in zip(places, texts, strict=True) if len(text) >= LEAST_LETTERS)
         return
     topics = went_on(llm, [ARTICLES[i % len(ARTICLES)] for i in places], places, 24)
     asked = [f"{USER}{topic}{END}\n<|im_start|>assistant\n" for topic in topics]
     for i, passage in zip(places, answered(llm, asked, places, PASSAGE_TOKENS), strict=True):
-        yield ABOUT[i % len(ABOUT)].format(passage.strip())
+        yield i, ABOUT[i % len(ABOUT)].format(passage.strip())
 
 
 def went_on(llm: LLM, openings: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
