@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
+from importlib.util import find_spec
 from pathlib import Path
 
 from forerun.errors import ModelNotFound
@@ -51,7 +52,10 @@ def kept() -> Path | None:
 
 
 def fetch() -> Path:
-    """The file, downloaded if it is not kept yet. Raises ModelNotFound, with the reasons, where it cannot be had."""
+    """The file, downloaded if it is not kept yet. Raises ModelNotFound, with the reasons, where it cannot be had, and
+    where nothing here reads it."""
+    if find_spec("gguf") is None:
+        raise ModelNotFound(f"{FILE} is read with the package gguf: pip install 'forerun[gguf]'")
     if (path := kept()) is not None:
         return path
     if forbidden := next((name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")), ""):
