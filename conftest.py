@@ -86,6 +86,27 @@ def no_costs_are_measured_at_starts() -> Generator[None, None, None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def folders_of_gguf_files_are_thrown_away(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
+    """Folders that stand for GGUF files are made in a cache of this run's, so that `forerun models` lists no tests.
+
+    Everything else in the user's cache, such as compiled kernels, is there by links.
+    """
+    from forerun.store import cache_folder
+
+    ours, caches = cache_folder("kernels").parent, tmp_path_factory.mktemp("cache")
+    (ours / "kernels").mkdir(parents=True, exist_ok=True)
+    (ours / "times").mkdir(exist_ok=True)
+    (caches / ours.name).mkdir()
+    links = {caches / path.name: path for path in ours.parent.iterdir() if path != ours}
+    links |= {caches / ours.name / path.name: path for path in ours.iterdir() if path.name != "gguf"}
+    for link, path in links.items():
+        link.symlink_to(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(caches))
+        yield
+
+
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """stories260k: a Llama of 260 k parameters, the target of most tests."""

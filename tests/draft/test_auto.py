@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forerun.draft.auto import RECORD, DrafterRecord, settled
+from forerun.draft.auto import NAMES, RECORD, DrafterRecord, settled
 from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.drafters import PLANNERS
 from forerun.errors import UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -82,6 +83,18 @@ def test_a_drafter_is_found_for_every_number_format_of_its_target_and_for_no_oth
         assert settled(parse_spec("mix[ngram,auto]"), again).members[1] == (expected or DraftSpec("suffix"))
         mixed = DraftSpec("suffix") if expected is None else DraftSpec("mix", members=(DraftSpec("suffix"), own))
         assert settled(AUTO, again) == mixed
+
+
+@pytest.mark.parametrize("values", [{"drafter": "telepathy"}, {"mixed_with": "telepathy:2"}], ids=str)
+def test_a_record_of_a_newer_versions_drafter_is_left_out_with_a_warning(
+    values: dict[str, object], target: Blueprint, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(target.folder.parent / "newer", target, speed_up=9.0, **values)
+    assert settled(AUTO, target) == DraftSpec("suffix")
+    assert "newer/drafter.json is left out: it needs the drafter telepathy" in caplog.text
+    known = put(target.folder.parent / "known", target)
+    assert settled(AUTO, target) == DraftSpec("medusa", argument=str(known))
+    assert set(NAMES) == PLANNERS.keys() - {"auto", "cascade", "mix"}
 
 
 DAMAGED: list[dict[str, object]] = [{"mixed_with": 5}, {"mixed_with": "no such["}, {"temperature": 10**400}]

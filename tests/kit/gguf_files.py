@@ -8,16 +8,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
 from kit.checkpoints import read_json, written
 
 EXPERT = re.compile(r"experts\.\d+\.")
-BLOCK = 32
+DRAWN = {  # formats that `gguf` only unpacks: where their factors are, and these for weights that vary by 1
+    "Q4_K": ((0, 2), (1 / 180, 7.5 / 180)),
+    "Q5_K": ((0, 2), (1 / 360, 15.5 / 360)),
+    "Q6_K": ((208,), (1 / 1400,)),
+}
 ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
 
 
@@ -30,7 +36,10 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def write_gguf(
     folder: Path, path: Path, architecture: str, metadata: Mapping[str, Any], number_format: str = "F32"
 ) -> Path:
-    """Write the model of a folder to `path`: matrices in this format where blocks fit their rows, all else in F32."""
+    """Write the model of a folder to `path`: matrices in this format where blocks fit their rows, all else in F32.
+
+    In the formats of DRAWN they are others, drawn at random, which vary as much.
+    """
     config: dict[str, Any] = read_json(folder / "config.json")
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
@@ -48,8 +57,9 @@ def write_gguf(
             stacks[own].append(by_turns(numbers, heads) if turned else numbers)
     for name, parts in stacks.items():
         numbers = (torch.stack(parts) if "_exps" in name and len(parts) > 1 else parts[0]).contiguous()
-        kind = GGMLQuantizationType[number_format if fits(name, numbers) else "F32"]
-        writer.add_tensor(name, quantize(numbers.numpy(), kind), raw_dtype=kind)
+        kind = GGMLQuantizationType[number_format if fits(name, numbers, number_format) else "F32"]
+        drawn = kind.name in DRAWN
+        writer.add_tensor(name, draw(numbers, kind) if drawn else quantize(numbers.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -80,9 +90,19 @@ def by_turns(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
 
 
-def fits(name: str, tensor: Tensor) -> bool:
+def draw(numbers: Tensor, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Blocks of a format of DRAWN, of whatever weights that vary as these numbers do."""
+    (block, size), (places, factors) = GGML_QUANT_SIZES[kind], DRAWN[kind.name]
+    bytes_ = np.random.default_rng(numbers.numel()).integers(0, 256, (numbers.numel() // block, size), dtype=np.uint8)
+    for at, factor in zip(places, factors, strict=True):
+        bytes_[:, at : at + 2] = np.array([float(numbers.std()) * factor], np.float16).view(np.uint8)
+    return bytes_.reshape(*numbers.shape[:-1], -1)
+
+
+def fits(name: str, tensor: Tensor, number_format: str) -> bool:
     """Whether a tensor is stored in blocks: a matrix whose rows they fill."""
-    return not name.endswith("bias") and tensor.dim() > 1 and tensor.shape[-1] % BLOCK == 0
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[number_format]]
+    return not name.endswith("bias") and tensor.dim() > 1 and tensor.shape[-1] % block == 0
 
 
 def write_rounded(folder: Path, into: Path, number_format: str) -> Path:
@@ -91,7 +111,7 @@ def write_rounded(folder: Path, into: Path, number_format: str) -> Path:
 
     def rounded(name: str, tensor: Tensor) -> Tensor:
         turned = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
-        if not fits(name, turned):
+        if not fits(name, turned, number_format):
             return tensor
         back = torch.from_numpy(dequantize(quantize(turned.contiguous().numpy(), kind), kind)).reshape(turned.shape)
         return back.transpose(1, 2) if tensor.dim() == 3 else back

@@ -108,6 +108,7 @@ def eight_bits(weight: Tensor) -> Packed:
 
 def fp8(weight: Tensor, rows: int, columns: int, end: str) -> Packed:
     """Scales of blocks of `rows` x `columns`, 0 for all that there are."""
+    of_all = not (rows or columns)
     rows, columns = rows or weight.shape[0], columns or weight.shape[1]
     numbers, dense = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight, dtype=torch.float32)
     scales = []
@@ -117,7 +118,8 @@ def fp8(weight: Tensor, rows: int, columns: int, end: str) -> Packed:
             scales.append(weight[block].float().abs().max() / 448)
             numbers[block] = (weight[block].float() / scales[-1]).to(torch.float8_e4m3fn)
             dense[block] = numbers[block].float() * scales[-1]
-    return {".weight": numbers, end: torch.stack(scales).view(-(-weight.shape[0] // rows), -1)}, dense
+    shape = (1,) if of_all else (-(-weight.shape[0] // rows), -1)
+    return {".weight": numbers, end: torch.stack(scales).view(shape)}, dense
 
 
 def nf4(weight: Tensor, nested: bool) -> Packed:
@@ -229,11 +231,16 @@ def write_quantized(source: Path, into: Path, kind: str, kept: tuple[str, ...] =
             continue
         parts, meant[name] = how.pack(tensor)
         stored |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
-    for path in source.glob("*.json"):
-        into.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, into / path.name)
-    written(into, read_json(source / "config.json") | {"quantization_config": dict(how.config)}, stored)
+    write_like(source, into, how.config, stored)
     return meant
+
+
+def write_like(source: Path, into: Path, config: Mapping[str, Any], stored: dict[str, Tensor]) -> None:
+    """A folder with these tensors, and what else is in `source`."""
+    into.mkdir(parents=True, exist_ok=True)
+    for path in source.glob("*.json"):
+        shutil.copyfile(path, into / path.name)
+    written(into, read_json(source / "config.json") | {"quantization_config": dict(config)}, stored)
 
 
 def write_mxfp4(source: Path, into: Path) -> dict[str, Tensor]:
@@ -251,6 +258,5 @@ def write_mxfp4(source: Path, into: Path) -> dict[str, Tensor]:
             stored[f"{name}_scales"] = powers.to(torch.uint8)
             weights = values[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (powers.repeat_interleave(32, 2) - 127)
             meant[name] = weights.transpose(1, 2)
-    config = read_json(source / "config.json") | {"quantization_config": {"quant_method": "mxfp4"}}
-    written(into, config, stored)
+    write_like(source, into, {"quant_method": "mxfp4"}, stored)
     return meant

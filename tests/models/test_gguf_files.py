@@ -18,9 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.commands.answering import require_template
-from forerun.config import Speculation
 from forerun.errors import (
     ChatTemplateError,
     ForerunError,
@@ -116,20 +115,6 @@ def stories(path: Path, number_format: str = "Q8_0", **more: Any) -> Path:
         key: value for key, value in (metadata_of(config) | vocabulary(TARGET) | more).items() if value is not None
     }
     return write_gguf(TARGET, path, "llama", metadata, number_format)
-
-
-@pytest.mark.parametrize("number_format", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
-def test_guesses_change_no_token_of_a_model_that_stays_as_it_is_stored(number_format: str, tmp_path: Path) -> None:
-    file = str(stories(tmp_path / "model.gguf", number_format))
-    params = [SamplingParams(temperature=t, seed=7, max_tokens=40, logprobs=1) for t in (0.0, 1.0)]
-    plain, *drafted = (LLM(file, draft) for draft in (None, "ngram", f"model:{file}", "early-exit:2"))
-    assert Blueprint.of(file).format == f"bfloat16, {number_format} weights"
-    prompts = ["Once upon a time", "Lily and"]
-    expected = [each.outputs[0] for each in plain.generate(prompts, params)]
-    for llm in drafted:
-        for shape in (Speculation(4), Speculation(3, 2, 8)):
-            found = [each.outputs[0] for each in llm.generate(prompts, params, speculation=shape)]
-            assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in expected]
 
 
 def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ machine, remains the controller's question.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -27,6 +28,9 @@ from forerun.models.loading import Blueprint
 AUTO_DRAFT = "auto"
 OTHERWISE = DraftSpec("suffix")  # where nothing that pays lies beside the target: it needs no weights
 RECORD = "drafter.json"
+NAMES = ("ngram", "suffix", "model", "early-exit", "medusa", "eagle", "block", "mtp")  # that a record may have
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +138,13 @@ def beside(target: Blueprint) -> Iterator[PathAndRecord]:
     records = {path.resolve(): path for place in places for path in sorted(place.glob(f"*/{RECORD}"))}
     for path in records.values():
         record = DrafterRecord.read(path.parent)
-        if record is not None and (record.target == digest() or (record.model is not None and record.model == model())):
-            yield path.parent, record
+        if record is None or (record.target != digest() and (record.model is None or record.model != model())):
+            continue
+        names = (record.drafter, *(() if record.mixed_with is None else (parse_spec(record.mixed_with).name,)))
+        if unknown := next((name for name in names if name not in NAMES), None):
+            log.warning("%s is left out: it needs the drafter %s, which this version does not have", path, unknown)
+            continue
+        yield path.parent, record
 
 
 def chosen(found: list[PathAndRecord]) -> PathAndRecord | None:

@@ -27,7 +27,6 @@ from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.native import find_kernels
-from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder
@@ -245,10 +244,7 @@ class Blueprint:
                 progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
             return tensor.to(self.placement.device)
 
-        def take_groups(name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
-            return checkpoint.groups(name, shape)
-
-        groups = take_groups if self.as_stored else None
+        groups = checkpoint.groups if self.as_stored else None
         decoder = Decoder(c, take, self.dtype, self.backend(progress), self.quantize, host, groups)
         return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
 

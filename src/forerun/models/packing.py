@@ -26,7 +26,7 @@ from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable,
 
 T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
-TakeGroups = Callable[[str, tuple[int, ...]], GroupedWeight | None]  # None where it is not stored in groups
+TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None where it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
 
@@ -57,8 +57,8 @@ class LayerMaker:
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else gains(vector(f"{name}.weight"), c.from_one)
 
-        def groups(name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
-            return self.take_groups(f"model.layers.{index}.{name}", shape) if self.take_groups else None
+        def groups(name: str, shape: tuple[int, ...], part: int | None) -> GroupedWeight | None:
+            return self.take_groups(f"model.layers.{index}.{name}", shape, part) if self.take_groups else None
 
         def shift(name: str | None) -> Tensor | None:
             return None if name is None or not c.norm_bias else vector(f"{name}.bias")
@@ -183,9 +183,10 @@ def gated(
 
 def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:
     """A projection's weight in groups, if all its parts are stored so."""
-    parts = [] if projection.stack else [groups(name, shape) for name, shape in projection.weights().items()]
+    number = projection.stack.expert if projection.stack else None
+    parts = [groups(name, shape, number) for name, shape in projection.weights().items()]
     found = [part for part in parts if part is not None]
-    return GroupedWeight.joined(edited(projection.split(found), edits)) if parts and len(found) == len(parts) else None
+    return GroupedWeight.joined(edited(projection.parts(found), edits)) if len(found) == len(parts) else None
 
 
 def linear(

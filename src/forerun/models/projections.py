@@ -78,30 +78,27 @@ class Projection:
     def weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
         """The parts of its weight, one of each of `sizes`."""
         tensors = [fetch(name, shape) for name, shape in self.weights().items()]
-        if self.stack is None:
-            return self.split(tensors)
-        rows = tensors[0][self.stack.expert]
-        return self.parts(rows.T if self.stack.transposed else rows)
+        if self.stack is not None:
+            rows = tensors[0][self.stack.expert]
+            tensors = [rows.T if self.stack.transposed else rows]
+        return self.parts(tensors)
 
     def bias_of(self, fetch: Fetch) -> list[Float[Tensor, " part"]] | None:
         """The parts of its bias, likewise; None where it has none."""
         tensors = [fetch(name, shape) for name, shape in self.biases().items()]
-        if self.stack is None or not tensors:
-            return self.split(tensors) or None
-        return self.parts(tensors[0][self.stack.expert])
+        if self.stack is not None:
+            tensors = [tensor[self.stack.expert] for tensor in tensors]
+        return self.parts(tensors) or None
 
-    def split(self, tensors: Sequence[T]) -> list[T]:
-        """The parts, of tensors that hold one each or of one that holds all."""
+    def parts(self, tensors: Sequence[T]) -> list[T]:
+        """The parts, of tensors that hold one each or of one that holds all: one after the other or, of an expert of
+        some stacks, by turns."""
         if len(tensors) == len(self.sizes) or not tensors:
             return list(tensors)
+        if self.stack is not None and self.stack.transposed:
+            return [tensors[0][i :: len(self.sizes)] for i in range(len(self.sizes))]
         ends = list(accumulate(self.sizes))
         return [tensors[0][end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
-
-    def parts(self, rows: Tensor) -> list[Tensor]:
-        """An expert's rows of a stack, by turns or one part after the other, as parts."""
-        if self.stack and self.stack.transposed:
-            return [rows[i :: len(self.sizes)] for i in range(len(self.sizes))]
-        return list(rows.split(self.sizes))
 
 
 @dataclass(frozen=True, slots=True)

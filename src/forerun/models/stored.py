@@ -43,11 +43,17 @@ class StoredTensor:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
+    def read_part(self, number: int) -> Tensor:
+        """One of the parts that the outermost size counts. Raises MissingWeights."""
+        with opened(self.file) as file:
+            tensor: Tensor = file.get_slice(self.name)[number]
+        return tensor
+
     def read_into(self, result: Tensor) -> Tensor:
         """Its numbers, in the number format and the memory of `result`. Raises MissingWeights."""
         return result.copy_(self.read())
 
-    def groups(self) -> None:
+    def groups(self, _part: int | None = None) -> None:
         """Nothing is stored in groups here."""
 
 

@@ -114,9 +114,10 @@ class Checkpoint:
             )
         return tensor
 
-    def groups(self, name: str, shape: tuple[int, ...]) -> GroupedWeight | None:
-        """A matrix as it is stored in groups; None where it is stored otherwise. Raises as `take`."""
-        return self.find(name, shape).groups()
+    def groups(self, name: str, shape: tuple[int, ...], part: int | None = None) -> GroupedWeight | None:
+        """A matrix as it is stored in groups, or an expert's of a tensor of all, with outputs before inputs; None where
+        it is stored otherwise. Raises as `take`."""
+        return self.find(name, shape).groups(part)
 
     def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
         """What is stored in fewer bits of the model of this configuration; None where nothing is."""

@@ -30,7 +30,7 @@ MOST_LOGPROBS = 128  # a prompt of 100,000 tokens takes 1 GB for these
 MOST_STOPS = 64  # all of them are looked for after every token
 MOST_WORDS = 1024  # of `bad_words`: all of them are compared with every text
 MOST_CHARACTERS = 1024  # of one of them
-COUNT = f"a count of tokens, at most {INT64}"
+COUNT = "a count of tokens, a number of 64 bits"
 LAST_FIELD = "skip_special_tokens"  # the constructor's last assignment
 NO_LISTS = (str, bytes, bytearray, memoryview)  # though Python counts them as sequences
 
@@ -169,7 +169,7 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         self._whole("min_tokens", f"use 0 or {COUNT}")
-        least = f"use a number of tokens from 1 to {INT64}, or {shown(None)} until the context is full"
+        least = f"use at least 1, a number of 64 bits, or {shown(None)} until the context is full"
         self._whole("max_tokens", least, 1, none=True)
         self._whole("seed", f"use {shown(None)} or an integer of 64 bits", -(2**63), 2**64 - 1, none=True)
         self._whole("n", f"use 1 or more answers per prompt, at most {MOST_SAMPLES}", 1, MOST_SAMPLES)

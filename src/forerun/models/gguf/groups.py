@@ -96,7 +96,8 @@ def q6_k(b: Bytes) -> Unpacked:
 
 
 def mxfp4(b: Bytes) -> Unpacked:
-    return MXFP4[halves(b[:, 1:])], np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128), None
+    numbers = MXFP4[halves(b[:, 1:])]
+    return numbers, np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128) * numbers.any(1, keepdims=True), None
 
 
 BLOCK_NUMBERS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}  # in a block; of all others 32

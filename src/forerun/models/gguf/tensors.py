@@ -82,8 +82,10 @@ class GgufTensor:
     @property
     def held_bytes(self) -> float | None:
         """Of a number, where they are held as they are stored; None where they are unpacked."""
-        single = len(self.places) == 1 and not self.transposed and len(self.shape) == 2
-        return GROUPED[self.format][3] / 8 if single and self.format in GROUPED else None
+        is_matrix = len(self.places) == 1 and not self.transposed and len(self.shape) == 2
+        if not (is_matrix or self.transposed) or any(place.format not in GROUPED for place in self.places):
+            return None
+        return max(GROUPED[place.format][3] for place in self.places) / 8
 
     def read(self) -> Tensor:
         """The numbers, in float32."""
@@ -100,10 +102,15 @@ class GgufTensor:
             return read_place(self.places[0], result)
         return result.copy_(self.read())
 
-    def groups(self) -> GroupedWeight | None:
-        """The matrix as it is stored, in groups; None where it is no matrix in a format that has any."""
-        if self.held_bytes is None:
+    def groups(self, part: int | None = None) -> GroupedWeight | None:
+        """The matrix as it is stored, in groups, or that of an expert, with outputs before inputs; None where it is in
+        a format that has none."""
+        if self.held_bytes is None or (part is None) == self.transposed:
             return None
+        if part is not None:
+            halves = (place.part(part) for place in self.places)
+            joined = GroupedWeight.joined([grouped(bytes_of(p), p.format, p.shape) for p in halves])
+            return joined[torch.arange(len(joined.numbers)).view(len(self.places), -1).T.flatten()]
         place = self.places[0]
         weight = grouped(bytes_of(place), place.format, self.shape)
         parts = (weight.numbers, weight.scales, weight.least)

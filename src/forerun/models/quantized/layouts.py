@@ -29,7 +29,7 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 OF_ALL = ((), (1,))  # shapes of a single scale
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in a word, which has them in the order 0 2 4 6 1 3 5 7
 ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # by bits: 1 in all numbers of a word
-MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16)  # and the same below zero
+MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)  # twice the numbers, and the same below zero
 STATE, TABLES = ".quant_state.bitsandbytes__", (".nested_absmax", ".nested_quant_map")
 # What says how activations or the cache are rounded; here they keep their format.
 OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_zero_point", ".k_scale", ".v_scale")
@@ -235,14 +235,19 @@ def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     experts, outputs, num_groups, _ = blocks.shape
     exponents, values = fit(parts, "_scales", BYTES, blocks.shape[:3]), torch.cat([MXFP4, -MXFP4])
 
-    def dense(numbers: Tensor, powers: Tensor) -> Tensor:
-        halves = torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2)
-        return torch.ldexp(values[halves.int()], powers[..., None].int() - 127).flatten(1).T
+    def expert(number: int) -> WholeNumbers:
+        pairs = blocks.read_part(number)
+        whole = values[torch.stack([pairs & 15, pairs >> 4], -1).flatten(2).int()]
+        scales = torch.ldexp(whole.any(2).float(), exponents.read_part(number).int() - 128)
+        return WholeNumbers(whole.flatten(1), scales, None, 8)
 
     def unpack() -> Tensor:
-        return torch.stack([dense(*each) for each in zip(blocks.read(), exponents.read(), strict=True)])
+        sizes = (outputs, 32 * num_groups)
+        dense = (expert(i).dense_into(torch.empty(sizes, dtype=torch.bfloat16)).T for i in range(experts))
+        return torch.stack([*dense])
 
-    return QuantizedTensor(blocks.file, (experts, 32 * num_groups, outputs), "MXFP4", unpack)
+    shape, held = (experts, 32 * num_groups, outputs), held_bytes(8, 32 * num_groups, num_groups, "F16")
+    return QuantizedTensor(blocks.file, shape, "MXFP4", unpack, held, expert)
 
 
 def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:

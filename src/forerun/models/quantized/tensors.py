@@ -72,7 +72,7 @@ class QuantizedTensor:
     """A weight, judged by the headers of the tensors that it lies in. `unpack` reads them; `file` has the first.
 
     `format` is for a reader. `held_bytes` are those of a number where it stays as it is stored; None where it is
-    unpacked.
+    unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one.
     """
 
     file: Path
@@ -80,6 +80,7 @@ class QuantizedTensor:
     format: str
     unpack: Callable[[], WholeNumbers | Tensor]
     held_bytes: float | None = None
+    unpack_part: Callable[[int], WholeNumbers] | None = None
 
     readable: ClassVar[bool] = True
 
@@ -92,9 +93,11 @@ class QuantizedTensor:
         numbers = self.unpack()
         return numbers.dense_into(result) if isinstance(numbers, WholeNumbers) else result.copy_(numbers)
 
-    def groups(self) -> GroupedWeight | None:
-        """The matrix as it is stored, in groups; None where it is not held so."""
-        numbers = None if self.held_bytes is None else self.unpack()
+    def groups(self, part: int | None = None) -> GroupedWeight | None:
+        """The matrix, or one of several, as it is stored, in groups; None where it is not held so."""
+        if self.held_bytes is None:
+            return None
+        numbers = self.unpack() if part is None else self.unpack_part(part) if self.unpack_part else None
         return numbers.grouped() if isinstance(numbers, WholeNumbers) else None
 
 
