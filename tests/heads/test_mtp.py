@@ -15,7 +15,9 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from forerun.config import Speculation
+from forerun.draft.auto import settled
 from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.spec import DraftSpec
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape
 from forerun.heads.mtp.drafter import MtpDrafter
 from forerun.heads.mtp.network import MtpDecoder
@@ -26,10 +28,13 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from heads.modules import NAMES, apart, shipped_with
 from kit.assertions import num_accepted, tokens_of
-from kit.checkpoints import TARGET, rewritten
+from kit.checkpoints import TARGET, read_json, rewritten
+from kit.gguf_files import write_gguf
 from kit.references import attention, normed, with_mlp
-from kit.sparse import write_sparse
+from kit.sparse import write_architecture, write_sparse
 from kit.texts import STARTS
+from models.test_gguf import metadata_of
+from models.test_gguf_files import vocabulary
 
 LAYERS, HEADS, KV_HEADS, DEPTH = 5, 8, 4, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -315,6 +320,26 @@ def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_targe
         LLM(str(TARGET), f"mtp:{TARGET}", dtype="float32")
     with pytest.raises(UnknownDrafter, match="takes no list"):
         LLM(str(TARGET), "mtp[ngram]")
+
+
+@pytest.mark.parametrize(("architecture", "family", "count"), [("glm4", "Glm4", 1), ("qwen3", "Qwen3", 2)])
+def test_modules_in_a_gguf_file_are_those_of_its_folder_and_what_auto_takes(
+    architecture: str, family: str, count: int, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4} | ({"partial_rotary_factor": 0.5} if count == 1 else {})
+    sizes = {"num_hidden_layers": 5, "intermediate_size": 96, "model_type": architecture, "rope_parameters": rope}
+    source = write_architecture(tmp_path / "source", f"{family}ForCausalLM", num_experts=None, **sizes)
+    folder = shipped_with(source, tmp_path / "folder", count, "deepseek")
+    metadata = metadata_of(read_json(folder / "config.json")) | vocabulary(TARGET)
+    file = write_gguf(folder, tmp_path / "model.gguf", architecture, metadata)
+    found = [num_accepted(model, "mtp", 3, GREEDY) for model in (folder, file)]
+    assert found[0] == found[1]
+    assert found[0][1] > 0
+    spec = settled(DraftSpec("auto"), Blueprint.of(str(file)))
+    assert spec == DraftSpec("mtp")
+    q_proj = "model.layers.5.self_attn.q_proj.weight"
+    gated = rewritten(folder, {q_proj: torch.zeros(2 * HEADS * 16, 64)}, {})
+    assert settled(DraftSpec("auto"), Blueprint.of(str(gated))) == DraftSpec("suffix")
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -45,11 +45,13 @@ def write_gguf(
     for key, value in metadata.items():
         getattr(writer, ADD[type(value)])(key.format(architecture), value)
     arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    names = get_tensor_name_map(arch, config["num_hidden_layers"])
+    num_blocks = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    names, modules = (get_tensor_name_map(each, num_blocks) for each in (arch, MODEL_ARCH.GLM4))
     stacks: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors_of(folder).items():
         for part, numbers in file_parts(name, tensor):
-            own = names.get_name(EXPERT.sub("experts.", part), (".weight", ".bias"))
+            tried = (each.get_name(EXPERT.sub("experts.", part), (".weight", ".bias")) for each in (names, modules))
+            own = next((name for name in tried if name is not None), None)  # GLM-4 has names for modules, too
             assert own is not None, f"{architecture} has no name for {part}"
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             turned = architecture in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name)

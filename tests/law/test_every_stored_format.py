@@ -33,11 +33,11 @@ def in_gguf(folder: Path, name: str, architecture: str, number_format: str, **si
     """A file of a random model."""
     family = FAMILIES[architecture]
     rope = {"rope_type": "default", "rope_theta": 1e4, **family.rope}
+    rope |= {} if family.rotary is None else {"partial_rotary_factor": family.rotary}
     usual = {"model_type": family.name, "mlp_only_layers": [], "rope_parameters": rope} | SIZES
+    usual |= {} if family.sparse else {"num_experts": None}
     source = write_architecture(folder / "source", architecture, **usual | sizes)
-    config: dict[str, Any] = read_json(source / "config.json")
-    config = {key: value for key, value in config.items() if family.sparse or "expert" not in key}
-    metadata = metadata_of(config) | vocabulary(TARGET)
+    metadata = metadata_of(read_json(source / "config.json")) | vocabulary(TARGET)
     return write_gguf(source, folder / "model.gguf", name, metadata, number_format)
 
 

@@ -43,6 +43,7 @@ CASES = {
     "gemma 2": ("gemma2", "gemma2", GEMMA2 | {"query_pre_attn_scalar": 32}),
     "ministral 3": ("mistral3", "ministral3", {"head_dim": 32, "rope_parameters": MINISTRAL}),
     "mistral": ("mistral3", "mistral", {"head_dim": 32, "sliding_window": None}),
+    "glm 4": ("glm4", "glm4", {"head_dim": 32, "attention_bias": True}),
     "mistral, older": ("llama", "mistral", {"head_dim": 32, "sliding_window": None}),
 }
 KEYS = {
@@ -66,9 +67,16 @@ KEYS = {
 def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     """What a file says of a model with this config.json; `{}` stands for the architecture."""
     values = {f"{{}}.{key}": config[json] for key, json in KEYS.items() if config.get(json) is not None}
-    if "num_experts" in config:
+    if modules := config.get("num_nextn_predict_layers"):
+        values |= {
+            "{}.nextn_predict_layers": modules,
+            "{}.block_count": config["num_hidden_layers"] + modules,
+        }
+    if config.get("num_experts"):
         values["{}.expert_count"] = config["num_experts"]
     rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+    if "partial_rotary_factor" in rope:
+        values["{}.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config["head_dim"])
     values["{}.rope.freq_base"] = float(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"{}.rope.scaling.type": rope["rope_type"], "{}.rope.scaling.factor": float(rope["factor"])}

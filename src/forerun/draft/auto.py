@@ -1,7 +1,7 @@
 """Trained drafters: what each was found to be worth, and `auto`, which takes the best of those beside the target.
 
 This file decides what `drafter.json` beside a drafter's weights says (which target it was trained for, by the target's
-weights, and what held-out answers gave), where `auto` looks, and which one is the best. Beside a target are the folders
+weights, and what held-out answers gave), where `auto` looks, and which one is the best. Without any it takes modules that the target ships. Beside a target are the folders
 inside its own folder and those next to it, and the drafters that forerun ships, as far as they hold a record for this
 target: for its very weights, or for the model of which they are one of the number formats. What a drafter is worth is
 read there and not measured again, so choosing loads nothing; how deep drafts go, and whether they pay on this
@@ -24,9 +24,12 @@ from forerun.errors import ForerunError, UnknownDrafter
 from forerun.fields import Fields, read_fields
 from forerun.models.bundled import FOLDER as SHIPPED
 from forerun.models.loading import Blueprint
+from forerun.models.mtp_names import find_modules
+from forerun.models.projections import layer_tensors
 
 AUTO_DRAFT = "auto"
-OTHERWISE = DraftSpec("suffix")  # where nothing that pays lies beside the target: it needs no weights
+MODULES = DraftSpec("mtp")  # of the target's own checkpoint, where nothing that pays lies beside it
+OTHERWISE = DraftSpec("suffix")  # where it has none either: it needs no weights
 RECORD = "drafter.json"
 NAMES = ("ngram", "suffix", "model", "early-exit", "medusa", "eagle", "block", "mtp")  # that a record may have
 
@@ -126,8 +129,19 @@ def settled(spec: DraftSpec, target: Blueprint, alone: bool = True) -> DraftSpec
         raise UnknownDrafter(f"{spec}: auto chooses what lies beside the target: write it without an argument")
     best = chosen(list(beside(target)))
     if best is None:
-        return OTHERWISE
+        return MODULES if ships_modules(target) else OTHERWISE
     return best[1].best_spec(best[0]) if alone else best[1].spec(best[0])
+
+
+def ships_modules(target: Blueprint) -> bool:
+    """Whether a target ships MTP modules whose layers are its own, and runs where these are computed: on a CPU."""
+    stored, last = target.checkpoint(target.dtype).stored, target.config.layers - 1
+    modules = find_modules(stored, target.config.layers)
+    if modules is None or target.placement.fixed:
+        return False
+    place = modules.naming.layer.format(modules.naming.number(0, target.config.layers))
+    shapes = layer_tensors(target.config, last).items()
+    return all(f"{place}{name}" in stored and stored[f"{place}{name}"].shape == shape for name, shape in shapes)
 
 
 def beside(target: Blueprint) -> Iterator[PathAndRecord]:

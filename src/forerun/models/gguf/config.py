@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import UnsupportedModel
+from forerun.models.families import FAMILIES
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.tensors import ROPE_DIVISORS, read_place
 
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
 WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # of architectures that share a name with dense ones
@@ -67,6 +69,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     fields = file.model_fields
     config: dict[str, Any] = {json: fields.whole(key) for key, json in SIZES.items()}
     config |= {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
+    modules = fields.whole("nextn_predict_layers", 0, least=0, most=config["num_hidden_layers"] - 1)
+    if modules:  # which count as blocks
+        config |= {"num_hidden_layers": config["num_hidden_layers"] - modules, "num_nextn_predict_layers": modules}
     experts = fields.whole("expert_count", 0, least=0)
     if experts:
         normed = fields.flag("expert_weights_norm", file.architecture != "qwen2moe")
@@ -82,6 +87,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     config["dtype"] = PLAIN.get(file.tensors["blk.0.attn_output.weight"].format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
+    if FAMILIES[name].rotary is not None:
+        width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        config["partial_rotary_factor"] = fields.whole("rope.dimension_count", width) / width
     scaling = rope_scaling(file, config)
     if scaling:
         config["rope_scaling"] = scaling

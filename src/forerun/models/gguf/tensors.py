@@ -42,6 +42,14 @@ INNER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+NEXTN = {  # of modules for multi-token prediction, behind the block's other tensors
+    "eh_proj": "eh_proj",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "embed_tokens": "embed_tokens",
+    "shared_head_head": "shared_head.head",
+    "shared_head_norm": "shared_head.norm",
+}
 NORMS = {
     "attn_norm": "attention",
     "ffn_norm": "mlp",
@@ -158,8 +166,9 @@ def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor
     norms = {part: getattr(family.norms, role) for part, role in NORMS.items()}
     if family.norms.attention_out is None:
         norms["post_attention_norm"] = family.norms.mlp  # as gpt-oss has it
+    inner = {**INNER, **NEXTN, **norms} | ({"ffn_up": "mlp.gate_up_proj"} if family.fused_gate_up else {})
     for name, place in file.tensors.items():
-        *layer, part, kind = name.split(".")
+        *layer, part, kind = name.replace(".nextn.", ".").split(".")
         prefix = f"model.layers.{layer[1]}." if len(layer) == 2 else ""
         if name in IDLE:
             continue
@@ -171,7 +180,7 @@ def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor
             tensors[f"{prefix}self_attn.sinks"] = GgufTensor(place.shape, (place,))
         else:
             heads = file.model_fields.whole(HEADS[part]) if part in HEADS and file.architecture in ROTATED else 0
-            known = ({**INNER, **norms} if prefix else OUTER).get(part)
+            known = (inner if prefix else OUTER).get(part)
             added = 1.0 if family.from_one and part.endswith("norm") else 0.0
             tensor = GgufTensor(place.shape, (place,), heads, added=added)
             tensors[f"{prefix}{known}.{kind}" if known else name] = tensor
