@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.config import Speculation
+from forerun.errors import WrongTarget
 from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
@@ -98,6 +99,15 @@ class Committed:
             (seq, self.tokens[self.offsets[i] : self.offsets[i + 1]], self.roots[i])
             for i, seq in enumerate(self.seq_ids)
         ]
+
+    def shown(self, drafter: str) -> Float[Tensor, "total taps hidden"]:
+        """The features. Raises WrongTarget, in the name of the drafter that needs them, where there are none."""
+        if self.features is None:
+            raise WrongTarget(
+                f"{drafter} reads the target's states, and is told text without them: build the drafter for the engine "
+                "that runs it, which shows them, as LLM(model, draft=...) does"
+            )
+        return self.features
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ class DraftedText:
     Texts of the same `salt` may share what was read of a common beginning; None forbids it.
 
     `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
-    runner does; parent -1 is the kept text itself. `features` are the target's states at the end of the text, as long
-    as they are not read. A `lost` sequence is not drafted: its features found no room, and are shown only once.
+    runner does; parent -1 is the kept text itself. A `lost` sequence is not drafted: its text found no room, and the
+    target's states, from which it is read, are shown only once.
     """
 
     text: list[int] = field(default_factory=list)
@@ -33,7 +33,6 @@ class DraftedText:
     highest: int = 0  # the largest token id in the text
     tail: dict[tuple[int, int], int] = field(default_factory=dict)
     pending: Callable[[], Sequence[int]] | None = None  # waits for guesses in the tail that the host has not seen
-    features: Float[Tensor, "unread taps hidden"] | None = None
     lost: bool = False
     salt: Hashable = None
 

@@ -1,8 +1,9 @@
 """Follower: what every drafter does that is a model, whatever the model reads.
 
-This module decides what is read and when: committed text lazily, when a sequence is drafted again, or at once where it
-is told together with the target's states; guesses one level at a time. The keys and values of accepted guesses are
-kept, so that a round usually starts with the root and at most one token more. Lack of memory makes drafts shallower and
+This module decides what is read and when: committed text lazily, when a sequence is drafted again; guesses one level at
+a time. The keys and values of accepted guesses are kept, so that a round usually starts with the root and at most one
+token more. What is read from the target's states waits with them (`unread_states.py`), so a drafter that rests makes no
+pass. Lack of memory makes drafts shallower and
 is never an error. It also decides in which way guesses grow: as chains, by one call of the runner or step by step, or
 as trees. The drafters decide what goes into their models, and whose text and memory it is; the runner decides where
 tokens lie in the cache.
@@ -14,20 +15,21 @@ import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning
+from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.chain_steps import unseen_chains
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.grower import LevelReader, grow
-from forerun.errors import WrongTarget
+from forerun.draft.model.unread_states import ShownText, UnreadStates
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
@@ -36,15 +38,16 @@ from forerun.tree import DraftTree
 
 NO_SEQUENCE = -1
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
+LEAST_WAITED = 64  # tokens for whose sake a text waits until another one is read: below, they are read with it
 TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
 
 
 class Follower:
     """Follows the target's sequences with a runner, and drafts with it.
 
-    A drafter with `taps` is fed: `inputs` make what its runner reads from the target's states, and text is read when it
-    is observed, because the states are shown once. `rereads`: whether the runner's cache is the drafter's own, and a
-    text can be read once more after its keys and values were given up.
+    A drafter with `taps` is fed: `inputs` make what its runner reads from the target's states, which are shown once.
+    `rereads`: whether the runner's cache is the drafter's own, and a text can be read once more after its keys and
+    values were given up.
     """
 
     names: tuple[str, ...]
@@ -55,6 +58,7 @@ class Follower:
         self.runner = runner
         self.ids = ids
         self.sequences: dict[int, DraftedText] = {}
+        self.states = UnreadStates()
         self.pass_s = 0.0  # in passes since the last call of `propose`
 
     def inputs(
@@ -89,7 +93,8 @@ class Follower:
     def observe(self, news: Committed) -> None:
         """Remember what became final; guesses that it confirms stay read.
 
-        Raises WrongTarget for text without the states that are to be read.
+        Raises WrongTarget for text without the states that are to be read. No pass is made as long as the states that
+        wait do not take more than UNREAD_BYTES.
         """
         for i, (seq_id, tokens, root) in enumerate(news.rows()):
             if seq_id not in self.sequences:
@@ -99,13 +104,11 @@ class Follower:
             drafted.text.extend(tokens)
             drafted.root = root
             drafted.highest = max(drafted.highest, *tokens, root)
-            if self.taps and news.features is not None:
-                drafted.features = news.features[news.offsets[i] : news.offsets[i + 1]]
         self.confirm(news.seq_ids)
         if self.taps and news.adopted:
             self.take_over(news.seq_ids)
         elif self.taps:
-            self.learn(news.seq_ids)
+            self.wait(news)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
         """Keep of the tails what the texts confirm, and forget the rest."""
@@ -123,55 +126,58 @@ class Follower:
             self.runner.keep(kept, paths)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """As much as its own cache holds of the text; all where it could not follow the text in any case."""
+        """As much as it holds of the text, read or not; all where it could not follow the text in any case."""
         if most > self.window or not self.runner.cache.can_reserve([NO_SEQUENCE], [most]):
             return most
-        return self.beginning(text[:most], salt).num_tokens
+        num_known = self.beginning(text[:most], salt).num_tokens
+        return self.states.known(text[:most], salt, num_known)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
         """How much of a text's beginning the cache holds."""
         others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
         return longest_beginning(self.runner.cache, text, salt, others)
 
-    def begin(self, seq_id: int) -> None:
-        """Begin the row of a text that has none with what the cache holds of it."""
+    def begin(self, seq_id: int, most: int | None = None) -> None:
+        """Begin the row of a text that has none with what the cache holds of it, of its first `most` tokens at most."""
         drafted, cache = self.sequences[seq_id], self.runner.cache
         if seq_id not in cache:
-            beginning = self.beginning(drafted.text, drafted.salt)
-            begin_row(cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
+            beginning = self.beginning(drafted.text[:most], drafted.salt)
+            num_known = begin_row(cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
+            self.states.drop(seq_id, num_known)
 
     def take_over(self, seq_ids: Sequence[int]) -> None:
-        """Begin the rows of texts without states; a text that its own cache does not hold as a whole is lost."""
+        """Begin texts that come without states; one that it does not hold as a whole, read or not, is lost."""
         for seq_id in seq_ids:
             self.begin(seq_id)
-            if self.unread(seq_id):
+            if self.num_unread(seq_id) and not self.states.share(seq_id, self.unread_text(seq_id)):
                 self.lose(seq_id)
 
-    def learn(self, seq_ids: Sequence[int]) -> None:
-        """Read these sequences' text from the target's states; where there is no room the youngest are lost."""
-        rows = []
-        for seq_id in seq_ids:
+    def wait(self, news: Committed) -> None:
+        """Keep the states of these texts until they are read; where they take too much, read the text with most."""
+        for seq_id, (start, end) in zip(news.seq_ids, pairwise(news.offsets), strict=True):
             drafted = self.sequences[seq_id]
             if len(drafted.text) > self.window:
                 self.lose(seq_id)
-            unread = 0 if drafted.lost else len(self.unread(seq_id))
-            if unread and (drafted.features is None or len(drafted.features) < unread):
-                raise WrongTarget(
-                    f"{self.names[0]} reads the target's states, and is told text without them: build the drafter for "
-                    f"the engine that runs it, which shows them, as LLM(model, draft=...) does"
-                )
-            if unread:
-                rows.append(DraftRow(seq_id, (), NO_DRAFT))
-        self.catch_up(rows, 0)
-        for seq_id in seq_ids:
-            self.sequences[seq_id].features = None
+            count = min(end - start, self.num_unread(seq_id))  # guesses that came true are read
+            if count and not drafted.lost:
+                states = news.shown(self.names[0])[end - count : end]
+                states = states if len(news.seq_ids) == 1 else states.clone()  # else it holds those of all rows
+                self.states.add(seq_id, self.unread_text(seq_id), [states])
+        while not self.states.fits():
+            fullest = self.states.fullest()
+            self.read_text([DraftRow(fullest, (), NO_DRAFT)], [fullest])
+
+    def unread_text(self, seq_id: int) -> ShownText:
+        """A sequence's text, whose states begin where it is not read."""
+        drafted = self.sequences[seq_id]
+        return ShownText(drafted.salt, drafted.text, self.runner.length(seq_id))
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
         self.pass_s = 0.0
         rows = self.draft_rows(draws.seq_ids, budgets, tail)
         self.cut_tails(rows)
-        passed = self.read_roots(rows if self.taps else self.catch_up(rows, TAIL_TOKENS))
+        passed = self.read_roots(self.catch_up(rows, 0 if self.taps else TAIL_TOKENS))
         granted = {row.seq_id: row.budget for row in passed.rows}
         if not granted:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]), pass_s=self.pass_s)
@@ -282,25 +288,49 @@ class Follower:
         """The final text, up to its root, that the cache does not hold."""
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
+    def num_unread(self, seq_id: int) -> int:
+        """How many tokens that is."""
+        return len(self.sequences[seq_id].text) - self.runner.length(seq_id)
+
     def catch_up(self, rows: list[DraftRow], left_unread: int) -> list[DraftRow]:
         """Read and keep final text, in chunks, until no more than so much is unread; the rows that had room.
 
-        A text without a row begins with what the cache holds of it, unless it is read from states.
+        A text without a row begins with what the cache holds of it, be it what another of these rows has just read.
         """
-        for row in rows if not self.taps else ():
-            self.begin(row.seq_id)
-        while behind := [row.seq_id for row in rows if len(self.unread(row.seq_id)) > left_unread]:
-            reads, left = [], CHUNK_TOKENS
-            for seq_id in behind:
-                chunk = self.unread(seq_id)[:left]
-                left -= len(chunk)
-                reads.append(Read(seq_id, chunk))
-            passed = self.read_fitting([read for read in reads if read.tokens], rows, of_text=True)
-            if passed.reads:
-                paths = [range(len(read.tokens)) for read in passed.reads]
-                self.runner.keep([read.seq_id for read in passed.reads], paths)
-            rows = passed.rows
+        seq_ids = [row.seq_id for row in rows if self.num_unread(row.seq_id)]
+        while behind := [seq_id for seq_id in seq_ids if self.num_unread(seq_id) > left_unread]:
+            apart = [seq_id for i, seq_id in enumerate(behind) if not self.is_coming(seq_id, behind[:i])]
+            for seq_id in apart:
+                self.begin(seq_id, -1)  # what the last token leaves is wanted
+            rows = self.read_text(rows, apart)
+            active = {row.seq_id for row in rows}
+            seq_ids = [seq_id for seq_id in seq_ids if seq_id in active]
         return rows
+
+    def is_coming(self, seq_id: int, others: Sequence[int]) -> bool:
+        """Whether a text without a row begins as one of those that are being read, and goes on so for a while."""
+        drafted = self.sequences[seq_id]
+        if not others or drafted.salt is None or seq_id in self.runner.cache:
+            return False
+        alike = (other for other in map(self.sequences.__getitem__, others) if other.salt == drafted.salt)
+        most = max((num_shared(drafted.text, other.text, len(drafted.text)) for other in alike), default=0)
+        return most - self.beginning(drafted.text[:most], drafted.salt).num_tokens >= LEAST_WAITED
+
+    @torch.inference_mode()
+    def read_text(self, rows: list[DraftRow], seq_ids: Sequence[int]) -> list[DraftRow]:
+        """Read and keep a chunk of what is unread of these sequences, which are among the rows; the rows that had
+        room."""
+        reads, left = [], CHUNK_TOKENS
+        for seq_id in seq_ids:
+            chunk = self.unread(seq_id)[:left]
+            left -= len(chunk)
+            reads.append(Read(seq_id, chunk))
+        passed = self.read_fitting([read for read in reads if read.tokens], rows, of_text=True)
+        if passed.reads:
+            self.runner.keep([r.seq_id for r in passed.reads], [range(len(r.tokens)) for r in passed.reads])
+            for read in passed.reads:
+                self.states.drop(read.seq_id, len(read.tokens))
+        return passed.rows
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read what is left of the text, the roots, and guesses to be judged.
@@ -325,7 +355,7 @@ class Follower:
         """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
         active = {row.seq_id for row in rows}
         while reads:
-            states = self.read(reads, active, features=self.features(reads) if of_text and self.taps else None)
+            states = self.read(reads, active, features=self.states.of(reads) if of_text and self.taps else None)
             if states is not None:
                 return RootPass(reads, [row for row in rows if row.seq_id in active], self.ids.spread(states.logits))
             youngest = max(read.seq_id for read in reads)  # ids grow with arrival
@@ -337,16 +367,6 @@ class Follower:
             reads = [read for read in reads if read.seq_id != youngest]
         left = [row for row in rows if row.seq_id in active]
         return RootPass([], left, torch.empty(0, self.ids.vocab_size, device=self.runner.device))
-
-    def features(self, reads: Sequence[Read]) -> Float[Tensor, "total taps hidden"]:
-        """The target's states after these tokens, with which the unread text begins."""
-        states = []
-        for read in reads:
-            drafted = self.sequences[read.seq_id]
-            assert drafted.features is not None, "text is read with its states"
-            first = len(drafted.features) - len(self.unread(read.seq_id))
-            states.append(drafted.features[first : first + len(read.tokens)])
-        return torch.cat(states)
 
     def read(
         self,
@@ -399,8 +419,9 @@ class Follower:
                 drafted.clear()
 
     def lose(self, seq_id: int) -> None:
-        """Stop drafting a sequence whose states found no room, until it is forgotten and observed from its start."""
+        """Stop drafting a sequence whose text found no room, until it is forgotten and observed from its start."""
         self.release([seq_id])
+        self.states.drop(seq_id)
         self.sequences[seq_id].lost = True
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
@@ -408,12 +429,26 @@ class Follower:
         unread, limit = [], []
         for seq_id in seq_ids:
             late = self.late(seq_id)
-            unread.append(len(self.unread(seq_id)) + 1 if late and self.rereads else 0)  # else it is read as it comes
+            unread.append(0 if late is None else self.num_unread(seq_id) + self.rereads)  # the root, unless it is given
             limit.append(0 if late is None else self.room(self.sequences[seq_id], late))
         return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text, keys and values of these sequences; unknown ones are ignored."""
+        for seq_id in [each for each in seq_ids if each in self.states.waiting]:
+            self.leave_states(seq_id)
         self.release(seq_ids)
         for seq_id in seq_ids:
+            self.states.drop(seq_id)
             self.sequences.pop(seq_id, None)
+
+    def leave_states(self, seq_id: int) -> None:
+        """Leave the states of an ending text to texts that begin alike; read what completes a block that was begun."""
+        drafted, size = self.sequences[seq_id], self.runner.cache.blocks.block_size
+        length, num_whole = self.runner.length(seq_id), len(drafted.text) // size * size
+        if drafted.salt is None or length >= num_whole:
+            return
+        if length % size == 0:
+            self.states.end(seq_id)
+        elif len(drafted.text) - length <= CHUNK_TOKENS:
+            self.read_text([DraftRow(seq_id, (), NO_DRAFT)], [seq_id])

@@ -1,8 +1,8 @@
 """StateFollower: a model reads each token beside the state after the token before it, and predicts the next one.
 
 This module decides which state goes with which token. The state is the target's where the target has read the token
-before, so the model's text is the target's without the first token and with the root: all of it is read in one pass
-when it becomes final, and guesses begin with what the model made of its last token. Behind the text the state is what
+before, so the model's text is the target's without the first token and with the root: it is read before a draft, and
+guesses begin with what the model made of its last token. Behind the text the state is what
 the model itself made of the guess before. The cache holds what the model made of the target's states alone: guesses are
 forgotten after each round, and accepted ones are read again, from the states that the target has had for them since.
 Which states a model reads, and which of its outputs a guess hands to the next one, is for each drafter to say.
@@ -48,13 +48,13 @@ class StateFollower(Follower, ABC):
         """What it reads beside a guess, given its own output at the guess's parent."""
 
     def observe(self, news: Committed) -> None:
-        """Read what became final. Raises WrongTarget for text without states."""
+        """Remember what became final. Raises WrongTarget for text without states."""
         for seq_id, tokens, _ in news.rows():
             before = self.sequences[seq_id].text[-1:] if seq_id in self.sequences else []
             assert not tokens or not before or before[0] == tokens[0], "a sequence's news begin with its last root"
         super().observe(self.shifted(news))
         for seq_id in news.seq_ids:
-            self.sequences[seq_id].root = None  # it is read already, and the next news begin behind it
+            self.sequences[seq_id].root = None  # it is part of the text, and the next news begin behind it
 
     def shifted(self, news: Committed) -> Committed:
         """The news without their first tokens and with their roots: each token has the state that is shown before it.
@@ -68,12 +68,12 @@ class StateFollower(Follower, ABC):
         return replace(news, tokens=tokens, salts=salts)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """As much as its own cache holds, the token behind it included: no state is shown for that one's sake."""
+        """As much as it holds, the token behind it included: no state is shown for that one's sake."""
         return super().adoptable(text[1 : most + 1], most, (salt, text[0]))
 
     def late(self, seq_id: int) -> Sequence[int] | None:
-        """Nothing, once the text is read."""
-        return () if seq_id in self.outputs else None
+        """Nothing, where it knows what it makes of the text's last token, or will know it when that is read."""
+        return () if seq_id in self.outputs or seq_id in self.states.waiting else None
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
         """One pass; the outputs of the text's last token and of guesses are kept, for their children."""

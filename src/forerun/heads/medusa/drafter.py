@@ -20,7 +20,6 @@ from forerun.annotations import Float
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.parallel_heads import Paths, grow_parallel
-from forerun.errors import WrongTarget
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa.format import ADDED, LAYOUTS, SIGNS, MedusaConfig, fitted_heads
@@ -49,14 +48,8 @@ class MedusaDrafter:
         if news.adopted:
             return
         for i, (seq_id, tokens, _) in enumerate(news.rows()):
-            if not tokens:
-                continue
-            if news.features is None:
-                raise WrongTarget(
-                    "medusa reads the target's states, and is told text without them: build the drafter for the "
-                    "engine that runs it, which shows them, as LLM(model, draft=...) does"
-                )
-            self.states[seq_id] = news.features[news.offsets[i + 1] - 1, 0].clone()
+            if tokens:
+                self.states[seq_id] = news.shown("medusa")[news.offsets[i + 1] - 1, 0].clone()
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """All: the root is read in any case, and the state after it is all that is needed."""

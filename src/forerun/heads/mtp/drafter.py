@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
+from forerun.cache.beginnings import Beginning
 from forerun.cache.plan import ModelMemory
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
@@ -44,9 +45,9 @@ class MtpDrafter(StateFollower):
         self.num_modules = len(modules.modules)
         self.hidden = config.hidden
 
-    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+    def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
         """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
-        return super().adoptable(text, most, salt) if self.num_modules == 1 else 0
+        return super().beginning(text, salt) if self.num_modules == 1 else Beginning()
 
     def of_text(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
