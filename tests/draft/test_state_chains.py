@@ -134,9 +134,7 @@ def test_a_round_reads_its_text_once_and_draws_in_one_call(
         return reading(reads, **options)
 
     monkeypatch.setattr(drafter.runner, "read", read)
-    (answer,) = llm.generate(STARTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    assert len(guesses) > 20
-    assert len(passes) == llm.stats.num_passes
-    num_prompt = len(answer.prompt_token_ids)
-    assert sum(passes) == num_prompt + len(answer.outputs[0].token_ids) - 1  # but for the text's first token
+    llm.generate(STARTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    assert len(passes) == len(guesses) > 20
+    assert sum(passes) == max(map(len, guesses)) - 1  # but for the text's first token
     llm.close()

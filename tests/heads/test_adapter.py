@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.device import Placement
-from forerun.draft.base import Budget
+from forerun.draft.base import NO_DRAFT, Budget
+from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
@@ -106,8 +107,11 @@ def test_what_came_true_is_not_read_again(bench_of: Benches, tmp_path: Path) -> 
     guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
     read, plain_read = list[int](), adapter.read
     adapter.read = lambda reads, **more: (read.extend(len(r.tokens) for r in reads), plain_read(reads, **more))[1]
-    drafter.observe(committed([Row(0, [*text, *guesses, 7])], [len(text) - 1]))
-    assert sum(read) == 1, "the last guess"
+    text += [*guesses, 7]
+    drafter.observe(committed([Row(0, text)], [len(text) - 6]))
+    assert drafter.outlook([0]).unread == [1], "the last guess"
+    drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(1)])
+    assert read == [1, 1], "it, and the root"
 
 
 def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **options: object) -> Engine:
@@ -140,6 +144,9 @@ def check(engine: Engine, anew: Beside) -> None:
     drafter.adapter.cache.check()
     texts = [t for t in engine.sequences.values() if t.num_read and t.id in drafter.sequences]
     anew.observe(committed([Row(t.id, t.tokens[: t.num_read + 1]) for t in texts]))
+    for each in (drafter, anew.drafter):
+        assert isinstance(each, EarlyExitDrafter)
+        each.catch_up([DraftRow(text.id, (), NO_DRAFT) for text in texts if not each.sequences[text.id].lost], 0)
     for text in texts:
         if drafter.sequences[text.id].lost:
             assert text.id not in drafter.adapter.cache

@@ -64,6 +64,10 @@ class UnreadStates:
         self.ended: deque[ShownText] = deque()
         self.num_bytes = 0
 
+    def __bool__(self) -> bool:
+        """Whether any sequence has some."""
+        return bool(self.waiting)
+
     def add(self, seq_id: int, text: ShownText, pieces: Sequence[Float[Tensor, "tokens taps hidden"]]) -> None:
         """Keep pieces behind those that wait; where none do, from where `text` says, whose tokens may grow."""
         self.waiting.setdefault(seq_id, text).pieces.extend(pieces)
