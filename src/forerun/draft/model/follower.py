@@ -297,14 +297,11 @@ class Follower:
 
         A text without a row begins with what the cache holds of it, be it what another of these rows has just read.
         """
-        seq_ids = [row.seq_id for row in rows if self.num_unread(row.seq_id)]
-        while behind := [seq_id for seq_id in seq_ids if self.num_unread(seq_id) > left_unread]:
+        while behind := [row.seq_id for row in rows if self.num_unread(row.seq_id) > left_unread]:
             apart = [seq_id for i, seq_id in enumerate(behind) if not self.is_coming(seq_id, behind[:i])]
             for seq_id in apart:
                 self.begin(seq_id, -1)  # what the last token leaves is wanted
             rows = self.read_text(rows, apart)
-            active = {row.seq_id for row in rows}
-            seq_ids = [seq_id for seq_id in seq_ids if seq_id in active]
         return rows
 
     def is_coming(self, seq_id: int, others: Sequence[int]) -> bool:
@@ -318,8 +315,7 @@ class Follower:
 
     @torch.inference_mode()
     def read_text(self, rows: list[DraftRow], seq_ids: Sequence[int]) -> list[DraftRow]:
-        """Read and keep a chunk of what is unread of these sequences, which are among the rows; the rows that had
-        room."""
+        """Read and keep a chunk of these sequences' text, which are among the rows; the rows that had room."""
         reads, left = [], CHUNK_TOKENS
         for seq_id in seq_ids:
             chunk = self.unread(seq_id)[:left]
