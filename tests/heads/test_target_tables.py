@@ -22,5 +22,8 @@ def test_tables_are_the_decoders_own_and_some_rows_of_its_head_give_what_all_do(
     assert torch.allclose(tables.embedding, decoder.embedding)
     assert torch.allclose(tables.norm, decoder.norm.float())
     ids = torch.tensor([7, 3, 500])
+    assert tables.head.cap == target.config.logits_cap
     states = 3 * torch.randn(5, target.config.hidden, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(target.head_rows(ids)(states), decoder.head(states)[:, ids], atol=1e-4)
+    assert torch.allclose(tables.head(states), decoder.head(states), atol=1e-4)
+    assert torch.allclose(tables.head[ids](states), decoder.head(states)[:, ids], atol=1e-4)

@@ -163,10 +163,11 @@ def test_of_every_family(family: str, numbers: str, tmp_path: Path) -> None:
     """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""
     folder = write_sparse(tmp_path / family, family)
     bench, rng = Bench.of(folder, folder, numbers), random.Random(7)
-    chosen = asked([[rng.randrange(3, 512) for _ in range(rng.randrange(1, 90))] for _ in range(6)])
+    count = 3 if "by torch" in numbers else 6  # oneDNN takes a millisecond for a small product of 8 bits
+    chosen = asked([[rng.randrange(3, 512) for _ in range(rng.randrange(1, 90))] for _ in range(count)])
     plain = decode_plain(bench, chosen)
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 40), (STATIC, 17)):
         got = decode(bench, chosen, wish, bench.model_drafter(), max_num_seqs=6, chunk_tokens=chunk)
         assert got.answers == plain
-        assert got.stats.num_accepted > 100
+        assert got.stats.num_accepted > 50
     assert decode(bench, chosen, Speculation(4, 2, 8), NgramDrafter(), chunk_tokens=9).answers == plain

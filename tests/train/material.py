@@ -48,15 +48,17 @@ def read_prompts(paths: Sequence[Path], settings: TrainSettings, chat: bool = Fa
     return read_data(paths, PromptReader(target.tokenizer(), target.config.max_positions, settings, chat))
 
 
-def source_of(data: TrainingData, settings: TrainSettings, student: Student, **options: object) -> AnswerSource:
-    """Answers of the stories target for this student; its LLM is to be closed."""
-    llm = LLM(str(TARGET), max_model_len=256, max_num_seqs=8, **options)  # type: ignore[arg-type]
+def source_of(
+    data: TrainingData, settings: TrainSettings, student: Student, target: Path = TARGET, **options: object
+) -> AnswerSource:
+    """Answers of the target for this student; its LLM is to be closed."""
+    llm = LLM(str(target), max_model_len=256, max_num_seqs=8, **options)  # type: ignore[arg-type]
     return AnswerSource(llm, data, settings, student.taps)
 
 
-def source_for(student: Student, settings: TrainSettings, folder: Path) -> AnswerSource:
+def source_for(student: Student, settings: TrainSettings, folder: Path, target: Path = TARGET) -> AnswerSource:
     """Answers to the thirty prompts, which are put into this folder."""
-    return source_of(read_prompts([write_prompts(folder)], settings), settings, student)
+    return source_of(read_prompts([write_prompts(folder)], settings), settings, student, target)
 
 
 def invoke(*arguments: str) -> Result:

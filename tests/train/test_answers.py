@@ -30,7 +30,9 @@ from forerun.sampling.draws import Draws, HostChildren
 from forerun.train.answers import TRAINED, AnswerCache, AnswerSource
 from forerun.train.kinds import make_student
 from forerun.train.settings import TrainSettings
+from forerun.train.train import writing
 from kit.checkpoints import TARGET
+from kit.sparse import write_sparse
 from train.material import quiet, read_prompts, source_of, write_prompts
 
 AnyStudent = TypeVar("AnyStudent", bound=Student)
@@ -93,6 +95,16 @@ def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: Answer
             assert torch.equal(states.taps[:, 1], text.last)
     plain.close()
     assert source.llm.stats.num_drafted > 0
+
+
+def test_states_of_short_answers_are_turned_by_the_factors_of_long_ones_as_when_serving(tmp_path: Path) -> None:
+    """LongRoPE has others where no text may be long; the target's are decided by 64 tokens."""
+    target = Blueprint.of(str(write_sparse(tmp_path / "target", "phi3")))
+    data = read_prompts([write_prompts(tmp_path)], SETTINGS)
+    with writing(target, data, SETTINGS, quiet) as llm:
+        found = llm.engine.runner.decoder.rope
+    assert torch.equal(found.cos[:60], target.load(64).decoder.rope.cos[:60])
+    assert not torch.equal(found.cos[:60], target.for_texts(60).load(64).decoder.rope.cos[:60])
 
 
 def test_answers_depend_on_their_number_alone(source: AnswerSource) -> None:

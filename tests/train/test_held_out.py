@@ -32,9 +32,11 @@ from forerun.train.speed import RoundTimes
 from heads.modules import module_tensors
 from heads.trained import block_of, eagle_of, heads_of
 from kit.checkpoints import SMALL, TARGET
+from kit.sparse import write_sparse
 from train.material import quiet, source_for
 
 DEPTH = 4
+OF_OTHERS = ["early-exit of gemma2", "early-exit of starcoder2"]
 BLOCKS = {
     "block": {"markov_rank": 32, "enable_confidence_head": True, "block_size": 4, "sample_from_anchor": True},
     "block, causal, selector": {"selector_rank": 32, "selector_top_k": 200, "block_size": 4, "causal": True},
@@ -45,7 +47,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     """One that is right now and then."""
     if kind == "draft":
         return make_student("draft", target, StudentSizes(init=str(SMALL)), 0)
-    if kind == "early-exit":
+    if kind.startswith("early-exit"):
         return make_student("early-exit", target, StudentSizes(exit=3), 0)
     if kind == "eagle":
         weights = load_file(eagle_of(TARGET, folder) / "model.safetensors")
@@ -68,26 +70,31 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     return replace(student, weights=trainable(fitted, torch.device("cpu")))
 
 
-@pytest.mark.short("draft-1.0")
+def target_of(kind: str, folder: Path) -> Path:
+    """The stories target, or one whose logits are bounded, or have a bias."""
+    _, _, family = kind.partition(" of ")
+    return write_sparse(folder, family) if family else TARGET
+
+
+@pytest.mark.short("draft-1.0", "early-exit of gemma2-1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle", "mtp", *BLOCKS])
+@pytest.mark.parametrize("kind", ["draft", "early-exit", "medusa", "hydra", "eagle", "mtp", *BLOCKS, *OF_OTHERS])
 def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temperature: float, tmp_path: Path) -> None:
     """The very same counts: the rounds of the replay are those of the engine."""
     settings = TrainSettings(
         steps=1, max_tokens=32, held_out=7, temperature=temperature, draft_depth=DEPTH, top_k=40, top_p=0.95
     )
-    target = Blueprint.of(str(TARGET))
+    model = target_of(kind, tmp_path / "target")
+    target = Blueprint.of(str(model))
     student = student_of(kind, target, tmp_path / "heads")
-    source = source_for(student, settings, tmp_path)
+    source = source_for(student, settings, tmp_path, model)
     texts = source.held_out(quiet)
     figures = judge_held_out(source.objective, student, texts, quiet)
     source.llm.close()
     folder = tmp_path / "drafter"
     folder.mkdir()
     student.write(student.weights, folder)
-    llm = LLM(
-        str(TARGET), student.spec(folder), speculation=Speculation(DEPTH), controller=FixedDepth(), max_num_seqs=1
-    )
+    llm = LLM(str(model), student.spec(folder), speculation=Speculation(DEPTH), controller=FixedDepth(), max_num_seqs=1)
     offered, accepted, rounds = Counter[int](), Counter[int](), list[int]()
     plain_record = llm.engine.controller.record
 

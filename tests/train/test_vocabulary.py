@@ -60,7 +60,7 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     assert (torch.arange(90) + stored["d2t"]).tolist() == ids
     assert stored["lm_head.weight"].shape == (90, 64)
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 90
-    untrained = TargetTables.of(Blueprint.of(str(TARGET))).head[ids]
+    untrained = TargetTables.of(Blueprint.of(str(TARGET))).head.weight[ids]
     assert (stored["lm_head.weight"] - untrained).abs().max() < 0.1, "its rows are not those of its tokens"
     assert invoke(*arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
 

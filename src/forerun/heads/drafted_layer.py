@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
+from forerun.heads.fresh import TargetHead
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import KeysAndValues, TrainedLayer
 from forerun.models.config import ModelConfig
@@ -32,7 +33,7 @@ class DraftedStudent(Student):
     place: ClassVar[str]
     config: ModelConfig
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "head_vocab hidden"]
+    head: TargetHead
     layer: TrainedLayer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class DraftedStudent(Student):
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
         """With these tokens' rows of the target's head."""
-        ids = ids.to(self.head.device)
+        ids = ids.to(self.embedding.device)
         return replace(self, vocabulary=ids, head=self.head[ids])
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
@@ -60,7 +61,7 @@ class DraftedStudent(Student):
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """What a step says of the token behind it."""
-        return functional.linear(states, self.head)
+        return self.head(states)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every step of the drafts from these roots: with dice so many that each token is guessed about

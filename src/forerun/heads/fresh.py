@@ -16,22 +16,41 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.models.loading import Blueprint
-from forerun.models.packing import centred, gains
-from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, HEAD, Shapes
+from forerun.models.packing import centred, gains, shifted
+from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, Shapes
 
 HALF = (torch.float16, torch.bfloat16)
 SPREAD = 0.02  # standard deviation of fresh weights
 
 
 @dataclass(frozen=True, slots=True)
+class TargetHead:
+    """A target's output layer as its decoder has it: the weights, a bias, and a soft bound on logits, if there are."""
+
+    weight: Float[Tensor, "ids hidden"]
+    bias: Float[Tensor, " ids"] | None = None
+    cap: float | None = None
+
+    def __call__(self, states: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"]:
+        """The logits, with gradients."""
+        logits = functional.linear(states, self.weight, self.bias)
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def __getitem__(self, ids: Int[Tensor, " some"] | slice) -> TargetHead:
+        """That of these tokens."""
+        return TargetHead(self.weight[ids], None if self.bias is None else self.bias[ids], self.cap)
+
+
+@dataclass(frozen=True, slots=True)
 class TargetTables:
-    """A target's embedding and last norm, as its decoder has them, and its output matrix, on its device."""
+    """A target's embedding and last norm, as its decoder has them, and its output layer, on its device."""
 
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "vocab hidden"]
+    head: TargetHead
     norm: Float[Tensor, " hidden"]
 
     @classmethod
@@ -39,9 +58,11 @@ class TargetTables:
         """Those of this target, read anew."""
         c, device, checkpoint = target.config, target.placement.device, target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (c.vocab_size, c.hidden)).to(device)
-        head = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
+        weight = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
+        bias = shifted(weight, None, checkpoint.take(FINAL_NORM_BIAS, (c.hidden,)).to(device)) if c.norm_bias else None
         norm = gains(checkpoint.take(FINAL_NORM, (c.hidden,)), c.from_one) * c.logits_scale
         embedding = embedding if c.embedding_scale == 1 else embedding * c.embedding_scale
+        head = TargetHead(weight, bias, c.logits_cap)
         return cls(centred(embedding, 1) if c.centred else embedding, head, norm.to(device))
 
 

@@ -153,12 +153,11 @@ class StackStudent(Student):
         """What its first layer reads."""
         raise NotImplementedError
 
-    def output(self) -> Float[Tensor, "vocab hidden"]:
-        """Its output matrix."""
+    def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
+        """Those of its output layer, of normed states."""
         raise NotImplementedError
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its law behind every root."""
         x = self.stack(self.inputs(batch))
-        logits = functional.linear(self.stack.normed(x[:, batch.first_root :], FINAL_NORM), self.output())
-        return Predictions([logits], batch.roots)
+        return Predictions([self.logits(self.stack.normed(x[:, batch.first_root :], FINAL_NORM))], batch.roots)

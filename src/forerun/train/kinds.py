@@ -98,9 +98,9 @@ class DraftModelStudent(StackStudent):
         """Its own embeddings."""
         return functional.embedding(batch.read, self.weights[EMBEDDING])
 
-    def output(self) -> Float[Tensor, "vocab hidden"]:
-        """The draft model's output matrix, or its embeddings where the two are tied."""
-        return self.weights[EMBEDDING if self.config.tied else HEAD]
+    def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
+        """Those of the draft model's output matrix, or of its embeddings where the two are tied."""
+        return functional.linear(states, self.weights[EMBEDDING if self.config.tied else HEAD])
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The model and the target's tokenizer."""

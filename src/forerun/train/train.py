@@ -127,9 +127,11 @@ def writing(
     target: Blueprint, data: TrainingData, settings: TrainSettings, report: Callable[..., None]
 ) -> Iterator[LLM]:
     """An LLM that writes answers to the data; it is closed in the end."""
+    rope = target.config.rope  # which LongRoPE scales by the length that texts may have: served ones are long
+    usual = rope.original_max_positions + 1 if rope.kind == "longrope" else 0
     llm = LLM(
         target.spec,
-        max_model_len=min(target.config.max_positions, data.longest + settings.max_tokens + 1),
+        max_model_len=min(target.config.max_positions, max(usual, data.longest + settings.max_tokens + 1)),
         max_num_seqs=max(MOST_SEQUENCES, settings.batch),
         generation_config="none",
         prefix_cache=False,  # all states are recorded

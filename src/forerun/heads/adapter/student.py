@@ -18,7 +18,7 @@ from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.adapter.format import EXIT
-from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
+from forerun.heads.fresh import TargetHead, TargetTables, drawn_weights, layer_values
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import TextBatch
 from forerun.heads.trained_layer import StackStudent
@@ -32,7 +32,7 @@ class AdapterStudent(StackStudent):
     """An adapter in training, which taps the states at its exit. `head` is the target's, and stays as it is."""
 
     kind: ClassVar[str] = "early-exit"
-    head: Float[Tensor, "vocab hidden"]
+    head: TargetHead
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> AdapterStudent:
@@ -62,9 +62,9 @@ class AdapterStudent(StackStudent):
         """The target's states at the exit."""
         return batch.taps[:, :, 0].float()
 
-    def output(self) -> Float[Tensor, "vocab hidden"]:
+    def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
         """The target's."""
-        return self.head
+        return self.head(states)
 
     def spec(self, folder: Path) -> str:
         """`early-exit:E:DIR`."""

@@ -41,7 +41,7 @@ from forerun.heads.block.format import (
     author_values,
     layer_ids,
 )
-from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
+from forerun.heads.fresh import TargetHead, TargetTables, drawn_weights, layer_values
 from forerun.heads.sizes import MOST_DEPTH, StudentSizes, check_most
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import TrainedLayer
@@ -65,7 +65,7 @@ class BlockStudent(Student):
     may_lack_tokens: ClassVar[bool] = True
     config: BlockConfig
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "head_vocab hidden"]
+    head: TargetHead
     rope: RopeTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class BlockStudent(Student):
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> BlockStudent:
         """With these tokens' rows of the target's head."""
-        ids = ids.to(self.head.device)
+        ids = ids.to(self.embedding.device)
         return replace(self, vocabulary=ids, head=self.head[ids])
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
@@ -151,7 +151,7 @@ class BlockStudent(Student):
         self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"], whole: bool
     ) -> Float[Tensor, "batch roots vocab"]:
         """Those of a place, after these tokens. A selector is taught with all tokens as candidates (`whole`)."""
-        w, found = self.weights, functional.linear(states, self.head)
+        w, found = self.weights, self.head(states)
         if MARKOV_W1 in w:
             return found + functional.linear(w[MARKOV_W1][before], w[MARKOV_W2])
         if SELECTOR not in w:

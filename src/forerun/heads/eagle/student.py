@@ -78,7 +78,7 @@ class EagleStudent(DraftedStudent):
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         weights[MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
         if not is_shared:
-            weights[HEAD] = tables.head[:num_ids]
+            weights[HEAD] = tables.head.weight[:num_ids]
         weights[NORM] = tables.norm
         return cls.begun(
             target,
@@ -88,7 +88,7 @@ class EagleStudent(DraftedStudent):
             embedding=tables.embedding,
             head=tables.head,
             taps=taps,
-            vocabulary=None if sizes.draft_vocab is None else torch.arange(num_ids, device=tables.head.device),
+            vocabulary=None if sizes.draft_vocab is None else torch.arange(num_ids, device=tables.embedding.device),
         )
 
     @property
@@ -99,7 +99,7 @@ class EagleStudent(DraftedStudent):
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
         """With these tokens' rows of the target's head."""
         student = super().with_vocabulary(ids)
-        own = trainable({HEAD: student.head}, self.head.device) if HEAD in self.weights else {}
+        own = trainable({HEAD: student.head.weight}, self.embedding.device) if HEAD in self.weights else {}
         return replace(student, weights={**self.weights, **own})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
@@ -116,7 +116,8 @@ class EagleStudent(DraftedStudent):
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """Those of its head, or of the target's."""
-        return functional.linear(self.normed(states, NORM), self.weights.get(HEAD, self.head))
+        own, read = self.weights.get(HEAD), self.normed(states, NORM)
+        return self.head(read) if own is None else functional.linear(read, own)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The layer and, if it has one, its head, and whose tokens the head's are."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
-from forerun.heads.fresh import TargetTables
+from forerun.heads.fresh import TargetHead, TargetTables
 from forerun.heads.medusa.format import BIAS, BLOCK, ENTRY, MOST_HEADS, OUTPUT, WEIGHT, MedusaConfig
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import Predictions, Student, TextBatch
@@ -33,7 +33,7 @@ class MedusaStudent(Student):
     kind: ClassVar[str] = "medusa"
     config: MedusaConfig
     embedding: Float[Tensor, "vocab hidden"]
-    head: Float[Tensor, "vocab hidden"]
+    head: TargetHead
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MedusaStudent:
@@ -54,7 +54,7 @@ class MedusaStudent(Student):
             if name == ENTRY.format(head) + WEIGHT:
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
             elif name == OUTPUT.format(head, config.num_blocks) + WEIGHT:
-                tensor.copy_(tables.head)
+                tensor.copy_(tables.head.weight)
         return cls.begun(
             target,
             config.values,
@@ -86,6 +86,6 @@ class MedusaStudent(Student):
             for block in range(c.num_blocks):
                 name = BLOCK.format(head, block)
                 x = x + functional.silu(functional.linear(x, self.weights[name + WEIGHT], self.weights[name + BIAS]))
-            output = self.weights.get(OUTPUT.format(head, c.num_blocks) + WEIGHT, self.head)
-            found.append(functional.linear(x, output))
+            output = self.weights.get(OUTPUT.format(head, c.num_blocks) + WEIGHT)
+            found.append(self.head(x) if output is None else functional.linear(x, output))
         return Predictions(found, batch.roots)

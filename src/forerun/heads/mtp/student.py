@@ -82,10 +82,11 @@ class MtpStudent(DraftedStudent):
         size = 2 * self.config.hidden
         if sum(len(text.roots) for text in texts) < LEAST_ROWS * size:
             return
-        gram, sums = (self.head.new_zeros(size, width, dtype=torch.float64) for width in (size, self.config.hidden))
+        shapes, table = ((size, size), (size, self.config.hidden)), self.embedding
+        gram, sums = (table.new_zeros(shape, dtype=torch.float64) for shape in shapes)
         for text in texts:
-            states, tokens = text.taps[:, 0].float(), torch.tensor(text.tokens, device=self.head.device)
-            places = torch.arange(text.num_prompt, len(states), device=self.head.device)
+            states, tokens = text.taps[:, 0].float(), torch.tensor(text.tokens, device=table.device)
+            places = torch.arange(text.num_prompt, len(states), device=table.device)
             read = self.joined(self.embedding[tokens[places]], states[places - 1]).double()
             gram += read.T @ read
             sums += read.T @ (states[places] / safe(self.weights[QWEN.norm])).double()
