@@ -4,13 +4,12 @@
 // does not see get weight 0, which changes no sum: its bits are its own here too. Queries and weights are rounded to
 // bfloat16, as torch's attention rounds them.
 #pragma once
-#include "attention.hpp"
+#include "attention_pairs.hpp"
 #include "multiply_tiles.hpp"
 
 #if defined(FORERUN_AMX)
 namespace forerun {
 
-constexpr int PAIRED = 32;  // keys in a tile of weights, and numbers of a head in a tile of keys
 constexpr int QUERY_TILES = CHUNK_QUERIES / TILE;
 
 struct alignas(64) PairTile {  // a tile of pairs of bfloat16

@@ -8,6 +8,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "attention_pairs.hpp"
 #include "attention_tiles.hpp"
 #include "decoder.hpp"
 #include "experts.hpp"
@@ -24,7 +25,7 @@ struct Scratch {  // grows with the largest pass
   int64_t num_tokens = 0;
   std::unique_ptr<Memory> memory;
   float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product
-  char* rows;
+  char *rows, *next_rows;  // one is read by a product while the other is made for the next
   Routes routes;  // of the sparse layer at hand
 };
 
@@ -50,8 +51,8 @@ struct Decoder {
       per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // of a last group that begins within a tile
     }
     const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token + spare;
-    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1 + deep) +
-                                        pairs * ROW_GAP + 7 * 64);
+    const int64_t prepared = pairs * (deep + ROW_GAP / 4);  // as many floats at most
+    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1) + 8 * prepared + 8 * 64);
     char* at = s.memory->data;
     const auto take = [&](int64_t floats) {
       char* const taken = at;
@@ -59,7 +60,8 @@ struct Decoder {
       return reinterpret_cast<float*>(taken);
     };
     s.x = take(rows * hidden), s.normed = take(rows * deep), s.wide = take(pairs * wide), s.mixed = take(rows * mixed);
-    s.scales = take(pairs), s.rows = reinterpret_cast<char*>(take(pairs * (deep + ROW_GAP / 4)));
+    s.scales = take(pairs);
+    s.rows = reinterpret_cast<char*>(take(prepared)), s.next_rows = reinterpret_cast<char*>(take(prepared));
     s.routes.room(pairs);
     s.num_tokens = rows;
     return s;
@@ -68,29 +70,36 @@ struct Decoder {
   static int64_t whole_tiles(int64_t num_rows) { return (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE); }
 };
 
-std::vector<Task> share_out(const Shape& shape, const Pass& pass) {
-  const int64_t group = shape.heads / shape.kv_heads, fair = pass.num_tokens * shape.heads / pass.num_threads;
-  const size_t chunk = std::min<int64_t>(CHUNK_QUERIES, std::max<int64_t>(1, fair));
-  std::vector<std::vector<int64_t>> queries(pass.num_paths);
+// Each thread's share: as many queries as see its part of all the keys, in the order of paths and heads.
+std::vector<std::vector<Task>> share_out(const Shape& shape, const Pass& pass) {
   if (!pass.num_paths) return {};
-  for (int64_t token = 0; token < pass.num_tokens; token++)
+  const int64_t group = shape.heads / shape.kv_heads;
+  std::vector<std::vector<Task>> shares(pass.num_threads);
+  std::vector<std::vector<int64_t>> queries(pass.num_paths);
+  int64_t total = 0, given = 0;
+  for (int64_t token = 0; token < pass.num_tokens; token++) {
+    total += shape.heads * (pass.last_key[token] + 1);
     for (int64_t g = 0; g < group; g++) queries[pass.path_of[token]].push_back(token * group + g);
-  std::vector<Task> tasks;
+  }
   for (int64_t path = 0; path < pass.num_paths; path++)
-    for (size_t i = 0; i < queries[path].size(); i += chunk)
-      for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
-        const auto from = queries[path].begin() + i, to = queries[path].begin() + std::min(i + chunk, queries[path].size());
-        tasks.push_back({path, kv_head, std::vector<int64_t>(from, to)});
+    for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
+      for (int64_t query : queries[path]) {
+        std::vector<Task>& share = shares[given * pass.num_threads / total];
+        given += pass.last_key[query / group] + 1;
+        if (share.empty() || share.back().path != path || share.back().kv_head != kv_head ||
+            share.back().queries.size() == CHUNK_QUERIES)
+          share.push_back({path, kv_head, {}});
+        share.back().queries.push_back(query);
       }
-  return tasks;
+  return shares;
 }
 
 template <typename T>
 class Worker {  // one thread's part of a pass
  public:
-  Worker(const Decoder& decoder, const Pass& pass, const std::vector<Task>& tasks, Scratch& scratch, int thread,
-         int num_threads)
-      : d(decoder), c(decoder.shape), pass(pass), tasks(tasks), s(scratch), thread(thread), num_threads(num_threads) {}
+  Worker(const Decoder& decoder, const Pass& pass, const std::vector<std::vector<Task>>& shares, Scratch& scratch,
+         int thread, int num_threads)
+      : d(decoder), c(decoder.shape), pass(pass), shares(shares), s(scratch), thread(thread), num_threads(num_threads) {}
 
   void run() {
     if (!pass.num_paths) return layers();
@@ -108,9 +117,11 @@ class Worker {  // one thread's part of a pass
     for (int64_t i = pass.first_layer; i < pass.end_layer; i++) layer(d.layers[i], i);
   }
 
+  // A row is made for the product that reads it by whoever computed it, in pieces where the format has them: then nothing
+  // waits in between, and nothing is fetched from another core.
   void layer(const Layer& l, int64_t index) {
     const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size());
-    const Rows rows{s.rows, s.scales};
+    const Rows rows{s.rows, s.scales}, next_rows{s.next_rows, s.scales};
     const int64_t cache = index * c.kv_heads * pass.num_slots * c.head_dim;
     T *keys = static_cast<T*>(pass.keys) + cache, *values = static_cast<T*>(pass.values) + cache;
     const bool reads = pass.read && (index == pass.first_layer || !pass.num_paths);
@@ -118,7 +129,54 @@ class Worker {  // one thread's part of a pass
       if (!reads) norm_stream(r, l.attention_norm);
       prepare_row(*l.qkv, reads ? pass.read + r * l.qkv->depth : s.normed + r * hidden, rows, r);
     });
-    product(*l.qkv, rows);
+    wait();
+    project_heads(l, rows, keys, values);
+    wait();
+    if (!pass.num_paths) return;
+    const bool in_pieces = l.out->has_pieces() && c.head_dim % GROUP == 0 && d.q_size() % WIDTH == 0;
+    for (size_t i = thread; i < shares.size(); i += num_threads)
+      for (const Task& task : shares[i]) {
+        attend_task(task, l, keys, values);
+        for (size_t n = 0; n < task.queries.size() && in_pieces; n++) {
+          const int64_t group = c.heads / c.kv_heads, token = task.queries[n] / group;
+          const int64_t from = (task.kv_head * group + task.queries[n] % group) * c.head_dim;
+          prepare_columns(*l.out, s.mixed + token * mixed, next_rows, token, from, from + c.head_dim);
+        }
+      }
+    if (!in_pieces) {
+      wait();
+      each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, next_rows, r); });
+    }
+    product(*l.out, next_rows);
+    const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
+    each_row([&](int64_t r) {
+      add(r, l.attention_out_norm);
+      if (!l.parallel) norm_stream(r, l.mlp_norm);
+      prepare_row(next, s.normed + r * hidden, rows, r);
+    });
+    if (l.experts) {
+      product(next, rows);
+      return sparse(l, *l.experts, rows);
+    }
+    wait();
+    activate(l.every, rows, next_rows);
+    product(*l.every.down, next_rows);
+    each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
+  }
+
+  // Queries, keys and values; whole heads of each thread's own where panels hold whole heads.
+  void project_heads(const Layer& l, Rows rows, T* keys, T* values) {
+    const int64_t num_heads = c.heads + 2 * c.kv_heads, columns = std::max<int64_t>(c.head_dim, WIDTH);
+    if (num_heads * c.head_dim % columns == 0 && columns % c.head_dim == 0 && columns % WIDTH == 0 && !l.joint_norm) {
+      const int64_t units = num_heads * c.head_dim / columns;
+      const int64_t first = units * thread / num_threads * columns, end = units * (thread + 1) / num_threads * columns;
+      multiply_part(*l.qkv, rows, pass.num_tokens, s.wide, first / LANES, end / LANES);
+      for (int64_t token = 0; token < pass.num_tokens; token++)
+        for (int64_t head = first / c.head_dim; head < end / c.head_dim; head++) store_head(l, token, head, keys, values);
+      return;
+    }
+    multiply(*l.qkv, rows, pass.num_tokens, s.wide, thread, num_threads);
+    wait();
     if (l.qk_norm && l.joint_norm) {
       const int64_t queries = c.heads * c.head_dim, width = l.qkv->width;
       each_row([&](int64_t r) {
@@ -127,31 +185,37 @@ class Worker {  // one thread's part of a pass
       });
       wait();
     }
-    store_heads(l, keys, values);
+    const int64_t count = pass.num_tokens * num_heads;
+    for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++)
+      store_head(l, i / num_heads, i % num_heads, keys, values);
+  }
+
+  // The rows that `down` reads: columns of each thread's own where the format has pieces.
+  void activate(const Gated& mlp, Rows rows, Rows next_rows) {
+    const Linear &gate_up = *mlp.gate_up, &down = *mlp.down;
+    const int64_t neurons = down.inputs, inner = down.depth;
+    const auto columns = [&](int64_t r, int64_t from, int64_t end) {
+      const float *gate = s.wide + r * gate_up.width + from, *up = mlp.is_plain() ? nullptr : gate + neurons;
+      float* const out = s.normed + r * inner + from;
+      if (c.gelu) activate_row(gate, up, end - from, out, Gelu{});
+      else activate_row(gate, up, end - from, out, Silu{});
+    };
+    if (neurons % WIDTH == 0 && down.has_pieces()) {
+      const int64_t units = neurons / WIDTH, first = units * thread / num_threads, end = units * (thread + 1) / num_threads;
+      for (int64_t half = 0; half < (mlp.is_plain() ? 1 : 2); half++)
+        multiply_part(gate_up, rows, pass.num_tokens, s.wide, (half * units + first) * PANELS, (half * units + end) * PANELS);
+      for (int64_t r = 0; r < pass.num_tokens; r++) {
+        columns(r, first * WIDTH, end * WIDTH);
+        prepare_columns(down, s.normed + r * inner, next_rows, r, first * WIDTH, end * WIDTH);
+      }
+      return;
+    }
+    multiply(gate_up, rows, pass.num_tokens, s.wide, thread, num_threads);
     wait();
-    if (!pass.num_paths) return;
-    for (size_t i = thread; i < tasks.size(); i += num_threads) attend_task(tasks[i], l, keys, values);
-    wait();
-    each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, rows, r); });
-    product(*l.out, rows);
-    const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
     each_row([&](int64_t r) {
-      add(r, l.attention_out_norm);
-      if (!l.parallel) norm_stream(r, l.mlp_norm);
-      prepare_row(next, s.normed + r * hidden, rows, r);
+      columns(r, 0, neurons);
+      prepare_row(down, s.normed + r * inner, next_rows, r);
     });
-    product(next, rows);
-    if (l.experts) return sparse(l, *l.experts, rows);
-    const int64_t inner = l.every.down->depth;
-    each_row([&](int64_t r) {
-      const float* wide = s.wide + r * next.width;
-      const bool plain = l.every.is_plain();
-      if (c.gelu) activate_row(wide, l.every.down->inputs, s.normed + r * inner, Gelu{}, plain);
-      else activate_row(wide, l.every.down->inputs, s.normed + r * inner, Silu{}, plain);
-      prepare_row(*l.every.down, s.normed + r * inner, rows, r);
-    });
-    product(*l.every.down, rows);
-    each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
   }
 
   void sparse(const Layer& l, const Experts& e, Rows rows) {
@@ -177,8 +241,9 @@ class Worker {  // one thread's part of a pass
       const Linear& linear = down.of(g);
       const float* gate_up = up.out(g, s.wide) + (p - g.first) * up.of(g).width;
       active.resize(linear.depth);
-      if (e.limit && g.mlp < e.count) activate_row(gate_up, linear.inputs, active.data(), Bounded{e.alpha, e.limit});
-      else activate_row(gate_up, linear.inputs, active.data(), Silu{});
+      const float* up = gate_up + linear.inputs;
+      if (e.limit && g.mlp < e.count) activate_row(gate_up, up, linear.inputs, active.data(), Bounded{e.alpha, e.limit});
+      else activate_row(gate_up, up, linear.inputs, active.data(), Silu{});
       prepare_row(linear, active.data(), down.rows(g, rows), p - g.first);
     });
     wait();
@@ -222,23 +287,17 @@ class Worker {  // one thread's part of a pass
     for (int64_t i = 0; i < width; i += LANES) store(x + i, load(x + i) + load(given + i));
   }
 
-  // Queries and keys are normed and rotated; keys and values go to their slots.
-  void store_heads(const Layer& l, T* keys, T* values) {
-    const int64_t num_heads = c.heads + 2 * c.kv_heads, count = pass.num_tokens * num_heads;
-    for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++) {
-      const int64_t token = i / num_heads, head = i % num_heads;
-      const int64_t turn = (pass.positions[token] + (head < c.heads ? l.first_query_turn : l.first_turn)) * c.head_dim;
-      float* x = s.wide + token * l.qkv->width + head * c.head_dim;
-      if (head < c.heads + c.kv_heads) {
-        const float* gain = l.qk_norm && !l.joint_norm ? l.qk_norm + head * c.head_dim : nullptr;
-        rotate_head(x, c.head_dim, gain, c.norm_eps, pass.cos + turn, pass.sin + turn);
-      }
-      if (head >= c.heads) {
-        const int64_t kv = (head - c.heads) % c.kv_heads;
-        T* to = head < c.heads + c.kv_heads ? keys : values;
-        put(to + (kv * pass.num_slots + pass.slots[token]) * c.head_dim, x, c.head_dim);
-      }
+  // A query or key is normed and rotated; a key or value goes to its slot.
+  void store_head(const Layer& l, int64_t token, int64_t head, T* keys, T* values) {
+    const int64_t turn = (pass.positions[token] + (head < c.heads ? l.first_query_turn : l.first_turn)) * c.head_dim;
+    float* const x = s.wide + token * l.qkv->width + head * c.head_dim;
+    if (head < c.heads + c.kv_heads) {
+      const float* gain = l.qk_norm && !l.joint_norm ? l.qk_norm + head * c.head_dim : nullptr;
+      rotate_head(x, c.head_dim, gain, c.norm_eps, pass.cos + turn, pass.sin + turn);
     }
+    if (head < c.heads) return;
+    T* const to = head < c.heads + c.kv_heads ? keys : values;
+    put(to + ((head - c.heads) % c.kv_heads * pass.num_slots + pass.slots[token]) * c.head_dim, x, c.head_dim);
   }
 
   void attend_task(const Task& task, const Layer& l, const T* keys, const T* values) {
@@ -255,6 +314,10 @@ class Worker {  // one thread's part of a pass
 #if defined(FORERUN_AMX)
     if constexpr (std::is_same_v<T, bfloat16>)
       if (has_amx()) return attend_tiles(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, tiles);
+#endif
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bfloat16>)
+      return attend_pairs(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, scores);
 #endif
     attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, scores);
   }
@@ -273,7 +336,7 @@ class Worker {  // one thread's part of a pass
   const Decoder& d;
   const Shape& c;
   const Pass& pass;
-  const std::vector<Task>& tasks;
+  const std::vector<std::vector<Task>>& shares;
   Scratch& s;
   const int thread, num_threads;
   std::vector<Query> queries;
@@ -370,13 +433,13 @@ void forerun_free_decoder(Decoder* decoder) { delete decoder; }
 // Not for two threads at once.
 void forerun_forward(Decoder* decoder, const Pass* pass) {
   Scratch& scratch = decoder->room(pass->num_tokens);
-  const std::vector<Task> tasks = share_out(decoder->shape, *pass);
+  const std::vector<std::vector<Task>> shares = share_out(decoder->shape, *pass);
 #pragma omp parallel num_threads(pass->num_threads)
   {
     const int thread = omp_get_thread_num(), num = omp_get_num_threads(), format = decoder->shape.cache_format;
-    if (format == BFLOAT16) Worker<bfloat16>(*decoder, *pass, tasks, scratch, thread, num).run();
-    else if (format == FLOAT16) Worker<float16>(*decoder, *pass, tasks, scratch, thread, num).run();
-    else Worker<float>(*decoder, *pass, tasks, scratch, thread, num).run();
+    if (format == BFLOAT16) Worker<bfloat16>(*decoder, *pass, shares, scratch, thread, num).run();
+    else if (format == FLOAT16) Worker<float16>(*decoder, *pass, shares, scratch, thread, num).run();
+    else Worker<float>(*decoder, *pass, shares, scratch, thread, num).run();
   }
 }
 }

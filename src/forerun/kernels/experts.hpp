@@ -106,7 +106,7 @@ struct Products {
       const int64_t count = l.width / WIDTH, each = cost(g);
       const auto reached = [&](int64_t at) { return std::min((std::max<int64_t>(at - begin, 0) + each - 1) / each, count); };
       const int64_t first = reached(from), end = reached(to);
-      if (first < end) multiply_part(l, rows(g, rows_of_all), g.end - g.first, out(g, out_of_all), first, end);
+      if (first < end) multiply_part(l, rows(g, rows_of_all), g.end - g.first, out(g, out_of_all), first * PANELS, end * PANELS);
       begin += count * each;
     }
   }

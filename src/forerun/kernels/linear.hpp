@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 #include "formats.hpp"
@@ -30,7 +32,7 @@ constexpr int TILE = 16;   // rows of an AMX tile
 constexpr int GROUP = 32;  // inputs of an output that share a scale: of int4; and of a row, for grouped weights
 constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, then their weights
 constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
-constexpr int64_t HUGE_PAGE = 2 << 20;
+constexpr int64_t PAGE = 4096, HUGE_PAGE = 2 << 20, POOL_BYTES = 8 * HUGE_PAGE;
 constexpr int64_t AHEAD_BYTES = 8192;  // of weights that are fetched before a product comes to them
 constexpr int UNFETCHED_ROWS = 3;  // at most, memory is all that counts: fetching so early delays what the processor does
 
@@ -43,29 +45,51 @@ inline bool has_amx() {  // the system must grant the tiles' registers to a proc
 #endif
 }
 
-// Has memory bring a line into the core's second cache. In the nearest, lines that come so early would displace the rows
-// of the product; from the second to the nearest the processor fetches by itself.
-inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
-
-struct Memory {  // zeros, in large pages where there is enough to fill some
+struct Mapping {  // zeros, in large pages where there is enough to fill some
   char* data = nullptr;
-  const int64_t bytes;
-  explicit Memory(int64_t num_bytes) : bytes(num_bytes), size(num_bytes + HUGE_PAGE) {
+  explicit Mapping(int64_t num_bytes) : size(num_bytes + HUGE_PAGE) {
     base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base == MAP_FAILED) return;
     data = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(base) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
 #if defined(MADV_HUGEPAGE)
-    if (bytes >= HUGE_PAGE) madvise(data, bytes, MADV_HUGEPAGE);
+    if (num_bytes >= HUGE_PAGE) madvise(data, num_bytes, MADV_HUGEPAGE);
 #endif
   }
-  ~Memory() {
+  ~Mapping() {
     if (data) munmap(base, size);
+  }
+  Mapping(const Mapping&) = delete;
+
+ private:
+  void* base;
+  const int64_t size;
+};
+
+// Zeros that are read over and over share large pages, as `pooled`: in small ones a product of weights that are smaller
+// than a large page would wait for their addresses.
+struct Memory {
+  char* data = nullptr;
+  const int64_t bytes;
+  explicit Memory(int64_t num_bytes, bool pooled = false) : bytes(num_bytes) {
+    if (!pooled || bytes >= HUGE_PAGE) {
+      mapping = std::make_shared<Mapping>(bytes);
+      data = mapping->data;
+      return;
+    }
+    static std::mutex lock;
+    static std::shared_ptr<Mapping> last;
+    static int64_t used = POOL_BYTES;  // of the last one
+    const std::lock_guard<std::mutex> guard(lock);
+    if (used + bytes > POOL_BYTES) last = std::make_shared<Mapping>(POOL_BYTES), used = last->data ? 0 : POOL_BYTES;
+    mapping = last;
+    if (!last->data) return;
+    data = last->data + used;
+    used += (bytes + PAGE - 1) / PAGE * PAGE;
   }
   Memory(const Memory&) = delete;
 
  private:
-  void* base;
-  int64_t size;
+  std::shared_ptr<Mapping> mapping;
 };
 
 #if defined(__AVX512BF16__)
@@ -135,12 +159,13 @@ struct Linear {
     const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
     return depth * number_bytes() + starts + ROW_GAP;
   }
+  bool has_pieces() const { return format != INT8 && format != INT4; }  // no scale is of a whole row
   bool tiled() const { return (format == BFLOAT16 || format == INT8 || format == INT4) && has_amx(); }
 
   // `weight` is [outputs, inputs] in the format itself, a byte a number for int4. `scales` are floats, one for each
   // output, for int8, and bfloat16, one for each group of each output, for int4; `bias` may be null.
   Linear(Format f, int64_t n, int64_t k, const void* weight, const void* weight_scales, const float* b)
-      : format(f), groups{}, outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width / LANES * panel_bytes()) {
+      : format(f), groups{}, outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width / LANES * panel_bytes(), true) {
     bias = static_cast<float*>(calloc(width, sizeof(float)));
     scales = static_cast<float*>(calloc(width, sizeof(float)));
     offsets = static_cast<int32_t*>(calloc(width, sizeof(int32_t)));
@@ -165,7 +190,7 @@ struct Linear {
   // `numbers` are bytes, [outputs, inputs]; `group_scales` and `least` floats, [outputs, groups], the latter or null.
   Linear(Groups g, int64_t n, int64_t k, const int8_t* numbers, const float* group_scales, const float* least, const float* b)
       : format(GROUPED), groups(g), outputs(n), inputs(k), width(padded(n)), depth(padded(k)),
-        panels(width / LANES * panel_bytes()), scales(nullptr), offsets(nullptr) {
+        panels(width / LANES * panel_bytes(), true), scales(nullptr), offsets(nullptr) {
     bias = static_cast<float*>(calloc(width, sizeof(float)));
     if (b) memcpy(bias, b, n * sizeof(float));
     if (panels.data) pack_stored(numbers, group_scales, least);
@@ -234,68 +259,77 @@ inline int32_t group_start(const int8_t* x) {
   return SHORT_SUMS ? static_cast<int32_t>((low & 0xffff) | static_cast<uint32_t>(high) << 16) : low + high;
 }
 
-// A row for grouped weights: every GROUP inputs as whole numbers of at most 127 in size and a scale. Behind the numbers
-// lie the scales, then for each group of weights its inputs' sum times the scale, then what its sums start from.
+// Inputs as whole numbers of at most 127 in size, a whole vector of which `each` is shown at a time, and their scale, which
+// is returned. Where an input is not finite nothing of the row is a number.
+template <typename T, typename Each>
+FORERUN_INLINE float round_inputs(const float* x, int64_t size, T* numbers, Each each) {
+  Floats top{}, finite{};
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Floats part = load(x + i);
+    top = larger(floats(bits(part) & 0x7fffffff), top), finite += part * 0.0f;
+  }
+  const float scale = std::max(largest(top) / 127.0f, 1.17549435e-38f) + sum(finite);  // adds 0, or what is not a number
+  const float inverse = 1.0f / scale;
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Ints near = bits(load(x + i) * inverse + 12582912.0f);  // 1.5 * 2^23, so that the low bits are the number
+    const Ints whole = (near << 24) >> 24;
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 1)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + i), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)whole));
+    else
+#endif
+    {
+      int32_t lanes[LANES];
+      store(lanes, whole);
+      for (int j = 0; j < LANES; j++) numbers[i + j] = static_cast<T>(lanes[j]);
+    }
+    each(i, whole);
+  }
+  return scale;
+}
+
+// A row for grouped weights: every GROUP inputs have a scale. Behind the numbers lie the scales, then for each group of
+// weights its inputs' sum times the scale, then what its sums start from.
 template <typename T>
-inline void prepare_groups(const Linear& l, const float* x, T* numbers) {
-  const int64_t size = l.groups.size;
+inline void prepare_groups(const Linear& l, const float* x, T* numbers, int64_t from, int64_t end) {
+  const int64_t size = l.groups.size, is_four = l.groups.bits == 4;
   float* const scales = reinterpret_cast<float*>(numbers + l.depth);
   float* const totals = scales + l.depth / GROUP;
   int32_t* const starts = reinterpret_cast<int32_t*>(totals + l.depth / size);
-  const Floats shift = all(12582912.0f);
-  for (int64_t first = 0; first < l.depth; first += GROUP) {
-    const Floats a = load(x + first), b = load(x + first + LANES);
-    const Floats top = larger(floats(bits(a) & 0x7fffffff), floats(bits(b) & 0x7fffffff));
-    const float spoilt = sum(a * 0.0f + b * 0.0f);  // 0, or not a number: then nothing of the row is one
-    const float scale = spoilt == 0 ? std::max(largest(top) / 127.0f, 1.17549435e-38f) : spoilt;
-    int32_t w[GROUP];
-    int8_t own[GROUP];
-    store(w, bits(a / scale + shift)), store(w + LANES, bits(b / scale + shift));
-    for (int j = 0; j < GROUP; j++) numbers[first + j] = own[j] = static_cast<int8_t>(w[j]);
+  for (int64_t first = from; first < end; first += GROUP) {
+    Ints parts[GROUP / LANES];
+    const float scale = round_inputs(x + first, GROUP, numbers + first, [&](int64_t i, Ints part) { parts[i / LANES] = part; });
     scales[first / GROUP] = scale;
     for (int64_t part = 0; part < GROUP; part += size) {
-      int32_t total = 0;
-      for (int64_t j = 0; j < size; j++) total += own[part + j];
+      const int32_t total = size == GROUP ? sum(parts[0] + parts[1]) : sum(parts[part / LANES]);
+      int32_t start = is_four ? -8 * total : -128 * total;
+      if (is_four ? l.groups.has_least : !UNSIGNED) start = 0;
+      else if (is_four && SHORT_SUMS) start = group_start(reinterpret_cast<const int8_t*>(numbers + first));
       totals[(first + part) / size] = scale * static_cast<float>(total);
-      starts[(first + part) / size] =
-          l.groups.bits == 4 ? (l.groups.has_least ? 0 : group_start(own)) : UNSIGNED ? -128 * total : 0;
+      starts[(first + part) / size] = start;
     }
   }
 }
 
 // One row of floats (padded with zeros to the layer's depth) in the layer's format; for float16 it stays as it is, so
-// that no input is too large.
-__attribute__((noinline)) inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) {
-  char* to = rows.data + row * l.row_bytes();
+// that no input is too large. Only some of its columns, whole groups of them, where rows can be had in pieces.
+__attribute__((noinline)) inline void prepare_columns(const Linear& l, const float* x, Rows rows, int64_t row, int64_t from,
+                                                      int64_t end) {
+  char* const to = rows.data + row * l.row_bytes();
   if (l.format == FLOAT32 || l.format == FLOAT16) {
-    memcpy(to, x, l.depth * sizeof(float));
+    memcpy(to + from * sizeof(float), x + from, (end - from) * sizeof(float));
   } else if (l.format == BFLOAT16) {
-    for (int64_t i = 0; i < l.depth; i += LANES) {
+    for (int64_t i = from; i < end; i += LANES) {
       if (PAIRS) narrow(reinterpret_cast<bfloat16*>(to) + i, load(x + i));
       else store(reinterpret_cast<float*>(to) + i, floats(rounded(load(x + i)) << 16));
     }
   } else if (l.format == GROUPED) {
-    if (WORDS && l.groups.bits == 8) prepare_groups(l, x, reinterpret_cast<int16_t*>(to));
-    else prepare_groups(l, x, reinterpret_cast<int8_t*>(to));
+    if (WORDS && l.groups.bits == 8) prepare_groups(l, x, reinterpret_cast<int16_t*>(to), from, end);
+    else prepare_groups(l, x, reinterpret_cast<int8_t*>(to), from, end);
   } else {
-    Floats top{}, finite{};
-    for (int64_t i = 0; i < l.depth; i += LANES) {
-      top = larger(top, floats(bits(load(x + i)) & 0x7fffffff));
-      finite += load(x + i) * 0.0f;
-    }
-    const float spoilt = sum(finite);  // 0, or not a number: then nothing of the row is one
-    const float scale = spoilt == 0 ? std::max(largest(top) / 127.0f, 1.17549435e-38f) : spoilt;
-    const Floats shift = all(12582912.0f);
-    const auto keep = [&](auto* numbers) {
-      for (int64_t i = 0; i < l.depth; i += LANES) {
-        int32_t w[LANES];
-        store(w, bits(load(x + i) / scale + shift));  // whose low bits are the number
-        for (int j = 0; j < LANES; j++) numbers[i + j] = static_cast<int8_t>(w[j]);
-      }
-    };
-    if (WORDS && l.format == INT8) keep(reinterpret_cast<int16_t*>(to));
-    else keep(reinterpret_cast<int8_t*>(to));
-    rows.scales[row] = scale;
+    const auto none = [](int64_t, Ints) {};
+    if (WORDS && l.format == INT8) rows.scales[row] = round_inputs(x, l.depth, reinterpret_cast<int16_t*>(to), none);
+    else rows.scales[row] = round_inputs(x, l.depth, reinterpret_cast<int8_t*>(to), none);
     const int8_t* const numbers = reinterpret_cast<const int8_t*>(to);
     for (int64_t g = 0; l.format == INT4 && g < l.depth / GROUP; g++) {
       const int32_t start = group_start(numbers + g * GROUP);
@@ -303,6 +337,8 @@ __attribute__((noinline)) inline void prepare_row(const Linear& l, const float* 
     }
   }
 }
+
+inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) { prepare_columns(l, x, rows, row, 0, l.depth); }
 
 // Sums of 16 outputs as floats, at the place of the first of them.
 inline void finish(const Linear& l, float* out, int64_t output, Floats sums, float) {

@@ -121,27 +121,25 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
     else store(place(r), load(sums[r]) * rows.scales[row + r] + load(l.bias + column));
 }
 
-// Any number of rows times four panels, by eights of nearly the same size, stretch by stretch.
+// Any number of rows times a panel, by eights of nearly the same size, stretch by stretch.
 inline void multiply_groups(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
   const int64_t num_eights = (num_rows + EIGHT - 1) / EIGHT, blocks = l.num_blocks();
-  for (int64_t c = column; c < column + WIDTH; c += LANES)
-    for (int64_t first = 0; first < blocks; first += STRETCH_BLOCKS) {
-      const int64_t end = num_eights == 1 ? blocks : std::min(first + STRETCH_BLOCKS, blocks);
-      for (int64_t eight = 0; eight < num_eights; eight++) {
-        const int64_t row = num_rows * eight / num_eights;
-        switch (num_rows * (eight + 1) / num_eights - row) {
-          case 1: multiply_eight<1>(l, c, rows, row, first, end, out); break;
-          case 2: multiply_eight<2>(l, c, rows, row, first, end, out); break;
-          case 3: multiply_eight<3>(l, c, rows, row, first, end, out); break;
-          case 4: multiply_eight<4>(l, c, rows, row, first, end, out); break;
-          case 5: multiply_eight<5>(l, c, rows, row, first, end, out); break;
-          case 6: multiply_eight<6>(l, c, rows, row, first, end, out); break;
-          case 7: multiply_eight<7>(l, c, rows, row, first, end, out); break;
-          case 8: multiply_eight<8>(l, c, rows, row, first, end, out); break;
-        }
+  for (int64_t first = 0, end; first < blocks; first = end) {
+    end = num_eights == 1 ? blocks : std::min(first + STRETCH_BLOCKS, blocks);
+    for (int64_t eight = 0; eight < num_eights; eight++) {
+      const int64_t row = num_rows * eight / num_eights;
+      switch (num_rows * (eight + 1) / num_eights - row) {
+        case 1: multiply_eight<1>(l, column, rows, row, first, end, out); break;
+        case 2: multiply_eight<2>(l, column, rows, row, first, end, out); break;
+        case 3: multiply_eight<3>(l, column, rows, row, first, end, out); break;
+        case 4: multiply_eight<4>(l, column, rows, row, first, end, out); break;
+        case 5: multiply_eight<5>(l, column, rows, row, first, end, out); break;
+        case 6: multiply_eight<6>(l, column, rows, row, first, end, out); break;
+        case 7: multiply_eight<7>(l, column, rows, row, first, end, out); break;
+        case 8: multiply_eight<8>(l, column, rows, row, first, end, out); break;
       }
-      if (end == blocks) break;
     }
+  }
 }
 
 }  // namespace forerun

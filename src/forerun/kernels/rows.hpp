@@ -35,30 +35,34 @@ struct Bounded {  // gates up to the limit, the rest on both sides of 1
   }
 };
 
-// The activation of gate and up, of `size` numbers each; what lies behind up to the padded size becomes zero. Where `plain`
-// there is no up.
+// The activation of gate and up, of `size` numbers each; what lies behind up to the padded size becomes zero. Where `up`
+// is null nothing is gated.
 template <typename Activation>
-__attribute__((noinline)) inline void activate_row(const float* gate_up, int64_t size, float* out, Activation activation,
-                                                   bool plain = false) {
-  const auto up_at = [&](int64_t i) { return plain ? all(1.0f) : load(gate_up + size + i); };
+__attribute__((noinline)) inline void activate_row(const float* gate, const float* up, int64_t size, float* out,
+                                                   Activation activation) {
+  const auto up_at = [&](int64_t i) { return up ? load(up + i) : all(1.0f); };
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) store(out + i, activation(load(gate_up + i), up_at(i)));
-  float gate[LANES] = {}, up[LANES] = {};
-  memcpy(gate, gate_up + i, (size - i) * sizeof(float));
-  if (plain) store(up, all(1.0f));
-  else memcpy(up, gate_up + size + i, (size - i) * sizeof(float));
+  for (; i + LANES <= size; i += LANES) store(out + i, activation(load(gate + i), up_at(i)));
+  float last[LANES] = {}, last_up[LANES] = {};
+  memcpy(last, gate + i, (size - i) * sizeof(float));
+  if (!up) store(last_up, all(1.0f));
+  else memcpy(last_up, up + i, (size - i) * sizeof(float));
   for (; i < padded(size); i += LANES) {
-    store(out + i, activation(load(gate), load(up)));
-    memset(gate, 0, sizeof gate), memset(up, 0, sizeof up);
+    store(out + i, activation(load(last), load(last_up)));
+    memset(last, 0, sizeof last), memset(last_up, 0, sizeof last_up);
   }
 }
 
 // One head, or all of them as one: x / rms(x) * gain, in place.
 inline void norm_head(float* x, int64_t size, const float* gain, float eps) {
-  float squares = 0;
-  for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
+  Floats sums{};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sums = fma(load(x + i), load(x + i), sums);
+  float squares = sum(sums);
+  for (; i < size; i++) squares += x[i] * x[i];
   const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
-  for (int64_t i = 0; i < size; i++) x[i] = x[i] * factor * gain[i];
+  for (i = 0; i + LANES <= size; i += LANES) store(x + i, load(x + i) * factor * load(gain + i));
+  for (; i < size; i++) x[i] = x[i] * factor * gain[i];
 }
 
 // One head: normed if it has gains, then rotated by halves, in place.
@@ -66,7 +70,13 @@ __attribute__((noinline)) inline void rotate_head(float* x, int64_t head_dim, co
                                                   const float* cos, const float* sin) {
   const int64_t half = head_dim / 2;
   if (gain) norm_head(x, head_dim, gain, eps);
-  for (int64_t i = 0; i < half; i++) {
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    const Floats first = load(x + i), second = load(x + i + half);
+    store(x + i, first * load(cos + i) - second * load(sin + i));
+    store(x + i + half, second * load(cos + i + half) + first * load(sin + i + half));
+  }
+  for (; i < half; i++) {
     const float first = x[i], second = x[i + half];
     x[i] = first * cos[i] - second * sin[i];
     x[i + half] = second * cos[i + half] + first * sin[i + half];

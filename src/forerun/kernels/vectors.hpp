@@ -199,6 +199,10 @@ inline T number_at(const char* p) {
   return number;
 }
 
+// Has memory bring a line into the core's second cache. In the nearest, lines that come so early would displace what is
+// at hand; from the second to the nearest the processor fetches by itself.
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+
 inline int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 inline Ints counted(int32_t first) {  // first, first + 1, ...
@@ -215,20 +219,31 @@ inline Floats sums(Floats v[16]) {
   return folded<1>(v[0], v[1]);
 }
 
-inline float sum(Floats x) {
-  float s[LANES];
+// Of all lanes one, halves of the vector at a time: which of two is kept, or their sum, is for `join` to say.
+template <typename Vector, typename Join>
+FORERUN_INLINE auto reduced(Vector x, Join join) {
+#if defined(__AVX512F__)
+  x = join(x, FORERUN_SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  x = join(x, FORERUN_SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  x = join(x, FORERUN_SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return join(x, FORERUN_SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+#else
+  std::remove_cv_t<std::remove_reference_t<decltype(x[0])>> s[LANES];
   store(s, x);
   for (int half = LANES / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) s[i] += s[i + half];
+    for (int i = 0; i < half; i++) s[i] = join(s[i], s[i + half]);
   return s[0];
+#endif
 }
 
-inline float largest(Floats x) {
-  float s[LANES], top;
-  store(s, x);
-  top = s[0];
-  for (int i = 1; i < LANES; i++) top = s[i] > top ? s[i] : top;
-  return top;
+FORERUN_INLINE float sum(Floats x) {
+  return reduced(x, [](auto a, auto b) { return a + b; });
+}
+FORERUN_INLINE int32_t sum(Ints x) {
+  return reduced(x, [](auto a, auto b) { return a + b; });
+}
+FORERUN_INLINE float largest(Floats x) {
+  return reduced(x, [](auto a, auto b) { return b > a ? b : a; });
 }
 
 // e^x to about one unit in the last place; below -87 it is 0. Polynomial of the Cephes library (S. Moshier), expf.

@@ -65,7 +65,7 @@ def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows wi
     """Whole numbers of at most LARGEST_INT8 and each row's scale in float32: their product is nearly x."""
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scales).round_().to(torch.int8), scales
+    return (wide * scales.reciprocal()).round_().to(torch.int8), scales
 
 
 def in_short_sums(whole: Int8[Tensor, "rows inputs"]) -> Int8[Tensor, "sums rows terms"]:
