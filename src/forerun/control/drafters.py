@@ -247,8 +247,12 @@ class MeasuredDrafter:
         """How many guesses are accepted for each that it promised."""
         return (self.accepted + WEIGHT) / (self.promised + WEIGHT)
 
-    def promises(self, expected: float | None, seq_id: int, depth: int) -> list[float]:
-        """The chance of each depth: by what it expects itself, or else as before, above all in the same text."""
+    def promises(
+        self, expected: float | None, seq_id: int, depth: int, survival: Sequence[float] = ()
+    ) -> Sequence[float]:
+        """The chance of each depth: by what it says itself, or else as before, above all in the same text."""
+        if survival:
+            return survival[:depth]
         if expected is not None:
             return geometric(expected)[:depth]
         rates = self.acceptance.rates()
@@ -345,7 +349,7 @@ class MeasuredDrafters:
             if budget.depth == 0:
                 continue
             learned, expected = self.all[drafter], member.expected[i] if member.expected else None
-            promised = learned.promises(expected, seq_id, budget.depth)
+            promised = learned.promises(expected, seq_id, budget.depth, member.survival[i] if member.survival else ())
             trust = 1.0 if expected is None else learned.trust
             survival = [min(1.0, trust * chance) for chance in promised]
             free = speculation.auto or (bool(outlook.drafters) and budget.width == 1 and speculation.drafter is None)

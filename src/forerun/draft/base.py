@@ -148,7 +148,8 @@ class Outlook:
     `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by name and
     in order; MERGED is not among them. Of members whose guesses were merged in the
     last round, `came_true` has for each row how many of their own were judged by its tokens and how many were right,
-    along one path. Where `depth_matters` the first guesses of a deep draft may be others than those of a shallow one.
+    along one path.
+    `survival` is what each further guess of the best draft adds to that, as far as the limit; empty where unknown.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first
@@ -157,7 +158,7 @@ class Outlook:
     drafters: Mapping[str, Outlook] = field(default_factory=dict)
     came_true: Sequence[tuple[int, int]] = ()
     ends_early: bool = False  # whether it draws chains guess by guess, so that a minimum spares it the rest
-    depth_matters: bool = False
+    survival: Sequence[Sequence[float]] = ()
 
 
 @runtime_checkable

@@ -26,7 +26,7 @@ from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.errors import DraftError
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-from forerun.tune.pilot import ForwardingDrafter, within
+from forerun.tune.pilot import ForwardingDrafter
 from forerun.tune.predict import RoundShape
 
 WARM = 2  # rounds of a wave that do not count, behind those that read prompts
@@ -44,6 +44,7 @@ class FullChains(ForwardingDrafter):
 
     deepest: int
     sizes: Sequence[int] | None = None
+    told: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]), init=False)  # before the round
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """The drafter's guesses, as many as there shall be."""
@@ -65,6 +66,11 @@ class FullChains(ForwardingDrafter):
         """Every sequence can be drafted as far as any size needs."""
         self.told = self.drafter.outlook(seq_ids)
         return self.told if self.sizes is None else replace(self.told, limit=[self.deepest] * len(seq_ids))
+
+
+def within(budget: Budget, depth: int) -> Budget:
+    """A budget of chains, cut to a depth."""
+    return budget if depth >= budget.depth else replace(budget, depth=depth, nodes=min(depth, budget.nodes))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ only where the rounds of some depth happen to begin; `predict.py` plays any dept
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.sampling.draws import Draws
@@ -20,13 +20,9 @@ GuessedTree = tuple[Sequence[int], Sequence[int]]  # of a draft: its tokens, roo
 
 @dataclass(slots=True)
 class ForwardingDrafter:
-    """A drafter in front of the one that is measured, which learns and forgets as it would alone.
-
-    `told` is what it said of itself before the round.
-    """
+    """A drafter in front of the one that is measured, which learns and forgets as it would alone."""
 
     drafter: Drafter
-    told: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]), init=False)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -44,8 +40,7 @@ class ForwardingDrafter:
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """The drafter's."""
-        self.told = self.drafter.outlook(seq_ids)
-        return self.told
+        return self.drafter.outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """The drafter forgets; what was measured stays."""
@@ -56,45 +51,28 @@ class ForwardingDrafter:
 class PilotDrafter(ForwardingDrafter):
     """A drafter whose guesses are recorded instead of given away: every sequence gets its root alone.
 
-    `seen` holds its drafts by sequence and by the length of the text that ends with their root. Where the depth that is
-    asked for decides what is guessed first, there is one for each depth, from 1 on; else a single one.
+    `seen` holds its drafts by sequence and by the length of the text that ends with their root.
     """
 
-    seen: dict[int, dict[int, Sequence[GuessedTree]]] = field(default_factory=dict)
+    seen: dict[int, dict[int, GuessedTree]] = field(default_factory=dict)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Record what the drafter guesses; roots alone."""
-        deepest = max(budgets, key=lambda budget: budget.depth)
-        members = list(self.told.drafters.values())[deepest.drafter :]  # none where all of them are merged
-        each_depth = (members[0] if members else self.told).depth_matters
-        trees = [
-            self.drafter.propose(draws, [within(budget, depth) for budget in budgets], tail).tree
-            for depth in (range(1, 1 + deepest.depth) if each_depth else [deepest.depth])
-        ]
-        found = [list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True)) for tree in trees]
-        for number, (row, budget) in enumerate(zip(draws.rows, budgets, strict=True)):
-            drafts = [own[number] for own in found][: budget.depth if each_depth else 1]
-            self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = drafts if budget.depth else []
+        tree = self.drafter.propose(draws, budgets, tail).tree
+        for row, budget, *guessed in zip(draws.rows, budgets, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+            if budget.depth:
+                self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = (guessed[0], guessed[1])
         return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
     def places(self, seq_id: int, prompt: int, answer: Sequence[int], deepest: int) -> list[list[Guessed]]:
         """How the drafts of a sequence did, by the number of tokens said before, as `TextRounds` has it."""
         drafts = self.seen.get(seq_id, {})
-        return [judged_at_depths(drafts.get(prompt + i, ()), answer[i:], deepest) for i in range(len(answer))]
+        return [judged_at_depths(drafts.get(prompt + i), answer[i:], deepest) for i in range(len(answer))]
 
 
-def within(budget: Budget, depth: int) -> Budget:
-    """A budget of chains, cut to a depth."""
-    return budget if depth >= budget.depth else replace(budget, depth=depth, nodes=min(depth, budget.nodes))
-
-
-def judged_at_depths(drafts: Sequence[GuessedTree], text: Sequence[int], deepest: int) -> list[Guessed]:
-    """How drafts at one place did, at depth 1, 2, and so on, as long as that makes a difference.
-
-    A single draft is cut to each depth; of several the n-th is that of depth n. `text` is what followed the root.
-    """
-    depths = range(1, deepest + 1 if drafts else 1)
-    found = [judged(drafts[min(depth, len(drafts)) - 1], text, depth) for depth in depths]
+def judged_at_depths(draft: GuessedTree | None, text: Sequence[int], deepest: int) -> list[Guessed]:
+    """How a draft did, cut to depth 1, 2, and so on, as long as that makes a difference; `text` followed the root."""
+    found = [] if draft is None else [judged(draft, text, depth) for depth in range(1, deepest + 1)]
     while len(found) > 1 and found[-1] == found[-2]:
         found.pop()
     return found if any(guessed.drafted for guessed in found) else []

@@ -1,43 +1,53 @@
-"""Suffix decoding: guess what most often followed the last few tokens, in this text and in past answers.
+"""Suffix decoding: guess what followed the last few tokens, in this text and in past answers, as often as it did.
 
-This module decides which context to trust: of the text's last 1, 2, ... tokens that occurred before, the one from which
-the most guesses can be expected to be accepted. A context of n tokens is good for n guesses at most, and a path ends
-where it is no longer likely. So the drafts follow from counts alone, those of the text and those of its tenant's past:
-there is no law to declare. After SuffixDecoding (Oliaro et al., 2411.04975).
+This module decides how likely a continuation is. A context is the text's last 1, 2, ... tokens; of the contexts that
+occurred before, the longest and the one half as long count, in the text and in its tenant's past. Short contexts come
+first, and what they say is corrected by what longer ones say, as in the blended models of compression by partial
+matching (Cleary and Witten, 1984): the more, the longer a context is and the more often it occurred. Guesses are the
+likeliest paths. So the drafts follow from counts alone: there is no law to declare. The trees of contexts are those of
+SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from operator import itemgetter
 
 from forerun.annotations import ProgressCallback
+from forerun.config import AUTO_DEPTH
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.suffix_file import PastFile
 from forerun.draft.text.suffix_past import MAX_BYTES, Past, Reader
-from forerun.draft.text.suffix_tree import LEAST_SHARE, Insertion, Leaf, Node, SuffixTree
+from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree, survival_of
 
 PAST = "past answers"
+LEAST = 0.05  # chance to survive below which a path is not offered
+WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # occurrences of a context of 1, 2, ... tokens that shorter ones weigh as
+Places = Sequence[Node | Leaf]
+LIKELIEST = Budget(AUTO_DEPTH)  # what an outlook looks at
 
 
 @dataclass(slots=True)
 class SuffixSequence:
     """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
 
-    `tenant` is None, and the past is not used, until the tenant is known.
+    `tenant` is None, and the past is not used, until the tenant is known. `likeliest` is the chain that an outlook
+    looked at, until the text grows.
     """
 
     tree: SuffixTree
     reader: Reader = field(default_factory=Reader)
     tenant: str | None = None
     num_prompt: int = 0
+    likeliest: HostTree | None = None
 
 
 class SuffixDrafter:
@@ -59,6 +69,7 @@ class SuffixDrafter:
                 growing = self.sequences[seq_id] = SuffixSequence(SuffixTree(self.past.depth))
             if news.tenants:
                 growing.tenant, growing.num_prompt = news.tenants[i], news.num_prompts[i]
+            growing.likeliest = None
             for token in late(growing, tokens, root):
                 growing.tree.append(token)
 
@@ -75,47 +86,48 @@ class SuffixDrafter:
         width = max((budget.width for budget in budgets), default=1)
         return Draft(DraftTree.of_hosts(trees, width), survival_of(trees))  # of chains too: a mix has to choose
 
-    def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree | None:
-        """The best guesses of any context, if any; among equals the text's own come before the past's, then longer
-        contexts."""
+    def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree:
+        """The likeliest guesses."""
+        known = growing.likeliest
+        if known is not None and not tail and budget.width == 1:
+            return shortened(known, budget)
         tree, past = growing.tree, self.remembered(growing, tail)
         steps: list[Insertion] = []
         for token in tail:
             tree.append(token, steps)
-        best, expected = None, 0.0
-        grow, depth = chain if budget.width == 1 else likeliest, min(budget.depth, budget.nodes, tree.depth // 2)
-        for places in (tree.matches, past):
-            for length, most in ranks(len(places), tree.depth, depth):
-                if most <= expected:
-                    break
-                grown = grow(tree.text[-1], places[length - 1], most, budget)
-                if (worth := grown.expected) > expected:
-                    best, expected = grown, worth
+        contexts = Contexts(tree, tree.matches, self.past_of(growing), past)
+        grown = likeliest(tree.text[-1], contexts, budget)
         tree.undo(steps)
-        return best
+        return grown
 
-    def remembered(self, growing: SuffixSequence, tail: Sequence[int]) -> Sequence[Node | Leaf]:
+    def past_of(self, growing: SuffixSequence) -> SuffixTree | None:
+        """The past of its tenant, if there is any."""
+        return None if growing.tenant is None else self.past.trees.get(growing.tenant)
+
+    def remembered(self, growing: SuffixSequence, tail: Sequence[int]) -> Places:
         """What its tenant's past holds for a text's last 1, 2, ... tokens, as long as they occurred there."""
-        tree = None if growing.tenant is None else self.past.trees.get(growing.tenant)
+        tree = self.past_of(growing)
         places = growing.reader.read(tree, growing.tree.text)
         for token in tail:
             places = places if tree is None else tree.follow(places, token)
         return places
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never unread; the depth that the longest context is good for, and how many of eight guesses it expects."""
-        limit, expected = [], []
+        """Never unread; as deep as the likeliest chain goes, and what each of its guesses adds."""
+        survival: list[Sequence[float]] = []
         for seq_id in seq_ids:
             growing = self.sequences.get(seq_id)
-            best = None if growing is None else self.guess(growing, Budget(AHEAD))
-            expected.append(0.0 if best is None else best.expected)
-            limit.append(0 if growing is None or best is None else self.limit(growing))
-        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected, depth_matters=True)
-
-    def limit(self, growing: SuffixSequence) -> int:
-        """The deepest draft that contexts as long as these can give."""
-        longest = max(len(growing.tree.matches), len(growing.reader.places))
-        return min(longest, growing.tree.depth // 2)
+            if growing is None:
+                survival.append(())
+                continue
+            growing.likeliest = self.guess(growing, LIKELIEST)
+            survival.append(growing.likeliest.survival[1:])
+        return Outlook(
+            unread=[0] * len(seq_ids),
+            limit=[len(chances) for chances in survival],
+            expected=[math.fsum(chances[:AHEAD]) for chances in survival],
+            survival=survival,
+        )
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop these sequences; their answers become past answers of their tenant. Unknown ones are ignored."""
@@ -132,51 +144,70 @@ def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[
     return [*tokens[1:], root] if tokens else ()
 
 
-@cache
-def ranks(longest: int, depth: int, wanted: int) -> Sequence[tuple[int, int]]:
-    """Lengths of contexts, and how many guesses each is good for: those good for most first, then the longer.
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in its text and in the past."""
 
-    A context of n tokens is good for n guesses, and no more than `depth` tokens are stored together.
-    """
-    good = [(length, min(wanted, length, depth - length)) for length in range(1, longest + 1)]
-    return sorted(good, key=lambda rank: (-rank[1], -rank[0]))
+    tree: SuffixTree
+    own: Places
+    past_tree: SuffixTree | None
+    past: Places
+
+    def behind(self, token: int) -> Contexts:
+        """Those of the path with one more token."""
+        past = () if self.past_tree is None else self.past_tree.follow(self.past, token)
+        return Contexts(self.tree, self.tree.follow(self.own, token), self.past_tree, past)
+
+    def counted(self) -> list[tuple[int, int, Node | Leaf]]:
+        """The contexts that count: their length, and what is stored; the text's after the past's of the same length."""
+        found = []
+        for source, places in enumerate((self.past, self.own)):
+            longest = min(len(places), self.tree.depth - 1)  # behind longer ones nothing is stored
+            found += [(length, source, places[length - 1]) for length in {longest, longest // 2} if length]
+        return sorted(found, key=itemgetter(0, 1))
+
+    def chances(self) -> list[tuple[float, int]]:
+        """Minus the chance of each continuation, and its token, the likeliest first."""
+        chances: dict[int, float] = {}
+        counted = self.counted()
+        for _, _, place in counted:
+            chances.update((offer.token, 0.0) for offer in place.offers())
+        for length, _, place in counted:
+            weight = WEIGHTS[min(length, len(WEIGHTS)) - 1]
+            total = place.num_followed() + weight
+            for token, chance in chances.items():
+                chances[token] = (weight * chance + place.num_before(token)) / total
+        return sorted([(-chance, token) for token, chance in chances.items()])
 
 
-def chain(root: int, place: Node | Leaf, most: int, budget: Budget) -> HostTree:
-    """The likeliest continuation of the likeliest continuation, and so on, while the whole path is likely."""
-    tokens: list[int] = []
-    chances: list[float] = []
-    chance, least = 1.0, max(LEAST_SHARE, budget.min_survival)
-    while len(tokens) < most:
-        if isinstance(place, Leaf):  # the rest of a text
-            tokens += place.text[place.end : place.end + most - len(tokens)]
-            chances += [chance] * (len(tokens) - len(chances))
-            break
-        offers = place.offers()
-        if not offers or chance * offers[0].share < least:
-            break
-        token, share, place = offers[0]
-        chance *= share
-        tokens.append(token)
-        chances.append(chance)
-    tree = HostTree.of_root(root)
-    tree.extend(tokens, chances)
-    return tree
-
-
-def likeliest(root: int, place: Node | Leaf, most: int, budget: Budget) -> HostTree:
-    """The likeliest of all paths of at most `most` guesses, as many as the budget allows.
+def likeliest(root: int, contexts: Contexts, budget: Budget) -> HostTree:
+    """The likeliest of all paths, as many as the budget allows; of a tree with fewer guesses, the first ones.
 
     Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
     """
-    tree, least = HostTree.of_root(root), max(LEAST_SHARE, budget.min_survival)
-    heap: list[tuple[float, tuple[int, ...], int, Node | Leaf]] = [(-1.0, (), 0, place)]
-    while heap and len(tree.tokens) <= budget.nodes:
-        minus, path, parent, place = heapq.heappop(heap)
-        node = tree.add(path[-1], parent, -minus) if path else 0
-        for token, share, longer in place.offers()[: budget.width] if len(path) < most else ():
-            if -minus * share >= least:
-                heapq.heappush(heap, (minus * share, (*path, token), node, longer))
+    tree, least = HostTree.of_root(root), max(LEAST, budget.min_survival)
+    heap: list[tuple[float, int, int, int, Contexts]] = []
+    node, chance, depth = 0, 1.0, 0
+    while len(tree.tokens) <= budget.nodes:
+        for minus, token in contexts.chances()[: budget.width] if depth < budget.depth else ():
+            if -minus * chance < least:
+                break
+            heapq.heappush(heap, (minus * chance, node, token, depth + 1, contexts))
+        if not heap:
+            break
+        minus, parent, token, depth, contexts = heapq.heappop(heap)
+        node, chance = tree.add(token, parent, -minus), -minus
+        if len(tree.tokens) <= budget.nodes:
+            contexts = contexts.behind(token)
+    return tree
+
+
+def shortened(chain: HostTree, budget: Budget) -> HostTree:
+    """A chain's guesses within a budget."""
+    length = min(budget.depth, budget.nodes)
+    chances = [chance for chance in chain.survival[1 : 1 + length] if chance >= budget.min_survival]
+    tree = HostTree.of_root(chain.tokens[0])
+    tree.extend(chain.tokens[1 : 1 + len(chances)], chances)
     return tree
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from forerun.draft.text.suffix_file import PastAnswer, PastFile
 from forerun.draft.text.suffix_tree import Leaf, Node, SuffixTree
 
-DEPTH = 24  # longest context, what followed it included
+DEPTH = 12  # longest context, what followed it included
 MAX_BYTES = 256 << 20
 SLACK = 64  # lines of a file that may be dead before it is written anew
 

@@ -27,8 +27,15 @@ class Leaf:
 
     def after(self, token: int) -> Leaf | None:
         """The contexts with one more token; None where another one followed."""
-        goes_on = self.end < len(self.text) and self.text[self.end] == token
-        return Leaf(self.text, self.end + 1) if goes_on else None
+        return Leaf(self.text, self.end + 1) if self.num_before(token) else None
+
+    def num_before(self, token: int) -> int:
+        """How often this token followed."""
+        return int(self.end < len(self.text) and self.text[self.end] == token)
+
+    def num_followed(self) -> int:
+        """How often anything did."""
+        return int(self.end < len(self.text))
 
     def offers(self) -> Sequence[Continuation]:
         """The one continuation, if there is any."""
@@ -49,12 +56,25 @@ class Node:
     child: Node | Leaf | None = None
     several: dict[int, Node | Leaf] | None = None
     ranked: Sequence[Continuation] | None = field(default=None, compare=False)
+    total: int = field(default=0, compare=False)  # that went on, as of `ranked`
 
     def after(self, token: int) -> Node | Leaf | None:
         """The context with one more token; None where it never occurred."""
         if self.several is not None:
             return self.several.get(token)
         return self.child if token == self.token else None
+
+    def num_before(self, token: int) -> int:
+        """How often this token followed."""
+        longer = self.after(token)
+        return 0 if longer is None else longer.count
+
+    def num_followed(self) -> int:
+        """How often anything did."""
+        if self.several is not None:
+            self.offers()
+            return self.total
+        return 0 if self.child is None else self.child.count
 
     def put(self, token: int, child: Node | Leaf) -> None:
         """Store a continuation, in the place of the one with the same token."""
@@ -81,7 +101,7 @@ class Node:
         if self.several is None:
             return () if self.child is None else (Continuation(self.token, 1.0, self.child),)
         if self.ranked is None:
-            total = sum(child.count for child in self.several.values())
+            self.total = total = sum(child.count for child in self.several.values())
             often = [
                 Continuation(t, c.count / total, c) for t, c in self.several.items() if c.count / total >= LEAST_SHARE
             ]
