@@ -54,7 +54,7 @@ def write_gguf(
             own = next((name for name in tried if name is not None), None)  # GLM-4 has names for modules, too
             assert own is not None, f"{architecture} has no name for {part}"
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            turned = architecture in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name)
+            turned = architecture in ("llama", "mistral3", "internlm2") and ("q_proj" in name or "k_proj" in name)
             numbers = numbers + 1 if architecture.startswith("gemma") and "norm" in name else numbers
             stacks[own].append(by_turns(numbers, heads) if turned else numbers)
     for name, parts in stacks.items():

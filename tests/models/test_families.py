@@ -19,6 +19,7 @@ from forerun.config import KernelChoice
 from forerun.models.config import Clamp, ModelConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.rope_config import RopeConfig
+from kit.checkpoints import written
 from kit.compiled import require_compiler
 from kit.reading import logits_in_pieces
 
@@ -165,6 +166,8 @@ CASES = [
     Case("biases, nothing turns", "cohere2", COHERE | {"attention_bias": True}, {"centred": False}),
     Case("a plain MLP, biases, a window", "starcoder2", {"sliding_window": WINDOW}, {"windows": (None,) * 3}),
     Case("no biases but of norms", "starcoder2", {"use_bias": False}, {"centred": False}),
+    Case("rows by key heads, biases", "internlm2", {"attention_bias": True}, {"by_key_head": False}),
+    Case("rows by key heads, dynamic", "internlm2", {"num_key_value_heads": 1, "rope_parameters": DYNAMIC}),
     Case("all biases, dynamic", "internlm3", {"attention_bias": True, "mlp_bias": True, "rope_parameters": DYNAMIC}),
     Case("LongRoPE of half heads", "phi3", LONGROPE, {"rope": PLAIN_ROPE}),
     Case("head norms", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, {"qk_norm": False}),
@@ -238,15 +241,44 @@ def randomise(model: PreTrainedModel) -> None:
             parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
 
 
+INTERNLM2 = {  # what its publisher calls the parts of Llama's
+    "embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_internlm2(model: PreTrainedModel, folder: Path) -> None:
+    """A Llama rearranged as InternLM 2 is published, whose own class is code that comes with it: each key head's
+    queries, key and value lie one after the other."""
+    stored, heads = dict(model.state_dict()), model.config.num_key_value_heads
+    for name in [name for name in stored if "q_proj" in name]:
+        parts = [stored.pop(name.replace("q_proj", f"{x}_proj")).unflatten(0, (heads, -1)) for x in "qkv"]
+        stored[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(parts, 1).flatten(0, 1)
+    for ours, theirs in INTERNLM2.items():
+        stored = {name.replace(ours, theirs): tensor for name, tensor in stored.items()}
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": raw["attention_bias"]}
+    (folder / "model.safetensors.index.json").unlink()
+    written(folder, raw, stored)
+
+
 def build(case: Case, folder: Path) -> PreTrainedModel:
     """A random model of transformers, and its checkpoint in `folder`, in shards."""
     torch.manual_seed(zlib.crc32(case.name.encode()))
-    config = AutoConfig.for_model(case.family, **SIZES | case.options)
+    config = AutoConfig.for_model(case.family.replace("internlm2", "llama"), **SIZES | case.options)
     config._experts_implementation = "eager"  # the others want widths of their own
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomise(model)
     model.save_pretrained(folder, max_shard_size="100KB")
     assert (folder / "model.safetensors.index.json").exists()
+    if case.family == "internlm2":
+        write_internlm2(model, folder)
     if case.family == "internlm3":  # whose class is Llama's, by another name in its publisher's files
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         raw["architectures"] = ["InternLM3ForCausalLM"]

@@ -33,6 +33,7 @@ CASES = {
     "llama, biases, wide heads": ("llama", "llama", BIASED),
     "llama, linear": ("llama", "llama", {"rope_parameters": LINEAR}),
     "llama, yarn": ("llama", "llama", {"rope_parameters": YARN}),
+    "internlm 2": ("internlm2", "llama", {}),
     "mixtral": ("llama", "mixtral", MIXTRAL),
     "qwen2": ("qwen2", "qwen2", {}),
     "qwen3": ("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),

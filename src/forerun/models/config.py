@@ -38,7 +38,7 @@ MOST_EXPERTS = 10_000  # of a layer; the tensors will say how many there are
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 OF_THE_FAMILY = (  # fields that a configuration has of its family
     *("qk_norm", "sinks", "norms", "from_one", "gelu", "interleaved", "joint_norm", "fused_qkv", "fused_gate_up"),
-    *("centred", "norm_bias", "parallel", "plain_mlp"),
+    *("by_key_head", "centred", "norm_bias", "parallel", "plain_mlp"),
 )
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of one number
 
@@ -125,6 +125,7 @@ class ModelConfig:
     interleaved: bool = False
     joint_norm: bool = False
     fused_qkv: bool = False
+    by_key_head: bool = False
     fused_gate_up: bool = False
     score_cap: float | None = None
     logits_cap: float | None = None

@@ -1,7 +1,8 @@
 """The table of families: everything that differs between the architectures that the decoder computes.
 
 There is one row per architecture name of config.json. A difference is a value declared here and read once by
-`read_config`; no other file asks which family a model is. All rows share Llama's tensor names, but for the experts'.
+`read_config`; no other file asks which family a model is. All rows share Llama's tensor names, but for the experts',
+once `weights.py` has given tensors their usual names.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class Family:
     positions. `local`: layers with a window turn by a base of their own, this one unless told. `interleaved`:
     neighbours turn together, and not the halves of a head. `rotary` is the share of a head that turns where config.json
     does not say; None: all of it. `stretched` are other names of LongRoPE in its config.json. `parallel`: the MLP reads
-    what attention reads. `fused_qkv`, `fused_gate_up`: one tensor holds all parts. `plain_mlp` are the names of an
-    MLP's two layers where nothing is gated.
+    what attention reads. `fused_qkv`, `fused_gate_up`: one tensor holds all parts; with `by_key_head` it has each key
+    head's queries, key and value one after the other. `plain_mlp` are the names of an MLP's two layers where nothing is
+    gated.
     """
 
     name: str
@@ -134,6 +136,7 @@ class Family:
     joint_norm: bool = False  # all query heads are normed as one, and all key heads
     turning: Turning = Turning.ALL
     fused_qkv: bool = False
+    by_key_head: bool = False
     fused_gate_up: bool = False
     tied: bool = False  # what config.json means where it does not say
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -214,6 +217,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=128,
         norm_eps=1e-5,
     ),
+    "InternLM2ForCausalLM": Family("internlm2", qkv_bias="bias", out_bias="bias", fused_qkv=True, by_key_head=True),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": Family(
         "qwen3",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from forerun.annotations import Float
@@ -42,7 +43,7 @@ class Projection:
     """One linear layer: the tensors whose outputs it has one after the other, or a part of one of all experts.
 
     `sizes` are the outputs of each of `names`. A stack has one name and all sizes, and so has a tensor that holds the
-    outputs of all parts one after the other.
+    outputs of all parts one after the other, or those of so many `runs` of all parts.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class Projection:
     inputs: int
     bias: bool
     stack: Stack | None = None
+    runs: int = 1
 
     @property
     def outputs(self) -> int:
@@ -91,12 +93,15 @@ class Projection:
         return self.parts(tensors) or None
 
     def parts(self, tensors: Sequence[T]) -> list[T]:
-        """The parts, of tensors that hold one each or of one that holds all: one after the other or, of an expert of
-        some stacks, by turns."""
+        """The parts, of tensors that hold one each or of one that holds all: one after the other, in runs or, of an
+        expert of some stacks, by turns."""
         if len(tensors) == len(self.sizes) or not tensors:
             return list(tensors)
         if self.stack is not None and self.stack.transposed:
             return [tensors[0][i :: len(self.sizes)] for i in range(len(self.sizes))]
+        if self.runs > 1:
+            rows = torch.arange(self.outputs).view(self.runs, -1).split([size // self.runs for size in self.sizes], 1)
+            return [tensors[0][each.flatten()] for each in rows]
         ends = list(accumulate(self.sizes))
         return [tensors[0][end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
 
@@ -138,7 +143,7 @@ class LayerTable:
         if c.sinks:
             vectors["self_attn.sinks"] = c.heads
         names = ("self_attn.qkv_proj",) if c.fused_qkv else tuple(f"self_attn.{x}_proj" for x in "qkv")
-        qkv = Projection(names, (queries, keys, keys), c.hidden, c.qkv_bias)
+        qkv = Projection(names, (queries, keys, keys), c.hidden, c.qkv_bias, runs=c.kv_heads if c.by_key_head else 1)
         out = Projection(("self_attn.o_proj",), (c.hidden,), queries, c.out_bias)
         if c.experts is None or layer not in c.experts.layers:
             return cls(vectors, qkv, out, gated(c, "mlp", c.intermediate, c.mlp_bias))

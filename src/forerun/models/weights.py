@@ -40,6 +40,16 @@ FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # in its own folder: a file e
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 SENSES = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # what reads images and sound begins so
 OUTER = "model."
+OTHER_NAMES = {  # InternLM 2's parts, and what they are called here
+    "tok_embeddings": "embed_tokens",
+    "attention.wqkv": "self_attn.qkv_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 
 log = logging.getLogger(__name__)
 
@@ -223,6 +233,8 @@ def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
     What stands beside these in front, as a part that sees does, is no part of the model: it gets no name of one.
     """
+    if any(name.endswith("tok_embeddings.weight") for name in stored):
+        stored = {usual_name(name): entry for name, entry in stored.items()}
     tables = [name for name in stored if name.endswith(EMBEDDING.removeprefix(OUTER))]
     if EMBEDDING in stored or len(tables) != 1:
         return dict(stored)
@@ -232,6 +244,14 @@ def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     ours = {n: f"{OUTER}{n.removeprefix(prefix)}" for n in stored if n.startswith(prefix or parts)}
     names = {n: n.removeprefix(OUTER) for n in stored} | ours | {head: HEAD, HEAD: HEAD}
     return {names[name]: entry for name, entry in stored.items()}
+
+
+def usual_name(name: str) -> str:
+    """What a tensor of OTHER_NAMES is called here."""
+    stem, dot, kind = name.rpartition(".")
+    part = next((part for part in OTHER_NAMES if stem.endswith(part)), "")
+    name = f"{stem.removesuffix(part)}{OTHER_NAMES.get(part, '')}{dot}{kind}"
+    return HEAD if name == "output.weight" else name
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

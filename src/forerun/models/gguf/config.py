@@ -19,6 +19,7 @@ from forerun.models.gguf.tensors import ROPE_DIVISORS, read_place
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "internlm2": "LlamaForCausalLM",  # whose queries, keys and values are apart there
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",

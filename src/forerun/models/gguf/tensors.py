@@ -23,7 +23,7 @@ from forerun.models.families import ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
 from forerun.models.gguf.groups import GROUPED, grouped
 
-ROTATED = ("llama", "mistral3")  # architectures that hold the halves of a query's or key's head by turns
+ROTATED = ("llama", "mistral3", "internlm2")  # architectures that hold the halves of a query's or key's head by turns
 BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
 PLAIN = {"F32": np.float32, "F16": np.float16}
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
