@@ -22,6 +22,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
+from forerun.kernels.threads import num_threads
 
 UNKNOWN, UNDECIDED = -2, -3  # in the place of a drawn token, as in sampling.cpp; -1 is what torch draws without a law
 SLACK = 2.0**-14  # more than the kernels' noise can differ from torch's
@@ -124,7 +125,7 @@ class SamplingKernels:
     ) -> array[int]:
         """The first largest score of each node, -1 where it is not certain; `offer` says what scores are."""
         at, chosen = places(rows, paths), zeros(len(rows))
-        self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(chosen), torch.get_num_threads())
+        self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(chosen), num_threads())
         return chosen
 
     def offer(
@@ -145,7 +146,7 @@ class SamplingKernels:
         count = len(rows)
         tokens, undecided, survival = zeros(count * width), zeros(count), array("f", bytes(4 * count * width))
         at, out = places(rows, paths), (address(tokens), address(survival), address(undecided))
-        threads = torch.get_num_threads()
+        threads = num_threads()
         num_undecided = self.lib.forerun_offer(*laws.of(logits, masks), address(at), width, *out, threads)
         starts = range(0, count * width, width)
         return OfferedGuesses(
@@ -174,7 +175,7 @@ class SamplingKernels:
         verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
         tree = tokens.data_ptr(), parents.data_ptr(), batch, columns
         out = address(drawn), verdict.data_ptr()
-        undecided = self.lib.forerun_judge(*laws.of(logits, masks), *tree, depth, *out, torch.get_num_threads())
+        undecided = self.lib.forerun_judge(*laws.of(logits, masks), *tree, depth, *out, num_threads())
         assert undecided >= 0, f"{len(logits)} rows of logits for a tree of {int((tokens >= 0).sum())} nodes"
         return None if undecided else verdict
 
@@ -187,7 +188,7 @@ class SamplingKernels:
         """
         count, vocab = values.shape
         ranks, ids = torch.empty(count, dtype=torch.int64), torch.empty(count, top, dtype=torch.int64)
-        out, threads = (ranks.data_ptr(), ids.data_ptr()), torch.get_num_threads()
+        out, threads = (ranks.data_ptr(), ids.data_ptr()), num_threads()
         failed = self.lib.forerun_rank(values.data_ptr(), count, vocab, tokens.data_ptr(), top, *out, threads)
         return None if failed else (ranks, ids)
 

@@ -28,6 +28,7 @@ from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.sampling import RowLaws, address
+from forerun.kernels.threads import num_threads
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
 from forerun.models.backends.invariance import cancelling_product
 from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGroups, CLayer, CPass, CShape
@@ -195,7 +196,7 @@ class NativeLinear:
         rows = x.float().contiguous()
         out = torch.empty(len(x), padded(self.outputs))
         gains = None if norm is None else norm.data_ptr()
-        threads = torch.get_num_threads()
+        threads = num_threads()
         self.lib.forerun_multiply(self.pointer, rows.data_ptr(), len(x), gains, eps, out.data_ptr(), threads)
         return out[:, : self.outputs].to(x.dtype)
 
@@ -343,7 +344,7 @@ class NativeExecutor:
     def frame(self, cache: PagedCache, **fields: int | None) -> CPass:
         """A pass over this cache, with these fields beside its own."""
         return CPass(
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads(),
             keys=cache.keys.data_ptr(),
             values=cache.values.data_ptr(),
             num_slots=cache.keys.shape[2],

@@ -1,0 +1,73 @@
+"""How fast answers are beside programs that keep cores busy: `python -m benchmarks.neighbours MODEL [DRAFT] [--busy 0 1 2]`.
+
+Each busy program is a Python process that does nothing but loop, at this process's priority. Counts are taken by turns,
+`--repeats` times. Tokens per second of a greedy answer, its median; beside it the share of the undisturbed one, and the
+share that would be fair: all threads' part of the cores, if every busy program had as much as one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the forerun command has it
+
+import torch  # noqa: E402  (reads the variable when it is imported)
+
+from forerun import LLM, SamplingParams  # noqa: E402
+
+PROMPT = "Write a long story about a dog and a cat who travel around the world."
+SETTLE_S = 1.0
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that loop."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        time.sleep(SETTLE_S)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def tokens_per_s(llm: LLM, params: SamplingParams) -> float:
+    """Of one answer."""
+    started_s = time.perf_counter()
+    (output,) = llm.chat([{"role": "user", "content": PROMPT}], params)
+    return len(output.outputs[0].token_ids) / (time.perf_counter() - started_s)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("draft", nargs="?")
+    parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    llm, params = LLM(args.model, args.draft), SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    tokens_per_s(llm, params)
+    speeds: dict[int, list[float]] = {count: [] for count in args.busy}
+    for _ in range(args.repeats):
+        for count, times in speeds.items():
+            with busy(count):
+                times.append(tokens_per_s(llm, params))
+    num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    alone = statistics.median(speeds[args.busy[0]])
+    for count, times in speeds.items():
+        fair = min(1.0, num_cores / (num_threads + count))
+        median = statistics.median(times)
+        print(f"beside {count}: {median:6.1f} tokens/s, {median / alone:.2f} of alone, {fair:.2f} would be fair")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""How many threads the compiled kernels take beside other programs."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.kernels import threads
+from forerun.kernels.threads import PERIOD_S, TICKS_PER_S, FreeCores, num_threads
+
+CORES = frozenset(range(4))
+
+
+class FakeSystem:
+    """A machine of four cores, of which others and this process use what they are told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stat, self.cpu_max = folder / "stat", folder / "cpu.max"
+        self.now_s = self.process_s = 0.0
+        self.busy_s = [0.0] * 6  # of the process's four cores and two more
+        self.niced_s = 0.0
+        self.free = FreeCores(self.stat, self.cpu_max, lambda: self.now_s, lambda: self.process_s)
+        self.run([0] * 6, 0)
+
+    def run(self, others: list[float], own_cores: float, wall_s: float = 1.0, niced: float = 0.0) -> int:
+        """Let time pass in which others and this process keep so many cores busy; the threads that are then taken."""
+        self.now_s += wall_s
+        self.process_s += own_cores * wall_s
+        for core, share in enumerate(others):
+            self.busy_s[core] += share * wall_s
+        self.busy_s[0] += own_cores * wall_s
+        self.niced_s += niced * wall_s
+        lines = [f"cpu{i} {round(s * TICKS_PER_S)} {round(self.niced_s * TICKS_PER_S) if i == 0 else 0} 0 9 0 0 0 0"
+                 for i, s in enumerate(self.busy_s)]  # fmt: skip
+        self.stat.write_text("\n".join(["cpu 1 2 3 4 5 6 7 8", *lines, "intr 5"]))
+        return self.free.threads(4)
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSystem:
+    monkeypatch.setattr(threads, "allowed_cores", lambda: CORES)
+    return FakeSystem(tmp_path)
+
+
+def test_cores_of_others_are_left_to_them(system: FakeSystem) -> None:
+    assert system.run([0, 0, 0, 0, 0, 0], own_cores=4) == 4
+    assert system.run([1, 0, 0, 0, 0, 0], own_cores=3) == 3
+    assert system.run([1, 1, 0.6, 0, 0, 0], own_cores=1.4) == 1
+    assert system.run([1, 1, 1, 1, 0, 0], own_cores=0.5) == 1
+    assert system.run([0.3, 0, 0, 0, 0, 0], own_cores=3.7) == 4
+
+
+def test_what_this_process_uses_itself_and_what_runs_elsewhere_or_makes_way_counts_as_free(system: FakeSystem) -> None:
+    assert system.run([0, 0, 0, 0, 1, 1], own_cores=4) == 4
+    assert system.run([0, 0, 0, 0, 0, 0], own_cores=0, niced=3) == 4
+
+
+def test_what_was_seen_lasts_for_a_while_and_then_is_looked_at_again(system: FakeSystem) -> None:
+    assert system.run([2, 0, 0, 0, 0, 0], own_cores=2) == 2
+    assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=PERIOD_S / 2) == 2
+    assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=PERIOD_S) == 4
+
+
+def test_a_quota_bounds_the_threads(system: FakeSystem) -> None:
+    system.cpu_max.write_text("150000 100000\n")
+    assert system.run([0] * 6, own_cores=1) == 2
+    system.cpu_max.write_text("max 100000\n")
+    assert system.run([0] * 6, own_cores=1) == 4
+
+
+@pytest.mark.parametrize("text", ["", "cpu0\n", "cpu0 a b c\n", None])
+def test_a_system_that_does_not_tell_leaves_all_cores(system: FakeSystem, text: str | None) -> None:
+    system.stat.unlink()
+    if text is not None:
+        system.stat.write_text(text)
+    system.now_s += 1
+    assert system.free.threads(4) == 4
+    assert system.free.threads(3) == 3
+
+
+@given(st.lists(st.tuples(st.floats(0, 6), st.floats(0, 4), st.floats(0.001, 5)), max_size=8))
+def test_there_is_always_at_least_one_and_never_more_than_asked_for(rounds: list[tuple[float, float, float]]) -> None:
+    now, used = [0.0], [0.0]
+    free = FreeCores(clock=lambda: now[0], process_s=lambda: used[0])
+    for others, process, wall_s in rounds:
+        now[0], used[0] = now[0] + wall_s, used[0] + process * wall_s
+        free.next_s = -1.0
+        free.others_s = lambda share=others: share * now[0]  # type: ignore[method-assign]
+        assert 1 <= free.threads(3) <= 3
+
+
+def test_this_machine_is_looked_at() -> None:
+    assert num_threads() >= 1
