@@ -1,4 +1,4 @@
-"""How fast answers are beside programs that keep cores busy: `python -m benchmarks.neighbours MODEL [DRAFT] [--busy 0 1 2]`.
+"""Answers beside programs that keep cores busy: `python -m benchmarks.neighbours MODEL [DRAFT] [--busy 0 1 2]`.
 
 Each busy program is a Python process that does nothing but loop, at this process's priority. Counts are taken by turns,
 `--repeats` times. Tokens per second of a greedy answer, its median; beside it the share of the undisturbed one, and the
@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the forerun command has it
 
-import torch  # noqa: E402  (reads the variable when it is imported)
+import torch
 
-from forerun import LLM, SamplingParams  # noqa: E402
+from forerun import LLM, SamplingParams
 
 PROMPT = "Write a long story about a dog and a cat who travel around the world."
 SETTLE_S = 1.0

@@ -99,8 +99,8 @@ class EagleStudent(DraftedStudent):
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
         """With these tokens' rows of the target's head."""
         student = super().with_vocabulary(ids)
-        own = trainable({HEAD: student.head.weight}, self.embedding.device) if HEAD in self.weights else {}
-        return replace(student, weights={**self.weights, **own})
+        head = trainable({HEAD: student.head.weight}, self.embedding.device) if HEAD in self.weights else {}
+        return replace(student, weights={**self.weights, **head})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's states, fused."""
