@@ -179,7 +179,8 @@ class Drafter(Protocol):
     def observe(self, news: Committed) -> None:
         """Learn what became final, a sequence's last tokens too. The only way in which lasting state grows.
 
-        New sequences appear here first.
+        New sequences appear here first. News of rounds in which nothing was drafted may come together, in one call
+        before the next outlook.
         """
         ...
 

@@ -23,7 +23,7 @@ from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget, Draft, Drafter
 from forerun.engine.constrained import constrained_tree, forced_chains
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.reading import RoundRow, TargetPass, begun_rows, drawn_tokens, num_begun, resumable
+from forerun.engine.reading import News, RoundRow, TargetPass, begun_rows, drawn_tokens, num_begun, resumable
 from forerun.engine.recovery import Recovery
 from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
@@ -37,6 +37,7 @@ from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
 
 MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
+UNTOLD_TOKENS = 128  # that passes read until a drafter that rests is told of them
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +86,7 @@ class Engine:
         self.prefixes = Prefixes(runner.cache, lambda: self.drafter, self.options.prefix_cache)
         self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, ChunkSize.of(self.options, runner))
         self.active = ActiveSequences()
+        self.news, self.rests = News(), False  # what the drafter is to be told, which waits as long as it rests
         self.stats = Stats()
         self.recovery = Recovery(self)
 
@@ -200,14 +202,17 @@ class Engine:
             num_prompt_tokens=plan.num_prompt_tokens,
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
+        self.rests = True
         if controller.skips(load):
             return bare, bare.tree
+        self.tell_drafter()
         needed = dict(zip(seq_ids, map(len, forced), strict=True))
         counts = [row.num_certain + needed.get(row.sequence.id, 0) for row in plan.rows]
         spare = self.runner.cache.spare([row.sequence.id for row in plan.rows], counts)
         budgets = controller.budgets(load, drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
             return bare, bare.tree
+        self.rests = False
         draft = drafter.propose(plan.draws, budgets)
         safe = self.sanitized(draft.tree, plan, bare.tree, budgets)
         tree = controller.admit(replace(draft, tree=safe), load)
@@ -282,16 +287,24 @@ class Engine:
         self.inform(kept, reading)
         ended = [delta.seq_id for delta in deltas if delta.finish_reason is not None]
         if ended:
+            self.tell_drafter()
             self.leave([self.active.sequences[seq_id] for seq_id in ended])
         return deltas, outcomes
 
     def inform(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
-        """Count the tokens that were read, and tell the drafter what became final, also of sequences that end here."""
+        """Count the tokens that were read, and tell the drafter what became final; later, as long as it rests."""
+        if self.drafter is not None:
+            self.news.add(kept, reading)
         for k in kept:
             k.sequence.num_read += len(k.path)
-        if self.drafter is not None and kept:
-            salts = [k.sequence.tenant if self.options.prefix_cache else None for k in kept]
-            self.drafter.observe(reading.committed(kept, salts))
+        if not self.rests or self.news.num_tokens >= UNTOLD_TOKENS:
+            self.tell_drafter()
+
+    def tell_drafter(self) -> None:
+        """Tell the drafter what it was not told yet, also of sequences that end now."""
+        news, self.news = self.news, News()
+        if self.drafter is not None and news.rows:
+            self.drafter.observe(news.committed(self.options.prefix_cache))
 
     def record(self, plan: RoundPlan, draft: Draft, rows: list[RowOutcome], clock: RoundClock) -> None:
         """Count the round, and let the controller and the size of chunks learn from its times."""
@@ -325,6 +338,8 @@ class Engine:
     def forget(self, sequences: Seq[Sequence]) -> None:
         """Tell the drafter to drop these sequences. A drafter that cannot is switched off."""
         drafter = self.drafter
+        for sequence in sequences:
+            self.news.rows.pop(sequence.id, None)
         if drafter is not None and sequences:
             error = attempt(lambda: drafter.forget([sequence.id for sequence in sequences]))
             if error is not None:
@@ -334,7 +349,7 @@ class Engine:
         """Switch drafting off for good. Requests go on without it, slower and no less exact."""
         if self.drafter is not None:
             log.warning("Drafting is switched off: the drafter %s failed.", self.drafter_name, exc_info=error)
-        self.drafter, self.controller = None, FixedDepth()
+        self.drafter, self.controller, self.rests = None, FixedDepth(), False
 
 
 def guessing_room(row: RowPlan, forced: Seq[int]) -> int:

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from forerun.accept.commit import Accepted
 from forerun.annotations import Float, Int
-from forerun.device import upload
 from forerun.draft.base import Committed, Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
-from forerun.models.decoder import States
+from forerun.models.decoder import States, Tapped
 from forerun.models.runner import DeviceTokens, PartialPass, Read
 from forerun.tree import DraftTree, HostTree
 
@@ -146,35 +145,41 @@ class TargetPass:
                 sequence, logits = row.sequence, self.states.logits[row.first_node + run.nodes[-1]]
                 raise RequestFailed(sequence.id) from undrawable(sequence, logits)
 
-    def committed(self, kept: Seq[RoundRow], salts: Seq[Hashable]) -> Committed:
-        """What the drafter is told of tokens that stay, which their sequences count as read already."""
-        tokens: list[int] = []
-        offsets = [0]
-        for k in kept:
-            last = k.sequence.num_read
-            tokens += k.sequence.tokens[last - len(k.path) : last]
-            offsets.append(len(tokens))
-        return Committed(
-            seq_ids=[k.sequence.id for k in kept],
-            tokens=tokens,
-            offsets=offsets,
-            roots=[k.sequence.tokens[k.sequence.num_read] for k in kept],
-            features=self.features(kept),
-            tenants=[k.sequence.tenant for k in kept],
-            num_prompts=[k.sequence.num_prompt for k in kept],
-            salts=salts,
-        )
 
-    def features(self, kept: Seq[RoundRow]) -> Float[Tensor, "total taps hidden"] | None:
-        """The tapped states of the tokens that stay, packed."""
-        if self.states.taps is None:
-            return None
-        taps = self.states.taps
-        sizes = (row.plan.num_chunk + row.num_nodes for row in self.rows)
-        firsts = itertools.accumulate(sizes, initial=0)
-        first_of = {row.sequence.id: first for row, first in zip(self.rows, firsts, strict=False)}
-        rows = [first_of[k.sequence.id] + node for k in kept for node in k.path]
-        return taps.index_select(0, upload(rows, torch.long, taps.device))
+@dataclass(slots=True)
+class News:
+    """What became final in one round or several, and the drafter is still to be told, together."""
+
+    rows: dict[int, tuple[Sequence, int, list[int]]] = field(default_factory=dict)  # by id: its first token, its states
+    tapped: list[Tapped] = field(default_factory=list)
+    num_tokens: int = 0  # that the passes read
+
+    def add(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
+        """Add the tokens of a pass that stay, which their sequences do not count as read yet."""
+        paths = {row.sequence.id: row.path for row in kept}
+        for row in reading.rows:
+            sequence = row.sequence
+            _, _, states = self.rows.setdefault(sequence.id, (sequence, sequence.num_read, []))
+            states += [self.num_tokens + node for node in paths[sequence.id]]
+            self.num_tokens += row.plan.num_chunk + row.num_nodes
+        if reading.states.tapped is not None:
+            self.tapped.append(reading.states.tapped)
+
+    def committed(self, shared: bool) -> Committed:
+        """All of it; `shared`: whether texts of a tenant may share what is computed for them."""
+        rows = list(self.rows.values())
+        ends = [first + len(states) for _, first, states in rows]
+        places = [place for _, _, states in rows for place in states]
+        return Committed(
+            seq_ids=list(self.rows),
+            tokens=[t for (each, first, _), end in zip(rows, ends, strict=True) for t in each.tokens[first:end]],
+            offsets=[0, *itertools.accumulate(len(states) for _, _, states in rows)],
+            roots=[sequence.tokens[end] for (sequence, _, _), end in zip(rows, ends, strict=True)],
+            features=Tapped.joined(self.tapped).rows(places) if self.tapped else None,
+            tenants=[sequence.tenant for sequence, _, _ in rows],
+            num_prompts=[sequence.num_prompt for sequence, _, _ in rows],
+            salts=[sequence.tenant if shared else None for sequence, _, _ in rows],
+        )
 
 
 def undrawable(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:

@@ -5,7 +5,7 @@ Families differ by declared values of ModelConfig only; machines by the backend 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
+from forerun.device import upload
 from forerun.models.backends.base import Backend, DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
@@ -28,11 +29,38 @@ from forerun.models.rows import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
+class Tapped:
+    """The states of a pass at the taps asked for, each in a tensor of its own.
+
+    Those behind the final norm are normed by `norms` when they are looked at: most are not, where drafting rests.
+    """
+
+    states: Sequence[Float[Tensor, "total hidden"]]
+    norms: Sequence[Callable[[Tensor], Tensor] | None]
+
+    @classmethod
+    def joined(cls, passes: Sequence[Tapped]) -> Tapped:
+        """Those of several passes, one behind the other."""
+        if len(passes) == 1:
+            return passes[0]
+        return cls([torch.cat(tap) for tap in zip(*(each.states for each in passes), strict=True)], passes[0].norms)
+
+    def rows(self, places: list[int] | None = None) -> Float[Tensor, "rows taps hidden"]:
+        """The states of the tokens at these places, of all where None."""
+        states = self.states
+        if places is not None and places != [*range(len(states[0]))]:
+            at = upload(places, torch.long, states[0].device)
+            states = [each.index_select(0, at) for each in states]
+        normed = [each if norm is None else norm(each) for each, norm in zip(states, self.norms, strict=True)]
+        return torch.stack(normed, dim=1) if len(normed) > 1 else normed[0][:, None]
+
+
+@dataclass(frozen=True, slots=True)
 class Hidden:
     """What a pass leaves: the residual stream behind the last layer that ran, and the taps asked for."""
 
     last: Float[Tensor, "total hidden"]
-    taps: Float[Tensor, "total taps hidden"] | None
+    tapped: Tapped | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +69,12 @@ class States:
 
     logits: Float[Tensor, "judged vocab"]
     hidden: Float[Tensor, "total hidden"]
-    taps: Float[Tensor, "total taps hidden"] | None
+    tapped: Tapped | None
+
+    @property
+    def taps(self) -> Float[Tensor, "total taps hidden"] | None:
+        """The states of all tokens at the taps asked for."""
+        return None if self.tapped is None else self.tapped.rows()
 
 
 class Decoder:
@@ -146,10 +179,9 @@ class Decoder:
         for first, end in pairwise(cuts):
             kept[first] = x
             x = self.executor.run(range(first, end), x, batch, cache)
-        kept[layers.stop] = x
-        if -1 in taps:
-            kept[-1] = rms_norm(x, self.norm, self.config.norm_eps)
-        return Hidden(x, torch.stack([kept[t] for t in taps], dim=1) if taps else None)
+        kept[layers.stop] = kept[-1] = x
+        norms = [partial(rms_norm, gain=self.norm, eps=self.config.norm_eps) if t == -1 else None for t in taps]
+        return Hidden(x, Tapped([kept[t] for t in taps], norms) if taps else None)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given: only those that are judged need be."""

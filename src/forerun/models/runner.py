@@ -195,8 +195,8 @@ class Runner:
         firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)
         judged = [first + i for first, r in zip(firsts, reads, strict=False) for i in r.judged]
         if not judged:
-            return States(hidden.last.new_empty(0, self.vocab_size), hidden.last, hidden.taps)
-        return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.taps)
+            return States(hidden.last.new_empty(0, self.vocab_size), hidden.last, hidden.tapped)
+        return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.tapped)
 
     def resume(self, batch: TokenBatch, taps: Sequence[int], begun: PartialPass, known: Sequence[int]) -> Hidden:
         """What a whole pass gives, to the bit: the lower layers for tokens outside `known` alone, the rest for all."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
-from forerun.models.decoder import Decoder, States
+from forerun.models.decoder import Decoder, States, Tapped
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
@@ -172,7 +172,7 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]
     logits = decoder.head(judged) if inputs.shape.judged else x.new_empty(0, c.vocab_size)
-    return States(logits.float(), x, torch.stack([kept[t] for t in taps], dim=1) if taps else None)
+    return States(logits.float(), x, Tapped([kept[t] for t in taps], [None] * len(taps)) if taps else None)
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,11 +87,11 @@ class GraphRunner(Runner):
         if tables.states is not None and inputs is not None:
             tables.states[: len(inputs)] = inputs
         outputs = self.run(tables, tuple(taps))
-        total = len(layout.tokens)
+        total, tapped = len(layout.tokens), outputs.tapped
         return States(
             logits=outputs.logits[: len(judged)].clone(),
             hidden=outputs.hidden[:total].clone(),
-            taps=None if outputs.taps is None else outputs.taps[:total].clone(),
+            tapped=tapped and replace(tapped, states=[each[:total].clone() for each in tapped.states]),
         )
 
     def draw_chains(
