@@ -309,6 +309,8 @@ def test_a_proposal_that_raises_leaves_nothing_behind_in_the_drafters_cache() ->
             engine.step()
         assert bool(raised) == raises
         own = drafter.runner  # type: ignore[attr-defined]
-        found.append([rows[:, :, :42].clone() for rows in rows_of(own, sequence.id)])
+        found.append([rows.clone() for rows in rows_of(own, sequence.id)])
     for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        num_read = min(one.shape[2], other.shape[2])  # what came last is read when it is drafted again
+        assert num_read >= 40
+        assert torch.equal(one[:, :, :num_read], other[:, :, :num_read])

@@ -119,6 +119,9 @@ class Engine:
                 sample.status = Status.FINISHED  # if anything below raises, recovering removes it
             if not recovered:
                 return
+            error = attempt(self.tell_drafter)
+            if error is not None:
+                self.disable_drafter(error)
             self.leave(samples)
             recovery.unfinished = False
 

@@ -159,7 +159,7 @@ class Follower:
             if len(drafted.text) > self.window:
                 self.lose(seq_id)
             count = min(end - start, self.num_unread(seq_id))  # guesses that came true are read
-            if count and not drafted.lost:
+            if count:
                 states = news.shown(self.names[0])[end - count : end]
                 states = states if len(news.seq_ids) == 1 else states.clone()  # else it holds those of all rows
                 self.states.add(seq_id, self.unread_text(seq_id), [states])
@@ -289,8 +289,9 @@ class Follower:
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
     def num_unread(self, seq_id: int) -> int:
-        """How many tokens that is."""
-        return len(self.sequences[seq_id].text) - self.runner.length(seq_id)
+        """How many tokens that is; 0 where it will not be read."""
+        drafted = self.sequences[seq_id]
+        return 0 if drafted.lost else len(drafted.text) - self.runner.length(seq_id)
 
     def catch_up(self, rows: list[DraftRow], left_unread: int) -> list[DraftRow]:
         """Read and keep final text, in chunks, until no more than so much is unread; the rows that had room.
