@@ -129,8 +129,7 @@ class Follower:
         """As much as it holds of the text, read or not; all where it could not follow the text in any case."""
         if most > self.window or not self.runner.cache.can_reserve([NO_SEQUENCE], [most]):
             return most
-        num_known = self.beginning(text[:most], salt).num_tokens
-        return self.states.known(text[:most], salt, num_known)
+        return self.states.known(text[:most], salt, self.beginning(text[:most], salt).num_tokens)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
         """How much of a text's beginning the cache holds."""
