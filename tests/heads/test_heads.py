@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,7 +23,9 @@ from forerun.shape import StaticTree
 from heads.references import FORMS, GREEDY
 from heads.trained import eagle_of
 from kit.assertions import accepted_by_shape, assert_acceptance, num_accepted
-from kit.checkpoints import EMBEDDING, TARGET, rewritten
+from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
+from kit.gguf_files import ADD, by_turns
+from models.test_gguf import metadata_of
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,72 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(
     llm = LLM(str(TARGET), draft, dtype="float32", speculation=shape, chunk_tokens=chunk_tokens)
     assert own.reference is not None
     assert assert_acceptance(TARGET, llm, own.depth, GREEDY, own.reference(folder)) > own.least
+
+
+IN_GGUF = {  # of an EAGLE-3 layer's tensors, as llama.cpp's converter has them
+    "fc": "fc",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "blk.0.attn_norm",
+    "hidden_norm": "blk.0.attn_norm_2",
+    "self_attn.q_proj": "blk.0.attn_q",
+    "self_attn.k_proj": "blk.0.attn_k",
+    "self_attn.v_proj": "blk.0.attn_v",
+    "self_attn.o_proj": "blk.0.attn_output",
+    "post_attention_layernorm": "blk.0.ffn_norm",
+    "mlp.gate_proj": "blk.0.ffn_gate",
+    "mlp.up_proj": "blk.0.ffn_up",
+    "mlp.down_proj": "blk.0.ffn_down",
+}
+
+
+USUAL = {  # where a folder does not say
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+def write_eagle_gguf(folder: Path, path: Path) -> Path:
+    """The EAGLE-3 layer of a folder as a file: the head's ids are the target's there, neighbours turn together."""
+    config: dict[str, Any] = read_json(folder / "config.json")
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    writer = GGUFWriter(path, "eagle3")
+    writer.add_array("eagle3.target_layers", list(EagleBlueprint.of(opened(folder)).tensors.form.taps))
+    writer.add_bool("eagle3.norm_before_residual", config.get("norm_before_residual", False))
+    writer.add_uint32("eagle3.target_hidden_size", config["hidden_size"])
+    for key, value in metadata_of(USUAL | config).items():
+        getattr(writer, ADD[type(value)])(key.format("eagle3"), value)
+    writer.add_vocab_size(config["vocab_size"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name == "d2t":
+            writer.add_tensor(name, (tensor + torch.arange(len(tensor))).numpy())
+            continue
+        stem = name.removesuffix(".weight").removeprefix("midlayer.").removeprefix("layers.0.")
+        turned = heads.get(stem.removeprefix("self_attn.").removesuffix("_proj"))
+        numbers = tensor.float() if turned is None else by_turns(tensor.float(), turned)
+        writer.add_tensor(f"{IN_GGUF[stem]}.weight", numbers.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def opened(folder: Path) -> HeadFolder:
+    return HeadFolder.at(folder, str(folder), Blueprint.of(str(TARGET), dtype="float32"))
+
+
+def test_an_eagle_3_layer_in_a_gguf_file_guesses_as_the_folders(made: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = made("eagle-3")
+    file = write_eagle_gguf(folder, tmp_path / "eagle.gguf")
+    found = [num_accepted(TARGET, f"eagle:{each}", 4, GREEDY) for each in (folder, file)]
+    assert found[0] == found[1]
+    assert found[0][1] > 0
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLMEagle3"):
+        Blueprint.of(str(file))
 
 
 @pytest.mark.short("medusa", "eagle-3", "mtp of 3")

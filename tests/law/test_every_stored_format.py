@@ -83,7 +83,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_guesses_change_no_token_of_what_stays_as_it_is_stored(name: str, tmp_path: Path) -> None:
     model = str(MODELS[name](tmp_path))
-    params = [SamplingParams(temperature=t, seed=7, max_tokens=32, logprobs=1, ignore_eos=True) for t in (0.0, 1.0)]
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=24, logprobs=1, ignore_eos=True) for t in (0.0, 1.0)]
     prompts, options = ["Once upon a time", "Lily and"], {"max_model_len": 256}
     expected = [each.outputs[0] for each in LLM(model, **options).generate(prompts, params)]
     for draft in ("ngram", f"model:{model}", "early-exit:2"):
@@ -91,7 +91,8 @@ def test_guesses_change_no_token_of_what_stays_as_it_is_stored(name: str, tmp_pa
         for shape in (Speculation(4), Speculation(3, 2, 8)):
             answers = [each.outputs[0] for each in llm.generate(prompts, params, speculation=shape)]
             assert [(o.token_ids, o.logprobs) for o in answers] == [(o.token_ids, o.logprobs) for o in expected], draft
-        assert llm.stats.num_accepted > 0 or draft == "ngram", draft
+        assert llm.stats.num_drafted > 0, draft
+        assert llm.stats.num_accepted > 0 or not draft.startswith("model"), draft
         llm.close()
     if Blueprint.of(model).as_stored:
         assert LLM(model, quantize="int8", **options).generate(prompts, params)

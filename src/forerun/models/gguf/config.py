@@ -15,7 +15,7 @@ import numpy as np
 from forerun.errors import UnsupportedModel
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.file import GgufFile
-from forerun.models.gguf.tensors import ROPE_DIVISORS, read_place
+from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_place
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
+EAGLE = "eagle3"  # an architecture that is a drafter
 WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # of architectures that share a name with dense ones
 SIZES = {  # keys of the metadata, behind the architecture's name, and of config.json
     "embedding_length": "hidden_size",
@@ -64,12 +65,12 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def config_json(file: GgufFile) -> dict[str, Any]:
     """What config.json would hold. Raises UnsupportedModel for an architecture that is not computed."""
     name = ARCHITECTURES.get(file.architecture)
+    if file.architecture == EAGLE:
+        return eagle_json(file)
     if name is None:
         supported = f"supported are {', '.join(ARCHITECTURES)}: choose a model of one of these"
         raise file.fields.refuse("general.architecture", supported)
-    fields = file.model_fields
-    config: dict[str, Any] = {json: fields.whole(key) for key, json in SIZES.items()}
-    config |= {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
+    fields, config = file.model_fields, shape_json(file)
     modules = fields.whole("nextn_predict_layers", 0, least=0, most=config["num_hidden_layers"] - 1)
     if modules:  # which count as blocks
         config |= {"num_hidden_layers": config["num_hidden_layers"] - modules, "num_nextn_predict_layers": modules}
@@ -97,6 +98,32 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     for key, json in (("bos", "bos_token_id"), ("eos", "eos_token_id")):
         config[json] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return config
+
+
+def shape_json(file: GgufFile) -> dict[str, Any]:
+    """The sizes of the layers."""
+    fields = file.model_fields
+    config: dict[str, Any] = {json: fields.whole(key) for key, json in SIZES.items()}
+    return config | {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
+
+
+def eagle_json(file: GgufFile) -> dict[str, Any]:
+    """What the config.json of an EAGLE-3 drafter would hold, in its authors' spelling."""
+    fields, config = file.model_fields, shape_json(file)
+    tokens = file.metadata.get("tokenizer.ggml.tokens") or ()
+    taps = fields.values.get("target_layers", fields.values.get("extract_layers"))
+    scaling = rope_scaling(file, config)
+    return config | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "intermediate_size": fields.whole("feed_forward_length"),
+        "vocab_size": fields.whole("vocab_size", len(tokens)),
+        "draft_vocab_size": file.tensors[IDS].shape[0] if IDS in file.tensors else None,
+        "target_hidden_size": fields.values.get("target_hidden_size"),
+        "eagle_aux_hidden_state_layer_ids": taps,
+        "norm_before_residual": fields.flag("norm_before_residual"),
+        "rope_scaling": scaling,
+    }
 
 
 def query_scalar(file: GgufFile, config: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ from forerun.models.gguf.header import MAGIC, Header
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+WHOLE = ("I32", "I64")  # numbers of tables of ids
 AGAIN = "download it again (`hf download owner/name FILE`)"
 
 
@@ -116,7 +117,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
     formats, tensors = {each.value: each for each in GGMLQuantizationType}, {}
     for info in header.tensors:
         kind = formats.get(info.format)
-        if kind is None or kind.name not in READABLE:
+        if kind is None or kind.name not in (*READABLE, *WHOLE):
             raise UnsupportedModel(
                 f"{path}: the tensor {short(info.name)} is stored as {kind.name if kind else f'type {info.format}'}; "
                 f"read are {', '.join(READABLE)}: choose a file in one of these, such as Q4_K_M or Q8_0"

@@ -18,13 +18,13 @@ from forerun.fields import read_fields
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.config import config_json, generation_json
 from forerun.models.gguf.file import PART, GgufFile, Place, parts_of
-from forerun.models.gguf.tensors import GgufTensor, hugging_face_tensors
+from forerun.models.gguf.tensors import GgufTensor, eagle_tensors, hugging_face_tensors
 from forerun.models.gguf.tokenizer import tokenizer_files
 from forerun.store import cache_folder, replace_file
 from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
-FORM = 2  # of the files in the folder: another number whenever what is written there changes
+FORM = 3  # of the files in the folder: another number whenever what is written there changes
 
 
 def folder_of(path: Path) -> Path:
@@ -63,7 +63,8 @@ def choose_file(folder: Path, wanted: str | None, name: str) -> Path | None:
 def files_of(file: GgufFile) -> dict[str, str]:
     """The texts of the files in the folder, by their names."""
     config = config_json(file)
-    tensors = hugging_face_tensors(file, FAMILIES[config["architectures"][0]])
+    family = FAMILIES.get(config["architectures"][0])
+    tensors = eagle_tensors(file) if family is None else hugging_face_tensors(file, family)
     return {
         "config.json": json.dumps(config, indent=2),
         "generation_config.json": json.dumps(generation_json(file), indent=2),
@@ -94,4 +95,4 @@ def tensor_of(entry: dict[str, Any]) -> GgufTensor:
     places = tuple(
         Place(**{**place, "file": Path(place["file"]), "shape": tuple(place["shape"])}) for place in entry["places"]
     )
-    return GgufTensor(tuple(entry["shape"]), places, entry["heads"], entry["transposed"], entry["added"])
+    return GgufTensor(**{**entry, "shape": tuple(entry["shape"]), "places": places})

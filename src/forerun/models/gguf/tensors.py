@@ -19,19 +19,25 @@ from torch import Tensor
 
 from forerun.errors import MissingPackage, MissingWeights
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
-from forerun.models.families import ExpertNames, Family
+from forerun.models.families import FAMILIES, ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
 from forerun.models.gguf.groups import GROUPED, grouped
 
-ROTATED = ("llama", "mistral3", "internlm2")  # architectures that hold the halves of a query's or key's head by turns
+ROTATED = (
+    "llama",
+    "mistral3",
+    "internlm2",
+    "eagle3",
+)  # architectures that hold the halves of a query's or key's head by turns
 BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
-PLAIN = {"F32": np.float32, "F16": np.float16}
+PLAIN = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I64": np.int64}
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_norm_2": "hidden_norm",  # of EAGLE-3
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
@@ -57,6 +63,7 @@ NORMS = {
     "post_ffw_norm": "mlp_out",
 }
 HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # keys of the metadata
+IDS = "d2t"  # the target's tokens that an EAGLE-3 head has
 ROPE_DIVISORS = "rope_freqs.weight"
 IDLE = (ROPE_DIVISORS,)  # what config.json says instead
 
@@ -67,6 +74,7 @@ class GgufTensor:
 
     `shape` is that of the result. With `heads` the rows are those of so many heads, the halves of each by turns.
     `transposed`: the result has inputs before outputs. `added` is what was added to each number, and is taken off.
+    `counted`: so was its place.
     """
 
     shape: tuple[int, ...]
@@ -74,6 +82,7 @@ class GgufTensor:
     heads: int = 0
     transposed: bool = False
     added: float = 0.0
+    counted: bool = False
 
     readable: ClassVar[bool] = True
 
@@ -101,12 +110,13 @@ class GgufTensor:
         if self.transposed:
             return tensor.flatten(1, 2).transpose(1, 2)
         rows = self.in_order(tensor.reshape(self.shape))
+        rows = rows - torch.arange(len(rows)) if self.counted else rows
         return rows - self.added if self.added else rows
 
     def read_into(self, result: Tensor) -> Tensor:
         """The numbers, in the number format and the memory of `result`; of a matrix in its usual order no copy in
         float32 is made."""
-        if len(self.places) == 1 and not (self.heads or self.transposed or self.added):
+        if len(self.places) == 1 and not (self.heads or self.transposed or self.added or self.counted):
             return read_place(self.places[0], result)
         return result.copy_(self.read())
 
@@ -185,6 +195,18 @@ def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor
             tensor = GgufTensor(place.shape, (place,), heads, added=added)
             tensors[f"{prefix}{known}.{kind}" if known else name] = tensor
     return tensors
+
+
+def eagle_tensors(file: GgufFile) -> dict[str, GgufTensor]:
+    """All tensors of an EAGLE-3 drafter by its authors' names. Its table of ids has the target's in the file, and what
+    these are more than the head's own here."""
+    table = file.tensors.get(IDS)
+    rest = replace(file, tensors={name: place for name, place in file.tensors.items() if name != IDS})
+    tensors = hugging_face_tensors(rest, FAMILIES["LlamaForCausalLM"])
+    found = {
+        name.replace("model.layers.0.", "midlayer.").removeprefix("model."): tensor for name, tensor in tensors.items()
+    }
+    return found if table is None else {**found, IDS: GgufTensor(table.shape, (table,), counted=True)}
 
 
 def experts_of(
