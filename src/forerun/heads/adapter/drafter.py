@@ -8,7 +8,7 @@ the same bits for one token as for many, so the target's pass begins at the exit
 not read yet. Trees, whose nodes lie in other slots in the target's pass, and passes of fixed shape are read again.
 
 An adapter is trained layers above the exit (Kangaroo, 2404.18911), with the target's head. It reads the target's states
-at the exit, in a cache of its own: those of final text when that is observed, those of guesses behind the lower layers'
+at the exit, in a cache of its own: those of final text before a draft, those of guesses behind the lower layers'
 pass; accepted guesses are not read again.
 """
 
@@ -62,7 +62,7 @@ class EarlyExitDrafter(Follower):
         super().__init__(adapter or self.lower, SameIds(vocab, vocab))
 
     def observe(self, news: Committed) -> None:
-        """Count what became final, and let the adapter read it.
+        """Count what became final, and keep the states that the adapter reads.
 
         Raises WrongTarget where the target's cache does not hold it, or where an adapter is not shown its states.
         """

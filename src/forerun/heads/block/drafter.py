@@ -1,8 +1,8 @@
 """Block drafters: one pass over masked places guesses several tokens at once, as DFlash and DSpark do (2602.06036).
 
-This module decides what a block reads and how its logits become guesses. The target's states of final text are read as
-they are shown, so nothing is left to be read before a draft but the block itself: the root and masked places behind it,
-as many as the depth asks for, or the whole block where its places see each other. Its keys and values are dropped after
+This module decides what a block reads and how its logits become guesses. Behind the target's states of final text a
+draft reads the block itself: the root and masked places behind it, as many as the depth asks for, or the whole block
+where its places see each other. Its keys and values are dropped after
 the pass. From then on chains and trees grow without another pass of the layers: the logits of a place are those of
 every guess at that depth, and the heads add what follows from the token before.
 """
