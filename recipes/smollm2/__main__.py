@@ -1,99 +1,122 @@
-"""`python -m recipes.smollm2 FILE.gguf`: make a drafter for SmolLM2-135M-Instruct, or go on making it.
+"""`python -m recipes.smollm2 FILE.gguf`: make the drafter that ships for SmolLM2-135M-Instruct.
 
-The target writes prompts, answers them, and an MTP module learns its law. None ships yet: what half an hour on one core
-gave did not pay (benchmarks/RESULTS.md), so `--hours` asks for a night.
+The target writes prompts and answers them, and what followed what in the answers is counted. An MTP module that learnt
+from the same answers for half an hour did not pay (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from forerun import LLM, SamplingParams
 from forerun.draft.auto import RECORD, DrafterRecord
-from forerun.heads.sizes import StudentSizes
+from forerun.draft.text.ngram_table import FILE, LEAST_CHANCE, ORDER, write_ngrams
+from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.progress import LoadingBar
+from forerun.train.answers import AnswerSource
+from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.settings import TrainSettings
-from forerun.train.train import TrainTask, train
+from forerun.train.train import writing
 from recipes.smollm2.prompts import write_prompts
 
-FILES = ("config.json", "model.safetensors")
 NUM_PROMPTS = 1664
-SIZES = StudentSizes(mlp=1280, draft_vocab=8192)
-SETTINGS = TrainSettings(rate=5e-4, temperature=0.5, bfloat16=True, passes=2, look_every=200, patience=50)
-HOURS = 10.0
-MIXED_WITH = "suffix"  # what was measured to pay beside it
+SETTINGS = TrainSettings(steps=80, batch=32, temperature=0.5, max_tokens=128)
+NUM_ANSWERS = 80 * SETTINGS.batch
+DEPTH = 8  # at which held-out answers are drafted
+Answer = tuple[Sequence[int], int]  # a text, and where in it the answer begins
 
 
 def main(
     model: Annotated[str, typer.Argument(help="SmolLM2-135M-Instruct: a GGUF file, a folder or a hub id.")],
-    work: Annotated[Path, typer.Option(help="Where prompts and checkpoints are kept.")] = Path("build/smollm2"),
-    out: Annotated[Path, typer.Option(help="Where the drafter goes.")] = Path("build/smollm2/drafter"),
-    hours: Annotated[float, typer.Option(help="Hours to train.")] = HOURS,
+    work: Annotated[Path, typer.Option(help="Where prompts are kept.")] = Path("build/smollm2"),
+    out: Annotated[Path, typer.Option(help="Where the drafter goes.")] = Path("build/smollm2/ngrams"),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
-    """Write prompts, train, and put into `out` what a drafter needs; a second call goes on from the first."""
+    """Write prompts and answers, and put into `out` what a drafter needs. Prompts that are there are kept."""
     work.mkdir(parents=True, exist_ok=True)
     write_prompts(model, NUM_PROMPTS, work / "prompts.jsonl", threads)
-    task = TrainTask("mtp", ModelSpec(model), [work / "prompts.jsonl"], work / "mtp", SIZES, True, threads=threads)
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
-        train(task, replace(SETTINGS, steps=None, hours=hours), bar)
-    ship(work / "mtp", out)
+    target = Blueprint.of(ModelSpec(model))
+    reader = PromptReader(target.tokenizer(), target.config.max_positions, SETTINGS, chat=True)
+    data = read_data([work / "prompts.jsonl"], reader)
+    ship(model, data, answers(target, data), out, threads)
     typer.echo(f"The drafter is in {out}.")
 
 
-def ship(made: Path, out: Path) -> None:
-    """Copy what a drafter needs, with a record that leaves its speed to the machine where it drafts."""
-    record = DrafterRecord.read(made)
-    assert record is not None, "the training is over"
+def answers(target: Blueprint, data: TrainingData) -> list[Answer]:
+    """What the target answers to the prompts, in orders and with seeds that are always the same."""
+    found: list[Answer] = []
+    with writing(target, data, SETTINGS, quiet) as llm:
+        source = AnswerSource(llm, data, SETTINGS, ())
+        while len(found) < NUM_ANSWERS:
+            texts = source.of_step(len(found) // SETTINGS.batch, quiet)
+            found += [(text.tokens, text.num_prompt) for text in texts]
+            print(f"{len(found)} of {NUM_ANSWERS} answers", flush=True)
+    return found
+
+
+def quiet(*_: object) -> None:
+    """Progress that nobody looks at."""
+
+
+def ship(model: str, data: TrainingData, texts: Sequence[Answer], out: Path, threads: int | None = None) -> None:
+    """Count, and put table, record and card into the folder."""
+    target = Blueprint.of(ModelSpec(model))
     out.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        shutil.copyfile(made / name, out / name)
-    (out / RECORD).write_text(replace(record, speed_up=None, mixed_with=MIXED_WITH).text(), "utf-8")
-    entries = [json.loads(line) for line in (made / "train.jsonl").read_text("utf-8").splitlines()]
-    (out / "README.md").write_text(card(record, [entry for entry in entries if "held_out" in entry]), "utf-8")
+    write_ngrams(out, texts, target.tokenizer().fingerprint())
+    with LLM(model, draft=f"suffix:{out}", speculation=DEPTH, threads=threads) as llm:
+        params = SamplingParams(temperature=0, max_tokens=SETTINGS.max_tokens)
+        llm.generate([list(prompt) for prompt in data.held_out], params)
+        stats = llm.stats
+    accepted = accumulate(stats.accepted_at_depth)
+    record = DrafterRecord(
+        drafter="suffix",
+        argument="",
+        target=target.weights_digest(),
+        temperature=0.0,
+        acceptance_at_depth=stats.acceptance_at_depth,
+        tokens_per_round=tuple(1 + num / stats.num_rounds for num in accepted),
+        model=target.norms_digest(),
+    )
+    (out / RECORD).write_text(record.text(), "utf-8")
+    num_tokens = sum(len(text) - first for text, first in texts)
+    (out / "README.md").write_text(card(record, len(texts), num_tokens, (out / FILE).stat().st_size), "utf-8")
 
 
-def card(record: DrafterRecord, looks: Sequence[Mapping[str, Any]]) -> str:
+def card(record: DrafterRecord, num_answers: int, num_tokens: int, num_bytes: int) -> str:
     """What the drafter is, how it was made, and what held-out answers say of it."""
-    last = looks[-1]
-    size = (SIZES.draft_vocab or 0, SIZES.mlp or 0)
     rows = "\n".join(
         f"| {depth} | {rate:.2f} | {tokens:.2f} |"
         for depth, (rate, tokens) in enumerate(
             zip(record.acceptance_at_depth[:4], record.tokens_per_round[:4], strict=True), start=1
         )
     )
-    return f"""# A drafter for SmolLM2-135M-Instruct
+    return f"""# N-grams for SmolLM2-135M-Instruct
 
-An MTP module (2412.19437, 2509.18362): one layer of {size[1]:,} neurons on the target's last state, used again for
-every guess. It guesses the {size[0]:,} tokens that the target says most often, by those rows of the target's own head.
-Beside the target, `--draft auto` finds it for every number format, and drafts with it in a mix with `{MIXED_WITH}`.
+What followed the last {ORDER} tokens in answers of the model, with chances from {LEAST_CHANCE:.0%} on: `{FILE}`,
+{num_bytes / 1e6:.1f} MB, which is mapped and not read. `suffix:DIR` guesses by it where the text and past answers say
+little. Beside the target, `--draft auto` finds it for every number format.
 
 ## How it was made
 
 `python -m recipes.smollm2 FILE.gguf`. The target wrote {NUM_PROMPTS:,} prompts itself (Magpie, 2406.08464), of which
-one in four is about a passage that it wrote, too, and answered them at temperature {SETTINGS.temperature}. The module
-began at a least-squares fit and learnt for {last["step"]:,} steps of {SETTINGS.batch} answers, each learnt from
-{SETTINGS.passes} times: {last["seconds"] / 60:.0f} minutes on one core, while other work ran. No prompt of a benchmark
-was among them.
+one in four is about a passage that it wrote, too, and gave {num_answers:,} answers of at most {SETTINGS.max_tokens}
+tokens at temperature {SETTINGS.temperature}, {num_tokens:,} tokens in all: about half an hour on one core.
+Counting takes seconds. No prompt of a benchmark was among them, and no text of anybody else.
 
-On {SETTINGS.held_out} held-out prompts of the same kind, at temperature {record.temperature}:
+On {SETTINGS.held_out} held-out prompts of the same kind, at temperature {record.temperature:.0f}, chains of {DEPTH}:
 
-| depth | accepted | tokens per round |
+| depth | accepted of those made | tokens per round so far |
 |---|---|---|
 {rows}
 
 ## Licence
 
-The weights come under the licence of this repository; the target is under Apache-2.0.
+The counts come under the licence of this repository; the target is under Apache-2.0.
 """
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import AHEAD, Budget, Draft
+from forerun.draft.text.ngram_table import NgramTable, write_ngrams
 from forerun.draft.text.suffix import LEAST, LIKELIEST, WEIGHTS, SuffixDrafter
 from forerun.draft.text.suffix_past import Past
 from forerun.draft.text.suffix_tree import LEAST_SHARE, Leaf, Node
@@ -39,7 +40,9 @@ def occurrences(texts: Sequence[Sequence[int]], context: Path) -> int:
     return sum(tuple(text[i : i + size]) == context for text in texts for i in range(len(text) - size + 1))
 
 
-def chances(path: Path, text: Sequence[int], past: Sequence[Sequence[int]], depth: int) -> dict[int, float]:
+def chances(
+    path: Path, text: Sequence[int], past: Sequence[Sequence[int]], depth: int, table: NgramTable | None
+) -> dict[int, float]:
     """How likely each continuation of text and path is, by counting, the likeliest first."""
     whole, contexts = (*text, *path), []
     for source, (texts, times) in enumerate(((past, 1), ([text], 1 if path else 2))):
@@ -50,13 +53,16 @@ def chances(path: Path, text: Sequence[int], past: Sequence[Sequence[int]], dept
     for n, _, texts in sorted(contexts, key=lambda context: context[:2]):
         counts.append((n, Counter({w: occurrences(texts, (*whole[-n:], w)) for w in range(VOCAB)})))
     found = {w: 0.0 for _, times in counts for w in times if times[w] and times[w] / times.total() >= LEAST_SHARE}
+    found |= {} if table is None else dict(table.offers(whole))
     for n, times in counts:
         weight = WEIGHTS[min(n, len(WEIGHTS)) - 1]
         found = {w: (weight * chance + times[w]) / (times.total() + weight) for w, chance in found.items()}
     return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
 
 
-def oracle(text: Sequence[int], past: Sequence[Sequence[int]], budget: Budget, depth: int) -> dict[Path, float]:
+def oracle(
+    text: Sequence[int], past: Sequence[Sequence[int]], budget: Budget, depth: int, table: NgramTable | None = None
+) -> dict[Path, float]:
     """The likeliest of all paths, best first, and how likely each is."""
     best: dict[Path, float] = {(): 1.0}
     least = max(LEAST, budget.min_survival)
@@ -64,7 +70,7 @@ def oracle(text: Sequence[int], past: Sequence[Sequence[int]], budget: Budget, d
         further = [
             (best[path] * chance, -number, -token, path)
             for number, path in enumerate(best)
-            for token, chance in list(chances(path, text, past, depth).items())[: budget.width]
+            for token, chance in list(chances(path, text, past, depth, table).items())[: budget.width]
             if len(path) < budget.depth and (*path, token) not in best and best[path] * chance >= least
         ]
         if not further:
@@ -92,21 +98,39 @@ def in_float32(chances: dict[Path, float]) -> dict[Path, float]:
     return dict(zip(chances, torch.tensor(list(chances.values()), dtype=torch.float32).tolist(), strict=True))
 
 
-def drafter_of(past: Sequence[Sequence[int]], depth: int, tenant: str = "") -> SuffixDrafter:
+def drafter_of(
+    past: Sequence[Sequence[int]], depth: int, tenant: str = "", table: NgramTable | None = None
+) -> SuffixDrafter:
     """A drafter that knows these past answers."""
-    drafter = SuffixDrafter(Past(depth))
+    drafter = SuffixDrafter(Past(depth), table)
     for i, answer in enumerate(past):
         drafter.past.add(1000 + i, tenant, answer)
     return drafter
 
 
-@settings(max_examples=150, deadline=None)
-@given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.integers(0, 9))
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> NgramTable:
+    """What may follow one and two of the three letters, and a fourth."""
+    folder = tmp_path_factory.mktemp("ngrams")
+    write_ngrams(folder, [([0, 1, 3, 0, 1, 2, 0, 2, 2, 1, 0, 1, 3], 1), ([1, 1, 0, 3], 0)], "v")
+    return NgramTable.read(folder, "v")
+
+
+@settings(max_examples=200, deadline=None)
+@given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.integers(0, 9), st.booleans())
 def test_it_guesses_what_the_oracle_guesses(
-    text: list[int], past: list[list[int]], depth: int, budget: Budget, seed: int, num_late: int
+    table: NgramTable,
+    text: list[int],
+    past: list[list[int]],
+    depth: int,
+    budget: Budget,
+    seed: int,
+    num_late: int,
+    with_table: bool,
 ) -> None:
-    """Chains and trees, with and without a past, told in any pieces, the last of them as a tail."""
-    drafter, row = drafter_of(past, depth, "a"), Row(5, text, "a")
+    """Chains and trees, with and without a past and a table, told in any pieces, the last of them as a tail."""
+    known = table if with_table else None
+    drafter, row = drafter_of(past, depth, "a", known), Row(5, text, "a")
     drafter.past.add(1, "b", [0, 1, 2] * 5)
     early = max(1, len(text) - num_late)
     with unchecked():
@@ -114,7 +138,7 @@ def test_it_guesses_what_the_oracle_guesses(
             drafter.observe(piece)
         tail = committed([row], [early - 1])
         found = drafter.propose(draws_of([row], VOCAB), [budget], tail)
-        expected = oracle(text, past, budget, depth)
+        expected = oracle(text, past, budget, depth, known)
     (one,) = guesses(found)
     assert list(one.items()) == list(in_float32(expected).items())
     assert (len(one) > 0) == (math.fsum(expected.values()) > 0)

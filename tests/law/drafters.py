@@ -15,6 +15,7 @@ from draft.vocabularies import byte_level_copy
 from forerun.draft.base import Drafter
 from forerun.draft.many.cascade import CascadeDrafter
 from forerun.draft.plan import DraftContext
+from forerun.draft.text.ngram_table import write_ngrams
 from forerun.drafters import plan_drafter
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
@@ -36,6 +37,7 @@ DRAFTERS: Mapping[str, str | Callable[[], str]] = {  # those that have files wri
     "ngram": "ngram",
     "ngram:2": "ngram:2",
     "suffix": "suffix",
+    "suffix:ngrams": lambda: f"suffix:{ngrams_of(Path(COPIES.name) / 'ngrams')}",
     "model:stories280k": f"model:{SMALL}",
     "model:experts": lambda: f"model:{write_sparse(Path(COPIES.name) / 'experts', 'qwen2_moe')}",
     "model:itself": f"model:{TARGET}",
@@ -71,6 +73,13 @@ def context(dtype: str = "float32") -> DraftContext:
     """What drafters are fitted to."""
     target = Blueprint.of(str(TARGET), dtype=dtype)
     return DraftContext(target, target.tokenizer())
+
+
+def ngrams_of(folder: Path) -> Path:
+    """A folder with what stories say."""
+    folder.mkdir(exist_ok=True)
+    write_ngrams(folder, [(story(400, seed), 1) for seed in range(3)], context().tokenizer.fingerprint())
+    return folder
 
 
 PAGE = ROOT / "docs" / "write-a-drafter.md"

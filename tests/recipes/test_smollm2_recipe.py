@@ -1,14 +1,23 @@
 """The recipe for SmolLM2: prompts that were interrupted go on to the same ones, and what it puts out is found."""
 
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from recipes.smollm2 import __main__ as recipe
 from recipes.smollm2 import prompts
-from recipes.smollm2.__main__ import FILES, ship
 
-from forerun.draft.auto import RECORD, DrafterRecord
+from forerun.draft.auto import DrafterRecord, settled
+from forerun.draft.plan import DraftContext
+from forerun.draft.spec import DraftSpec
+from forerun.drafters import plan_drafter
+from forerun.models.loading import Blueprint
+from forerun.train.data import TrainingData
+from kit.checkpoints import TARGET
+from kit.texts import story
 
 
 def text_of(seed: int) -> str:
@@ -45,19 +54,26 @@ def test_interrupted_prompts_go_on_to_the_same_ones_and_finished_ones_stay(
     prompts.write_prompts("model", 160, whole)
 
 
-def test_what_it_puts_out_has_a_record_without_a_speed_and_a_card(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    for name in FILES:
-        (made / name).write_bytes(b"{}")
-    record = DrafterRecord("mtp", "", "0123", 0.5, (0.5,) * 4, (1.5, 1.75, 1.875, 1.9375), 0.7, "4567")
-    (made / RECORD).write_text(record.text())
-    look = {"step": 640, "seconds": 1800.0, "held_out": {}}
-    (made / "train.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0}) + "\n" + json.dumps(look) + "\n")
-    ship(made, tmp_path / "out")
-    found = DrafterRecord.read(tmp_path / "out")
-    assert found is not None
-    assert (found.speed_up, found.mixed_with, found.model) == (None, "suffix", "4567")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "640 steps" in card
-    assert "| 2 | 0.50 | 1.75 |" in card
+def test_what_it_puts_out_is_found_and_has_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(TARGET, tmp_path / "target")
+    model, out = str(tmp_path / "target"), tmp_path / "drafter"
+    monkeypatch.setattr(recipe, "SETTINGS", replace(recipe.SETTINGS, max_tokens=16))
+    data = TrainingData([], [tuple(story(9, seed)) for seed in range(2)], 2, [])
+    recipe.ship(model, data, [(story(400, 7), 3)], out)
+    target = Blueprint.of(model)
+    assert settled(DraftSpec("auto"), target) == DraftSpec("suffix", argument=str(out))
+    record = DrafterRecord.read(out)
+    assert record is not None
+    assert (record.speed_up, record.model) == (None, target.norms_digest())
+    assert "1 answers" in (out / "README.md").read_text()
+
+
+REAL = Path("/tmp/real/smollm2-135m-instruct.Q4_1.gguf")
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the real model's file is not here")
+def test_what_ships_is_found_for_the_real_model_and_reads() -> None:
+    target = Blueprint.of(str(REAL))
+    spec = settled(DraftSpec("auto"), target)
+    assert (spec.name, Path(spec.argument or "").name) == ("suffix", "ngrams")
+    plan_drafter(str(spec), DraftContext(target, target.tokenizer()))

@@ -15,12 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from pathlib import Path
 
 from forerun.annotations import ProgressCallback
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
+from forerun.draft.text.ngram_table import ORDER, NgramTable
 from forerun.draft.text.suffix_file import PastFile
 from forerun.draft.text.suffix_past import MAX_BYTES, Past, Reader
 from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
@@ -56,8 +58,9 @@ class SuffixDrafter:
     taps: tuple[int, ...] = ()
     names: tuple[str, ...] = ("suffix",)
 
-    def __init__(self, past: Past | None = None) -> None:
+    def __init__(self, past: Past | None = None, table: NgramTable | None = None) -> None:
         self.past = Past() if past is None else past
+        self.table = table
         self.sequences: dict[int, SuffixSequence] = {}
 
     def observe(self, news: Committed) -> None:
@@ -95,7 +98,7 @@ class SuffixDrafter:
         steps: list[Insertion] = []
         for token in tail:
             tree.append(token, steps)
-        contexts = Contexts(tree, tree.matches, self.past_of(growing), past)
+        contexts = Contexts(tree, tree.matches, self.past_of(growing), past, self.table, tree.text[-ORDER:])
         grown = likeliest(tree.text[-1], contexts, budget)
         tree.undo(steps)
         return grown
@@ -144,19 +147,25 @@ def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[
     return [*tokens[1:], root] if tokens else ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contexts:
-    """What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in its text and in the past."""
+    """What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in its text and in the past.
+
+    `last` are as many of these tokens as a table may ask for.
+    """
 
     tree: SuffixTree
     own: Places
     past_tree: SuffixTree | None
     past: Places
+    table: NgramTable | None
+    last: Sequence[int]
 
     def behind(self, token: int) -> Contexts:
         """Those of the path with one more token."""
         past = () if self.past_tree is None else self.past_tree.follow(self.past, token)
-        return Contexts(self.tree, self.tree.follow(self.own, token), self.past_tree, past)
+        last = [*self.last[1 - ORDER :], token]
+        return Contexts(self.tree, self.tree.follow(self.own, token), self.past_tree, past, self.table, last)
 
     def counted(self) -> list[tuple[int, int, Node | Leaf]]:
         """The contexts that count: their length, and what is stored; the text's after the past's of the same length."""
@@ -168,10 +177,11 @@ class Contexts:
 
     def chances(self) -> list[tuple[float, int]]:
         """Minus the chance of each continuation, and its token, the likeliest first."""
-        chances: dict[int, float] = {}
+        chances = {} if self.table is None else dict(self.table.offers(self.last))
         counted = self.counted()
         for _, _, place in counted:
-            chances.update((offer.token, 0.0) for offer in place.offers())
+            for offer in place.offers():
+                chances.setdefault(offer.token, 0.0)
         for length, _, place in counted:
             weight = WEIGHTS[min(length, len(WEIGHTS)) - 1]
             total = place.num_followed() + weight
@@ -212,11 +222,20 @@ def shortened(chain: HostTree, budget: Budget) -> HostTree:
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created with the first answer."""
+    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created with the first answer.
+
+    `suffix:DIR`: past answers are not stored, and beside them counts what the folder's n-grams say.
+    """
     refuse_members(spec)
-    file = None if spec.argument is None else PastFile(spec.argument, context.tokenizer.fingerprint())
+    file = table = None
+    if spec.argument is not None:
+        path, vocabulary = Path(spec.argument).expanduser(), context.tokenizer.fingerprint()
+        if path.is_dir():
+            table = NgramTable.read(path, vocabulary)
+        else:
+            file = PastFile(path, vocabulary)
 
     def build(granted: CacheTokens, _progress: ProgressCallback | None, _target: Runner) -> SuffixDrafter:
-        return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file))
+        return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file), table)
 
     return DraftPlan({}, build, remembered_bytes={PAST: MAX_BYTES})
