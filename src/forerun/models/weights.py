@@ -251,7 +251,7 @@ def usual_name(name: str) -> str:
     stem, dot, kind = name.rpartition(".")
     part = next((part for part in OTHER_NAMES if stem.endswith(part)), "")
     name = f"{stem.removesuffix(part)}{OTHER_NAMES.get(part, '')}{dot}{kind}"
-    return HEAD if name == "output.weight" else name
+    return HEAD if stem == "output" else name
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:

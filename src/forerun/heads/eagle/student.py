@@ -116,8 +116,8 @@ class EagleStudent(DraftedStudent):
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """Those of its head, or of the target's."""
-        own, read = self.weights.get(HEAD), self.normed(states, NORM)
-        return self.head(read) if own is None else functional.linear(read, own)
+        weight, read = self.weights.get(HEAD), self.normed(states, NORM)
+        return self.head(read) if weight is None else functional.linear(read, weight)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The layer and, if it has one, its head, and whose tokens the head's are."""

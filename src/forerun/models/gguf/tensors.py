@@ -203,10 +203,10 @@ def eagle_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     table = file.tensors.get(IDS)
     rest = replace(file, tensors={name: place for name, place in file.tensors.items() if name != IDS})
     tensors = hugging_face_tensors(rest, FAMILIES["LlamaForCausalLM"])
-    found = {
+    renamed = {
         name.replace("model.layers.0.", "midlayer.").removeprefix("model."): tensor for name, tensor in tensors.items()
     }
-    return found if table is None else {**found, IDS: GgufTensor(table.shape, (table,), counted=True)}
+    return renamed if table is None else {**renamed, IDS: GgufTensor(table.shape, (table,), counted=True)}
 
 
 def experts_of(
