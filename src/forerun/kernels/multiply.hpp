@@ -19,11 +19,10 @@ inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, float* o
     return;
   }
 #endif
-  const bool alone = l.format == INT4 || l.format == GROUPED;
-  for (int64_t p = first; p < end; p += alone ? 1 : PANELS)
-    if (l.format == INT4) multiply_groups(l, p * LANES, rows, num_rows, out);
-    else if (l.format == GROUPED) multiply_stored(l, p * LANES, rows, num_rows, out);
-    else if (l.format == INT8) multiply_rows<INT8>(l, p * LANES, rows, num_rows, out);
+  if (l.format == INT4) return multiply_groups(l, first, end, rows, num_rows, out);
+  if (l.format == GROUPED) return multiply_stored(l, first, end, rows, num_rows, out);
+  for (int64_t p = first; p < end; p += PANELS)
+    if (l.format == INT8) multiply_rows<INT8>(l, p * LANES, rows, num_rows, out);
     else if (l.format == BFLOAT16) multiply_rows<BFLOAT16>(l, p * LANES, rows, num_rows, out);
     else if (l.format == FLOAT16) multiply_rows<FLOAT16>(l, p * LANES, rows, num_rows, out);
     else multiply_rows<FLOAT32>(l, p * LANES, rows, num_rows, out);

@@ -121,25 +121,37 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
     else store(place(r), load(sums[r]) * rows.scales[row + r] + load(l.bias + column));
 }
 
-// Any number of rows times a panel, by eights of nearly the same size, stretch by stretch.
-inline void multiply_groups(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+// Calls `f` for every eight of rows, of nearly the same size, and every panel, stretch by stretch of their inputs. As many
+// panels as one stretch has room for take turns at each eight, which is then still near.
+template <typename F>
+inline void each_eight(const Linear& l, int64_t panel, int64_t end_panel, int64_t num_rows, int64_t stretch, F f) {
   const int64_t num_eights = (num_rows + EIGHT - 1) / EIGHT, blocks = l.num_blocks();
-  for (int64_t first = 0, end; first < blocks; first = end) {
-    end = num_eights == 1 ? blocks : std::min(first + STRETCH_BLOCKS, blocks);
-    for (int64_t eight = 0; eight < num_eights; eight++) {
-      const int64_t row = num_rows * eight / num_eights;
-      switch (num_rows * (eight + 1) / num_eights - row) {
-        case 1: multiply_eight<1>(l, column, rows, row, first, end, out); break;
-        case 2: multiply_eight<2>(l, column, rows, row, first, end, out); break;
-        case 3: multiply_eight<3>(l, column, rows, row, first, end, out); break;
-        case 4: multiply_eight<4>(l, column, rows, row, first, end, out); break;
-        case 5: multiply_eight<5>(l, column, rows, row, first, end, out); break;
-        case 6: multiply_eight<6>(l, column, rows, row, first, end, out); break;
-        case 7: multiply_eight<7>(l, column, rows, row, first, end, out); break;
-        case 8: multiply_eight<8>(l, column, rows, row, first, end, out); break;
+  const int64_t together = num_eights == 1 ? 1 : std::max<int64_t>(1, stretch / blocks);
+  for (; panel < end_panel; panel += together)
+    for (int64_t first = 0, end; first < blocks; first = end) {
+      end = num_eights == 1 ? blocks : std::min(first + stretch, blocks);
+      for (int64_t eight = 0; eight < num_eights; eight++) {
+        const int64_t row = num_rows * eight / num_eights, count = num_rows * (eight + 1) / num_eights - row;
+        for (int64_t p = panel; p < std::min(panel + together, end_panel); p++) f(p * LANES, row, count, first, end);
       }
     }
-  }
+}
+
+// Any number of rows times some panels.
+inline void multiply_groups(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, float* out) {
+  const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
+    switch (count) {
+      case 1: multiply_eight<1>(l, c, rows, row, first, end, out); break;
+      case 2: multiply_eight<2>(l, c, rows, row, first, end, out); break;
+      case 3: multiply_eight<3>(l, c, rows, row, first, end, out); break;
+      case 4: multiply_eight<4>(l, c, rows, row, first, end, out); break;
+      case 5: multiply_eight<5>(l, c, rows, row, first, end, out); break;
+      case 6: multiply_eight<6>(l, c, rows, row, first, end, out); break;
+      case 7: multiply_eight<7>(l, c, rows, row, first, end, out); break;
+      case 8: multiply_eight<8>(l, c, rows, row, first, end, out); break;
+    }
+  };
+  each_eight(l, panel, end_panel, num_rows, STRETCH_BLOCKS, one);
 }
 
 }  // namespace forerun

@@ -118,31 +118,27 @@ __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t co
 }
 
 template <int BITS, int SIZE>
-void multiply_stored_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
-  const int64_t num_eights = (num_rows + EIGHT - 1) / EIGHT, blocks = l.num_blocks(), stretch = STRETCH_BLOCKS * 4 / BITS;
-  for (int64_t first = 0, end; first < blocks; first = end) {
-    end = num_eights == 1 ? blocks : std::min(first + stretch, blocks);
-    for (int64_t eight = 0; eight < num_eights; eight++) {
-      const int64_t row = num_rows * eight / num_eights;
-      switch (num_rows * (eight + 1) / num_eights - row) {
-        case 1: multiply_stored_eight<BITS, SIZE, 1>(l, column, rows, row, first, end, out); break;
-        case 2: multiply_stored_eight<BITS, SIZE, 2>(l, column, rows, row, first, end, out); break;
-        case 3: multiply_stored_eight<BITS, SIZE, 3>(l, column, rows, row, first, end, out); break;
-        case 4: multiply_stored_eight<BITS, SIZE, 4>(l, column, rows, row, first, end, out); break;
-        case 5: multiply_stored_eight<BITS, SIZE, 5>(l, column, rows, row, first, end, out); break;
-        case 6: multiply_stored_eight<BITS, SIZE, 6>(l, column, rows, row, first, end, out); break;
-        case 7: multiply_stored_eight<BITS, SIZE, 7>(l, column, rows, row, first, end, out); break;
-        case 8: multiply_stored_eight<BITS, SIZE, 8>(l, column, rows, row, first, end, out); break;
-      }
+void multiply_stored_rows(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, float* out) {
+  const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
+    switch (count) {
+      case 1: multiply_stored_eight<BITS, SIZE, 1>(l, c, rows, row, first, end, out); break;
+      case 2: multiply_stored_eight<BITS, SIZE, 2>(l, c, rows, row, first, end, out); break;
+      case 3: multiply_stored_eight<BITS, SIZE, 3>(l, c, rows, row, first, end, out); break;
+      case 4: multiply_stored_eight<BITS, SIZE, 4>(l, c, rows, row, first, end, out); break;
+      case 5: multiply_stored_eight<BITS, SIZE, 5>(l, c, rows, row, first, end, out); break;
+      case 6: multiply_stored_eight<BITS, SIZE, 6>(l, c, rows, row, first, end, out); break;
+      case 7: multiply_stored_eight<BITS, SIZE, 7>(l, c, rows, row, first, end, out); break;
+      case 8: multiply_stored_eight<BITS, SIZE, 8>(l, c, rows, row, first, end, out); break;
     }
-  }
+  };
+  each_eight(l, panel, end_panel, num_rows, STRETCH_BLOCKS * 4 / BITS, one);
 }
 
-// Any number of rows times a panel.
-inline void multiply_stored(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
-  if (l.groups.bits == 4) return multiply_stored_rows<4, 32>(l, column, rows, num_rows, out);
-  if (l.groups.size == 16) return multiply_stored_rows<8, 16>(l, column, rows, num_rows, out);
-  multiply_stored_rows<8, 32>(l, column, rows, num_rows, out);
+// Any number of rows times some panels.
+inline void multiply_stored(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, float* out) {
+  if (l.groups.bits == 4) return multiply_stored_rows<4, 32>(l, panel, end_panel, rows, num_rows, out);
+  if (l.groups.size == 16) return multiply_stored_rows<8, 16>(l, panel, end_panel, rows, num_rows, out);
+  multiply_stored_rows<8, 32>(l, panel, end_panel, rows, num_rows, out);
 }
 
 }  // namespace forerun
