@@ -24,7 +24,7 @@ struct Task {  // some queries of one path: numbers of token times group + head 
 struct Scratch {  // grows with the largest pass
   int64_t num_tokens = 0;
   std::unique_ptr<Memory> memory;
-  float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product
+  float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product, see `out_of`
   char *rows, *next_rows;  // one is read by a product while the other is made for the next
   Routes routes;  // of the sparse layer at hand
 };
@@ -50,6 +50,7 @@ struct Decoder {
       take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
       per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // of a last group that begins within a tile
     }
+    wide += LANES, deep += LANES;
     const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token + spare;
     const int64_t prepared = pairs * (deep + ROW_GAP / 4);  // as many floats at most
     s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1) + 8 * prepared + 8 * 64);
@@ -170,18 +171,18 @@ class Worker {  // one thread's part of a pass
     if (num_heads * c.head_dim % columns == 0 && columns % c.head_dim == 0 && columns % WIDTH == 0 && !l.joint_norm) {
       const int64_t units = num_heads * c.head_dim / columns;
       const int64_t first = units * thread / num_threads * columns, end = units * (thread + 1) / num_threads * columns;
-      multiply_part(*l.qkv, rows, pass.num_tokens, s.wide, first / LANES, end / LANES);
+      multiply_part(*l.qkv, rows, pass.num_tokens, out_of(*l.qkv), first / LANES, end / LANES);
       for (int64_t token = 0; token < pass.num_tokens; token++)
         for (int64_t head = first / c.head_dim; head < end / c.head_dim; head++) store_head(l, token, head, keys, values);
       return;
     }
-    multiply(*l.qkv, rows, pass.num_tokens, s.wide, thread, num_threads);
+    multiply(*l.qkv, rows, pass.num_tokens, out_of(*l.qkv), thread, num_threads);
     wait();
     if (l.qk_norm && l.joint_norm) {
-      const int64_t queries = c.heads * c.head_dim, width = l.qkv->width;
+      const int64_t queries = c.heads * c.head_dim;
       each_row([&](int64_t r) {
-        norm_head(s.wide + r * width, queries, l.qk_norm, c.norm_eps);
-        norm_head(s.wide + r * width + queries, c.kv_heads * c.head_dim, l.qk_norm + queries, c.norm_eps);
+        norm_head(out_of(*l.qkv).at(r, 0), queries, l.qk_norm, c.norm_eps);
+        norm_head(out_of(*l.qkv).at(r, queries), c.kv_heads * c.head_dim, l.qk_norm + queries, c.norm_eps);
       });
       wait();
     }
@@ -193,28 +194,28 @@ class Worker {  // one thread's part of a pass
   // The rows that `down` reads: columns of each thread's own where the format has pieces.
   void activate(const Gated& mlp, Rows rows, Rows next_rows) {
     const Linear &gate_up = *mlp.gate_up, &down = *mlp.down;
-    const int64_t neurons = down.inputs, inner = down.depth;
+    const int64_t neurons = down.inputs;
     const auto columns = [&](int64_t r, int64_t from, int64_t end) {
-      const float *gate = s.wide + r * gate_up.width + from, *up = mlp.is_plain() ? nullptr : gate + neurons;
-      float* const out = s.normed + r * inner + from;
+      const float *gate = out_of(gate_up).at(r, from), *up = mlp.is_plain() ? nullptr : gate + neurons;
+      float* const out = active_row(down, r) + from;
       if (c.gelu) activate_row(gate, up, end - from, out, Gelu{});
       else activate_row(gate, up, end - from, out, Silu{});
     };
     if (neurons % WIDTH == 0 && down.has_pieces()) {
       const int64_t units = neurons / WIDTH, first = units * thread / num_threads, end = units * (thread + 1) / num_threads;
       for (int64_t half = 0; half < (mlp.is_plain() ? 1 : 2); half++)
-        multiply_part(gate_up, rows, pass.num_tokens, s.wide, (half * units + first) * PANELS, (half * units + end) * PANELS);
+        multiply_part(gate_up, rows, pass.num_tokens, out_of(gate_up), (half * units + first) * PANELS, (half * units + end) * PANELS);
       for (int64_t r = 0; r < pass.num_tokens; r++) {
         columns(r, first * WIDTH, end * WIDTH);
-        prepare_columns(down, s.normed + r * inner, next_rows, r, first * WIDTH, end * WIDTH);
+        prepare_columns(down, active_row(down, r), next_rows, r, first * WIDTH, end * WIDTH);
       }
       return;
     }
-    multiply(gate_up, rows, pass.num_tokens, s.wide, thread, num_threads);
+    multiply(gate_up, rows, pass.num_tokens, out_of(gate_up), thread, num_threads);
     wait();
     each_row([&](int64_t r) {
       columns(r, 0, neurons);
-      prepare_row(down, s.normed + r * inner, next_rows, r);
+      prepare_row(down, active_row(down, r), next_rows, r);
     });
   }
 
@@ -222,7 +223,7 @@ class Worker {  // one thread's part of a pass
     const int64_t hidden = padded(c.hidden), per_token = l.per_token();
     Routes& routes = s.routes;
     each_row([&](int64_t r) {
-      route(e, s.wide + r * e.router->width, &routes.mlps[r * per_token], &routes.weights[r * per_token]);
+      route(e, out_of(*e.router).at(r, 0), &routes.mlps[r * per_token], &routes.weights[r * per_token]);
     });
     wait();
     if (thread == 0) {
@@ -239,7 +240,7 @@ class Worker {  // one thread's part of a pass
     wait();
     each_pair([&](const Group& g, int64_t p) {
       const Linear& linear = down.of(g);
-      const float* gate_up = up.out(g, s.wide) + (p - g.first) * up.of(g).width;
+      const float* gate_up = up.out(g, s.wide).at(p - g.first, 0);
       active.resize(linear.depth);
       const float* up = gate_up + linear.inputs;
       if (e.limit && g.mlp < e.count) activate_row(gate_up, up, linear.inputs, active.data(), Bounded{e.alpha, e.limit});
@@ -254,7 +255,7 @@ class Worker {  // one thread's part of a pass
       for (int64_t i = 0; i < hidden; i += LANES) {
         Floats total{};
         for (int64_t p = r * per_token; p < (r + 1) * per_token; p++)
-          total = fma(all(routes.weights[p]), load(s.wide + routes.places[p] * hidden + i), total);
+          total = fma(all(routes.weights[p]), load(s.wide + routes.places[p] * down.width + i), total);
         store(x + i, load(x + i) + total);
       }
     });
@@ -270,9 +271,14 @@ class Worker {  // one thread's part of a pass
 
   void product(const Linear& linear, Rows rows) {
     wait();
-    multiply(linear, rows, pass.num_tokens, s.wide, thread, num_threads);
+    multiply(linear, rows, pass.num_tokens, out_of(linear), thread, num_threads);
     wait();
   }
+
+  // Rows of products and of neurons lie a line more apart than they are wide: whole pages apart, they would all have the
+  // same few places in a cache.
+  Out out_of(const Linear& linear) const { return {s.wide, linear.width + LANES}; }
+  float* active_row(const Linear& down, int64_t row) const { return s.normed + row * (down.depth + LANES); }
 
   void norm_stream(int64_t row, const float* gain) {
     const int64_t width = padded(c.hidden);
@@ -282,7 +288,7 @@ class Worker {  // one thread's part of a pass
 
   void add(int64_t row, const float* gain) {  // what a product gave, normed where there are gains
     const int64_t width = padded(c.hidden);
-    float *x = s.x + row * width, *given = s.wide + row * width;
+    float *x = s.x + row * width, *given = s.wide + row * (width + LANES);
     if (gain) norm_row(given, gain, c.norm_eps, c.hidden, given);
     for (int64_t i = 0; i < width; i += LANES) store(x + i, load(x + i) + load(given + i));
   }
@@ -290,7 +296,7 @@ class Worker {  // one thread's part of a pass
   // A query or key is normed and rotated; a key or value goes to its slot.
   void store_head(const Layer& l, int64_t token, int64_t head, T* keys, T* values) {
     const int64_t turn = (pass.positions[token] + (head < c.heads ? l.first_query_turn : l.first_turn)) * c.head_dim;
-    float* const x = s.wide + token * l.qkv->width + head * c.head_dim;
+    float* const x = out_of(*l.qkv).at(token, head * c.head_dim);
     if (head < c.heads + c.kv_heads) {
       const float* gain = l.qk_norm && !l.joint_norm ? l.qk_norm + head * c.head_dim : nullptr;
       rotate_head(x, c.head_dim, gain, c.norm_eps, pass.cos + turn, pass.sin + turn);
@@ -305,7 +311,7 @@ class Worker {  // one thread's part of a pass
     queries.clear();
     for (int64_t number : task.queries) {
       const int64_t token = number / group, head = task.kv_head * group + number % group;
-      queries.push_back({s.wide + token * l.qkv->width + head * c.head_dim,
+      queries.push_back({out_of(*l.qkv).at(token, head * c.head_dim),
                          s.mixed + token * padded(d.q_size()) + head * c.head_dim, pass.last_key[token],
                          l.sinks ? l.sinks[head] : -INFINITY});
     }
@@ -414,7 +420,7 @@ void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, co
       prepare_row(*linear, row, rows, r);
     }
 #pragma omp barrier
-    multiply(*linear, rows, num_rows, out, thread, num);
+    multiply(*linear, rows, num_rows, {out, linear->width}, thread, num);
     if (linear->cap) {
 #pragma omp barrier
       const int64_t size = num_rows * linear->width / LANES;

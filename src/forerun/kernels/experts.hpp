@@ -81,18 +81,18 @@ struct Products {
   const Linear* Gated::*linear;
   int64_t row_bytes, width;
 
-  Products(const Layer& l, const Linear* Gated::*of) : layer(l), linear(of), row_bytes(0), width(0) {
+  Products(const Layer& l, const Linear* Gated::*of) : layer(l), linear(of), row_bytes(0), width(LANES) {
     for (const Gated* each : {&l.experts->gated[0], &l.every})
       if (each->down) {
         row_bytes = std::max(row_bytes, (each->*of)->row_bytes());
-        width = std::max(width, (each->*of)->width);
+        width = std::max(width, (each->*of)->width + LANES);
       }
   }
   const Linear& of(const Group& g) const {
     return *((g.mlp < layer.experts->count ? layer.experts->gated[g.mlp] : layer.every).*linear);
   }
   Rows rows(const Group& g, Rows all) const { return {all.data + g.first * row_bytes, all.scales + g.first}; }
-  float* out(const Group& g, float* all) const { return all + g.first * width; }
+  Out out(const Group& g, float* all) const { return {all + g.first * width, width}; }
 
   // The share of one thread in all groups: by what they cost, a part for the weights and one for every row.
   void multiply(const std::vector<Group>& groups, Rows rows_of_all, float* out_of_all, int thread, int num_threads) const {

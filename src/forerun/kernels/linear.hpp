@@ -123,6 +123,13 @@ struct Rows {
   float* scales;
 };
 
+struct Out {  // what comes out of one: rows of floats, `stride` of them apart
+  float* data;
+  int64_t stride;
+
+  float* at(int64_t row, int64_t column) const { return data + row * stride + column; }
+};
+
 // Weights as files of quantised models have them: numbers of 4 or 8 bits, and for every `size` inputs of an output a
 // scale, and with `has_least` what is added to each. Both are float16 where that loses nothing, and float32 otherwise.
 struct Groups {

@@ -6,8 +6,8 @@
 
 namespace forerun {
 
-// Some of the outputs, counted in panels. `out` is [num_rows, width].
-inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, float* out, int64_t first, int64_t end) {
+// Some of the outputs, counted in panels. `out` has `width` columns.
+inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, Out out, int64_t first, int64_t end) {
 #if defined(FORERUN_AMX)
   if (l.tiled() && (l.format != INT4 || num_rows > EIGHT)) {  // a group leaves the tiles as often for one row as for 16
     configure_tiles(l.format);
@@ -29,7 +29,7 @@ inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, float* o
 }
 
 // The share of one thread: every `num_threads`-th part of the outputs.
-inline void multiply(const Linear& l, Rows rows, int64_t num_rows, float* out, int thread, int num_threads) {
+inline void multiply(const Linear& l, Rows rows, int64_t num_rows, Out out, int thread, int num_threads) {
   const int64_t step = l.format == GROUPED ? 1 : PANELS, steps = l.width / LANES / step;
   multiply_part(l, rows, num_rows, out, steps * thread / num_threads * step, steps * (thread + 1) / num_threads * step);
 }

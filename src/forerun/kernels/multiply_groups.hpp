@@ -94,11 +94,11 @@ FORERUN_INLINE void add_group(const char* scales, const char* line, const char* 
 // compiler must not relate the others' inputs to these: it would keep an address for every row, on the stack.
 template <int R>
 __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
-                                              int64_t end, float* out) {
+                                              int64_t end, Out out) {
   constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2;
   alignas(64) float sums[R][LANES] = {};
   const int64_t stride = l.row_bytes();
-  const auto place = [&](int r) { return out + (row + r) * l.width + column; };
+  const auto place = [&](int r) { return out.at(row + r, column); };
   if (first)
     for (int r = 0; r < R; r++) memcpy(sums[r], place(r), sizeof sums[r]);
   const char* block = l.panel(column) + first * BLOCK_BYTES;
@@ -138,7 +138,7 @@ inline void each_eight(const Linear& l, int64_t panel, int64_t end_panel, int64_
 }
 
 // Any number of rows times some panels.
-inline void multiply_groups(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, float* out) {
+inline void multiply_groups(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
     switch (count) {
       case 1: multiply_eight<1>(l, c, rows, row, first, end, out); break;

@@ -170,11 +170,11 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
 // A function of its own in the library, so that a test can find its loop there and see that sums do stay in registers.
 template <Format F, int R, int P>
 __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
-                                              int64_t end, float* out, const char* ahead, int64_t step) {
+                                              int64_t end, Out out, const char* ahead, int64_t step) {
   typedef typename Dot<F>::Sums Sums;
   typedef Sums Anywhere __attribute__((aligned(4), may_alias));
   Sums sums[P][R][PARTS] = {};
-  const auto place = [&](int p, int r) { return out + (row + r) * l.width + column + p * LANES; };
+  const auto place = [&](int p, int r) { return out.at(row + r, column + p * LANES); };
   const auto each = [&](auto f) {
     for (int p = 0; p < P; p++)
       for (int r = 0; r < R; r++)
@@ -228,7 +228,7 @@ constexpr int most_rows() {
 
 // All rows of one block, and all panels of a group.
 template <Format F, int R>
-inline void multiply_few(const Linear& l, int64_t column, Rows rows, float* out) {
+inline void multiply_few(const Linear& l, int64_t column, Rows rows, Out out) {
   constexpr int P = panels_for<F>(R);
   for (int64_t c = column; c < column + WIDTH; c += P * LANES)
     multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out, l.panel(c) + AHEAD_BYTES / P, LINE_BYTES);
@@ -238,7 +238,7 @@ inline void multiply_few(const Linear& l, int64_t column, Rows rows, float* out)
 // in the core's cache, every block of rows is multiplied with it, and fetches its share of the next stretch: memory works
 // while registers do.
 template <Format F>
-inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   constexpr int MOST = most_rows<F>(), P = panels_for<F>(MOST);
   static_assert(MOST >= 3, "with fewer, some of the blocks would have a single row, which the switch leaves out");
   const int64_t num_blocks = (num_rows + MOST - 1) / MOST, stretch = STRETCH_BYTES / LINE_BYTES / PANELS;
@@ -262,7 +262,7 @@ inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t nu
 }
 
 template <Format F>
-void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   constexpr int MOST = most_rows<F>();  // no function is made for more rows, whose sums would not fit into registers
   if (num_rows > MOST) return multiply_many<F>(l, column, rows, num_rows, out);
   switch (num_rows) {

@@ -82,13 +82,13 @@ FORERUN_INLINE void add_stored(const Groups& g, const char* scales, const char* 
 // R rows times a panel, from one block of its inputs to another.
 template <int BITS, int SIZE, int R>
 __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
-                                                     int64_t end, float* out) {
+                                                     int64_t end, Out out) {
   constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2, NUMBER = BITS == 8 && WORDS ? 2 : 1;
   alignas(64) float sums[R][LANES] = {};
   const Groups groups = l.groups;
   const int64_t stride = l.row_bytes(), bytes = groups.block_bytes();
   const int64_t scale_bytes = (1 + groups.has_least) * groups.line_bytes(), lines_at = (1 + groups.has_least) * groups.scale_bytes();
-  const auto place = [&](int r) { return out + (row + r) * l.width + column; };
+  const auto place = [&](int r) { return out.at(row + r, column); };
   if (first)
     for (int r = 0; r < R; r++) memcpy(sums[r], place(r), sizeof sums[r]);
   const char* block = l.panel(column) + first * bytes;
@@ -118,7 +118,7 @@ __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t co
 }
 
 template <int BITS, int SIZE>
-void multiply_stored_rows(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, float* out) {
+void multiply_stored_rows(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
     switch (count) {
       case 1: multiply_stored_eight<BITS, SIZE, 1>(l, c, rows, row, first, end, out); break;
@@ -135,7 +135,7 @@ void multiply_stored_rows(const Linear& l, int64_t panel, int64_t end_panel, Row
 }
 
 // Any number of rows times some panels.
-inline void multiply_stored(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, float* out) {
+inline void multiply_stored(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   if (l.groups.bits == 4) return multiply_stored_rows<4, 32>(l, panel, end_panel, rows, num_rows, out);
   if (l.groups.size == 16) return multiply_stored_rows<8, 16>(l, panel, end_panel, rows, num_rows, out);
   multiply_stored_rows<8, 32>(l, panel, end_panel, rows, num_rows, out);

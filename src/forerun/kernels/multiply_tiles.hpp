@@ -21,11 +21,11 @@ inline void configure_tiles(Format format) {
 }
 
 template <Format F>
-inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[LANES], Rows rows, int64_t row, int64_t end, float* out) {
+inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[LANES], Rows rows, int64_t row, int64_t end, Out out) {
   for (int r = 0; r < TILE && row + r < end; r++) {
     const Ints line = load(sums[r]);
     const float scale = rows.scales ? rows.scales[row + r] : 0;
-    float* const result = out + (row + r) * l.width + column;
+    float* const result = out.at(row + r, column);
     if (F == INT8) finish(l, result, column, line, scale);
     else finish(l, result, column, floats(line), scale);
   }
@@ -36,7 +36,7 @@ inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[L
   else _tile_dpbf16ps(sums, x, w);
 
 template <Format F>
-void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   alignas(64) int32_t sums[TILE][LANES];
   const int64_t stride = l.row_bytes(), bytes = l.depth * Linear::size(F);  // of a row with the gap behind it, and without
   const char* panel = l.panel(column);
@@ -88,7 +88,7 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
 #undef FORERUN_TILE_DOT
 
 // int4: a panel is unpacked once for all rows. A group's sums leave the tiles to be scaled, and add up in registers.
-inline void multiply_group_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, float* out) {
+inline void multiply_group_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   thread_local std::vector<Ints> unpacked;
   unpacked.resize(l.depth / 4);  // four inputs of 16 outputs each
   alignas(64) int32_t sums[BLOCK_GROUPS][TILE][LANES];
@@ -120,7 +120,7 @@ inline void multiply_group_tiles(const Linear& l, int64_t column, Rows rows, int
         }
       }
       for (int64_t r = 0; r < TILE && row + r < num_rows; r++)
-        store(out + (row + r) * l.width + c, total[r] * rows.scales[row + r] + load(l.bias + c));
+        store(out.at(row + r, c), total[r] * rows.scales[row + r] + load(l.bias + c));
     }
   }
 }
