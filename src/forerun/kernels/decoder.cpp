@@ -135,13 +135,13 @@ class Worker {  // one thread's part of a pass
     wait();
     if (!pass.num_paths) return;
     const bool in_pieces = l.out->has_pieces() && c.head_dim % GROUP == 0 && d.q_size() % WIDTH == 0;
+    const int64_t group = c.heads / c.kv_heads;
     for (size_t i = thread; i < shares.size(); i += num_threads)
       for (const Task& task : shares[i]) {
         attend_task(task, l, keys, values);
         for (size_t n = 0; n < task.queries.size() && in_pieces; n++) {
-          const int64_t group = c.heads / c.kv_heads, token = task.queries[n] / group;
-          const int64_t from = (task.kv_head * group + task.queries[n] % group) * c.head_dim;
-          prepare_columns(*l.out, s.mixed + token * mixed, next_rows, token, from, from + c.head_dim);
+          const int64_t token = task.queries[n] / group, head = task.kv_head * group + task.queries[n] % group;
+          prepare_columns(*l.out, s.mixed + token * mixed, next_rows, token, head * c.head_dim, (head + 1) * c.head_dim);
         }
       }
     if (!in_pieces) {
@@ -275,8 +275,7 @@ class Worker {  // one thread's part of a pass
     wait();
   }
 
-  // Rows of products and of neurons lie a line more apart than they are wide: whole pages apart, they would all have the
-  // same few places in a cache.
+  // Rows lie a line more apart than they are wide: whole pages apart, they would all have the same few places in a cache.
   Out out_of(const Linear& linear) const { return {s.wide, linear.width + LANES}; }
   float* active_row(const Linear& down, int64_t row) const { return s.normed + row * (down.depth + LANES); }
 
