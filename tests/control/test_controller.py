@@ -1,4 +1,4 @@
-"""A fixed depth is the wish, cut to what can be said, drafted and stored, the youngest first."""
+"""A fixed depth is the wish, cut to what can be said, drafted and stored, the youngest first; and what is promised."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth, Load, slots_of
+from forerun.control.drafters import MeasuredDrafter, MeasuredDrafters
 from forerun.draft.base import NO_DRAFT, Budget, Outlook
 
 WISHES = st.builds(Speculation, depth=st.integers(0, 9), width=st.integers(1, 4), nodes=st.none() | st.integers(1, 40))
@@ -53,3 +54,18 @@ def test_slots_are_those_a_tail_takes() -> None:
     assert slots_of(NO_DRAFT) == 0
     assert slots_of(Budget(4)) == 4
     assert slots_of(Budget(4, 2, 7)) == 7 + 5
+
+
+def test_what_a_drafter_says_of_each_guess_counts_and_a_bad_calibration_is_soon_made_up_for() -> None:
+    """It promised much of sample texts and little came true; then eight guesses do."""
+    drafters = MeasuredDrafters([MeasuredDrafter(promised=100.0, accepted=10.0)], [""])
+    told = Outlook([0], [3], [1.1], survival=[[0.5, 0.4, 0.2]])
+    wish = Speculation(16, auto=True)
+    assert drafters.options(0, 0, wish, 99, told)[0].promised == [0.5, 0.4, 0.2]
+    assert drafters.all[0].trust < 0.2
+    drafters.begin()
+    assert drafters.all[0].trust < 0.6
+    drafters.all[0].promised, drafters.all[0].accepted = drafters.all[0].promised + 8, drafters.all[0].accepted + 8
+    option = drafters.options(0, 0, wish, 99, told)[0]
+    assert drafters.all[0].trust > 0.6
+    assert list(option.survival) == [drafters.all[0].trust * chance for chance in (0.5, 0.4, 0.2)]

@@ -417,6 +417,8 @@ class MeasuredDrafters:
         """Begin with what a calibration showed, held lightly."""
         for record in self.all:
             record.acceptance.limit(SAMPLED)
+            share = min(1.0, SAMPLED / max(record.promised, record.accepted, SAMPLED))
+            record.promised, record.accepted = share * record.promised, share * record.accepted
             record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
 
     def forget_others(self, seq_ids: Sequence[int]) -> None:

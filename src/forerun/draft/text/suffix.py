@@ -177,8 +177,11 @@ class Contexts:
 
     def chances(self) -> list[tuple[float, int]]:
         """Minus the chance of each continuation, and its token, the likeliest first."""
-        chances = {} if self.table is None else dict(self.table.offers(self.last))
+        offers = () if self.table is None else self.table.offers(self.last)
         counted = self.counted()
+        if not counted:
+            return [(-chance, token) for token, chance in offers]
+        chances = dict(offers)
         for _, _, place in counted:
             for offer in place.offers():
                 chances.setdefault(offer.token, 0.0)
