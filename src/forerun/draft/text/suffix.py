@@ -31,7 +31,7 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree, survival_of
 
 PAST = "past answers"
-LEAST = 0.05  # chance to survive below which a path is not offered
+LEAST = 0.1  # chance to survive below which a path is not offered
 WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # occurrences of a context of 1, 2, ... tokens that shorter ones weigh as
 Places = Sequence[Node | Leaf]
 LIKELIEST = Budget(AUTO_DEPTH)  # what an outlook looks at
