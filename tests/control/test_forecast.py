@@ -7,7 +7,19 @@ import pytest
 
 from control.worlds import World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.control.forecast import FEW, PAYS, PLANS, TEXTS, WINDOW, Advice, Forecast, forecast, forecast_line
+from forerun.control.forecast import (
+    FEW,
+    PAYS,
+    PLANS,
+    TEXTS,
+    WINDOW,
+    Advice,
+    Forecast,
+    bounding,
+    forecast,
+    forecast_line,
+    gain,
+)
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
@@ -70,22 +82,43 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
     assert pays.depth > 1
     assert does_not is not None
     assert does_not.depth == 0
-    assert forecast_line([does_not]).startswith("drafting is not expected to pay: ×")
+    assert forecast_line([does_not]).startswith("drafting is not expected to pay, by ")
     played = list(rounds(calibrated(sparse, 1), sparse, 200, 1))
     assert share_of_best(sparse, played) > 0.95
     assert sum(any(budget.depth for budget in budgets) for budgets in played) < 20
 
 
 def test_it_is_told_in_a_line() -> None:
-    pays, plain = Forecast(1, "", 5, 1.912), Forecast(32, "", 0, 0.8)
-    assert (
-        forecast_line([pays, plain])
-        == "expected of drafting, by built-in sample texts: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
-    )
-    assert (
-        forecast_line([Forecast(1, "b", 0, 0.97), plain])
-        == "drafting is not expected to pay: ×0.97 at best, at batch 1"
-    )
+    """With how many guesses it rests on; where these leave much open, the bounds stand in for the gain."""
+    pays, plain = Forecast(1, "", 5, 1.912, 1.8, 2.0, 300), Forecast(32, "", 0, 0.8, 0.7, 0.8, 300)
+    by = "by 300 guesses on built-in sample texts"
+    paying = f"expected of drafting, {by}: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
+    assert forecast_line([pays, plain]) == paying
+    useless = f"drafting is not expected to pay, {by}: ×0.97 at batch 1 at best"
+    assert forecast_line([Forecast(1, "b", 0, 0.97, 0.95, 1.0, 300), plain]) == useless
+    assert str(Forecast(1, "", 8, 2.67, 1.02, 3.4, 9)) == "×1.02 to ×3.40 at batch 1 (depth 8)"
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("num", [2, 5, 40, 400])
+def test_the_bounds_hold_what_comes_true_and_close_with_the_guesses(chance: float, num: int) -> None:
+    """The true gain is within the bounds of 85 in a hundred forecasts by any number of drafts of 4 guesses."""
+    world, held = World([chance], [0.001]), 0
+    true = world.speed([Budget(4)]) / world.speed([Budget(0)])
+    controller = calibrated(world, 1)
+    (record,) = controller.drafters.all
+    for seed in range(40):
+        dice = random.Random(seed)
+        record.sampled, record.acceptance = Acceptance(), Acceptance()
+        for _ in range(num):
+            accepted = next((i for i in range(4) if dice.random() >= chance), 4)
+            record.sampled.count([(min(4, accepted + 1), accepted)])
+            record.sampled.unit = 1.0  # as a calibration counts
+        rates = bounding(record.evidence)
+        least, most = (gain(controller.costs, controller.drafters, 0, 4, each, 1, 0) for each in rates)
+        held += least <= 1.06 * true and true <= 1.06 * most  # what rounds cost is off a little too
+        assert most / least < (6.0 if num < 40 else 2.0 if num < 400 else 1.3)
+    assert held >= 34
 
 
 def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixture) -> None:

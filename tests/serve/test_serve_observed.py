@@ -143,7 +143,7 @@ def test_metrics_count_what_answers_say() -> None:
         assert counts['http_responses_total{status="200"}'] == 3
         assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
         llm.stats.pace.add(2.0, 3.0, 99)
-        llm.forecasts = (Forecast(8, "", 4, 1.25),)
+        llm.forecasts = (Forecast(8, "", 4, 1.25, 1.2, 1.3, 100),)
         counts = told(server)
         assert (counts["forerun:estimated_gain"], counts['forerun:forecast_gain{batch="8"}']) == (1.5, 1.25)
 

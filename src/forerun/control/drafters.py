@@ -229,6 +229,7 @@ class MeasuredDrafter:
     """The measurements of a drafter. Counts fade with its own rounds, and stay as they are while it is not used."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
+    sampled: Acceptance = field(default_factory=Acceptance)  # by a calibration, in full
     by_row: dict[int, Acceptance] = field(default_factory=dict)
     likeness: float = ALL_WEIGHT
     promised: float = 0.0
@@ -246,6 +247,11 @@ class MeasuredDrafter:
     def trust(self) -> float:
         """How many guesses are accepted for each that it promised."""
         return (self.accepted + WEIGHT) / (self.promised + WEIGHT)
+
+    @property
+    def evidence(self) -> Acceptance:
+        """The counts of late, or as long as they are fewer, those of a calibration."""
+        return max(self.sampled, self.acceptance, key=lambda counts: sum(counts.offered) / counts.unit)
 
     def promises(
         self, expected: float | None, seq_id: int, depth: int, survival: Sequence[float] = ()

@@ -9,6 +9,7 @@ if something were wrong with it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,12 @@ from forerun.accept.outcome import Outcome
 from forerun.config import AUTO_DEPTH
 from forerun.control.drafters import MeasuredDrafters
 from forerun.control.pass_costs import Kind, PassCosts, size_class
+from forerun.economy import WEIGHT, Acceptance
 
 BATCHES = (1, 8, 32)
 PAYS = 1.02  # times as fast, below which drafting is as good as none
+SURE = 2.0  # standard errors of what was counted, as far as a forecast's bounds are from it: 95 % of cases
+NARROW = 1.2  # times the lower bound, up to which the upper one is not worth telling
 PLANS = 8  # in a row that draft nothing, or something: this is how it is now
 WINDOW = 512  # guesses of a draft model
 FEW = 0.01  # of them
@@ -34,17 +38,23 @@ log = logging.getLogger(__name__)
 class Forecast:
     """The most that drafting gives at a batch size: times as fast as plain decoding, by this drafter, this far.
 
-    At depth 0 drafting does not pay, and the gain is that of the best way to draft all the same.
+    At depth 0 drafting does not pay, and the gain is that of the best way to draft all the same. It rests on
+    `num_guesses` that were judged, which leave open whether it is `least`, `most` or between; costs count as known.
     """
 
     batch: int
     drafter: str
     depth: int
     gain: float
+    least: float
+    most: float
+    num_guesses: int
 
     def __str__(self) -> str:
         drafter = f"{self.drafter}, " if self.drafter else ""
-        return f"×{self.gain:.2f} at batch {self.batch}" + (f" ({drafter}depth {self.depth})" if self.depth else "")
+        sure = self.most <= NARROW * self.least
+        gain = f"×{self.gain:.2f}" if sure else f"×{self.least:.2f} to ×{self.most:.2f}"
+        return f"{gain} at batch {self.batch}" + (f" ({drafter}depth {self.depth})" if self.depth else "")
 
 
 def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
@@ -53,17 +63,37 @@ def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_conte
         return None
     ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(drafters.all))]
     ways = [way for way in ways if measured(costs, drafters, *way, batch, num_context)] or ways
-    gains = {(drafter, depth): gain(costs, drafters, drafter, depth, batch, num_context) for drafter, depth in ways}
+    rates = [record.evidence.rates() for record in drafters.all]
+    gains = {way: gain(costs, drafters, *way, rates[way[0]], batch, num_context) for way in ways}
     drafter, depth = max(ways, key=gains.__getitem__)
-    best = gains[drafter, depth]
-    return Forecast(batch, drafters.names[drafter], depth if best >= PAYS else 0, best)
+    best, counts = gains[drafter, depth], drafters.all[drafter].evidence
+    least, most = (gain(costs, drafters, drafter, depth, each, batch, num_context) for each in bounding(counts))
+    num_guesses = round(sum(counts.offered) / counts.unit)
+    return Forecast(batch, drafters.names[drafter], depth if best >= PAYS else 0, best, least, most, num_guesses)
 
 
-def gain(costs: PassCosts, drafters: MeasuredDrafters, drafter: int, depth: int, batch: int, num_context: int) -> float:
+def bounding(counts: Acceptance) -> Iterator[list[float]]:
+    """The least and the most that acceptance by depth may be, by how many guesses were counted (Wilson's interval)."""
+    share, num = counts.overall(), sum(counts.offered) / counts.unit + WEIGHT
+    off = SURE * math.sqrt(share * (1 - share) / num + (SURE / (2 * num)) ** 2)
+    for sign in (-1, 1):
+        bound = (share + SURE**2 / (2 * num) + sign * off) / (1 + SURE**2 / num)
+        yield [min(1.0, max(0.0, rate + bound - share)) for rate in counts.rates()]
+
+
+def gain(
+    costs: PassCosts,
+    drafters: MeasuredDrafters,
+    drafter: int,
+    depth: int,
+    rates: Sequence[float],
+    batch: int,
+    num_context: int,
+) -> float:
     """Of drafting all rows by one drafter, so far: tokens per second over those of plain rounds."""
     chosen, merged = drafters.all[drafter], drafters.is_mix and drafter == len(drafters.all) - 1
     members = drafters.all[:-1] if merged else [chosen]
-    tokens: float = 1 + chosen.covered * sum(accumulate(chosen.acceptance.rates()[:depth], mul))
+    tokens: float = 1 + chosen.covered * sum(accumulate(rates[:depth], mul))
     rows, made = max(1, round(chosen.covered * batch)), chosen.cut_off.reached(depth)
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
     pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * sum(made)))
@@ -91,12 +121,12 @@ def forecasts(costs: PassCosts, drafters: MeasuredDrafters, most_rows: int) -> S
 
 def forecast_line(found: Sequence[Forecast]) -> str:
     """Forecasts in one line."""
+    by = f"by {min(each.num_guesses for each in found)} guesses on built-in sample texts"
     if not any(each.depth for each in found):
-        best = max(found, key=lambda each: each.gain)
-        return f"drafting is not expected to pay: ×{best.gain:.2f} at best, at batch {best.batch}"
+        return f"drafting is not expected to pay, {by}: {max(found, key=lambda each: each.gain)} at best"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]
     paying = [str(each) for each in found if each.depth]
-    return f"expected of drafting, by built-in sample texts: {', '.join(paying + plain)}"
+    return f"expected of drafting, {by}: {', '.join(paying + plain)}"
 
 
 @dataclass(slots=True)

@@ -71,7 +71,8 @@ def record_of(entry: Any) -> MeasuredDrafter:
     if len(offered) != MOST or len(right) != MOST:
         raise ValueError("it has other depths")
     promised, accepted = (number(value) for value in entry["trust"])
-    record = MeasuredDrafter(Acceptance(offered, right), promised=promised, accepted=accepted, drafts=lines)
+    counts = Acceptance(offered, right), Acceptance([*offered], [*right])
+    record = MeasuredDrafter(*counts, promised=promised, accepted=accepted, drafts=lines)
     record.reading_s, record.covered = number(entry["reading_s"]), number(entry["covered"])
     return record
 
