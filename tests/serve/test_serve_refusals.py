@@ -41,7 +41,7 @@ COMPLETIONS: Refusals = [
     ({"n": 0}, "n", "0 cannot be served"),
     ({"n": True}, "n", "n: true cannot be served"),
     ({"max_tokens": 0}, "max_tokens", "0 leaves no answer: ask for 1 or more"),
-    ({"max_tokens": -1}, "max_tokens", "-1 cannot be served; use a number of tokens from 1"),
+    ({"max_tokens": -1}, "max_tokens", "-1 cannot be served; use at least 1 token"),
     ({"max_tokens": []}, "max_tokens", "or null until the context is full"),
     ({"temperature": -1}, "temperature", "cannot be served"),
     ({"stop": ["x", None]}, "stop", '["x", null]'),
@@ -127,7 +127,7 @@ TOOLS_OF_RESPONSES: Refusals = [
 ]
 MESSAGES: list[tuple[dict[str, Any], str]] = [  # whose errors name no field but in their words
     ({"max_tokens": None}, "max_tokens: there is none"),
-    ({"max_tokens": 0}, "max_tokens: 0 cannot be served; use a number of tokens from 1"),
+    ({"max_tokens": 0}, "max_tokens: 0 cannot be served; use at least 1 token"),
     ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
     (
         {"messages": [{"role": "user", "content": "a " * 2000}]},

@@ -169,7 +169,7 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         self._whole("min_tokens", f"use 0 or {COUNT}")
-        least = f"use at least 1, a number of 64 bits, or {shown(None)} until the context is full"
+        least = f"use at least 1 token (a number of 64 bits), or {shown(None)} until the context is full"
         self._whole("max_tokens", least, 1, none=True)
         self._whole("seed", f"use {shown(None)} or an integer of 64 bits", -(2**63), 2**64 - 1, none=True)
         self._whole("n", f"use 1 or more answers per prompt, at most {MOST_SAMPLES}", 1, MOST_SAMPLES)
