@@ -343,6 +343,8 @@ class Engine:
         drafter = self.drafter
         for sequence in sequences:
             self.news.rows.pop(sequence.id, None)
+        if not self.news.rows:
+            self.news = News()  # with the states of those who are gone, and of a pass that an interrupt cut off
         if drafter is not None and sequences:
             error = attempt(lambda: drafter.forget([sequence.id for sequence in sequences]))
             if error is not None:

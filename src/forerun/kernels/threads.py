@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 PERIOD_S = 0.2  # between two looks: the system counts in hundredths of a second
+RECENT_S = 1.0  # what others did in a longer time says little of now
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-STAT, CPU_MAX = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
+STAT, LOADAVG, CPU_MAX = Path("/proc/stat"), Path("/proc/loadavg"), Path("/sys/fs/cgroup/cpu.max")
 USER, NICE, SYSTEM, IRQ, SOFTIRQ = 1, 2, 3, 6, 7  # columns of a core's line, see proc(5)
 
 
@@ -33,14 +34,13 @@ class FreeCores:
     """
 
     stat: Path = STAT
+    loadavg: Path = LOADAVG
     cpu_max: Path = CPU_MAX
     clock: Callable[[], float] = time.monotonic
     process_s: Callable[[], float] = time.process_time
     num_threads: int = 0  # what was found last; 0: nothing yet
     next_s: float = -math.inf
-    seen: tuple[float, float] | None = (
-        None  # when the cores were looked at, and what others had used of them until then
-    )
+    seen: tuple[float, float] | None = None  # when the cores were last looked at, what others had used until then
     cores: frozenset[int] = field(default_factory=frozenset)
 
     def threads(self, most: int) -> int:
@@ -51,13 +51,16 @@ class FreeCores:
         return max(1, min(most, self.num_threads))
 
     def look(self, now_s: float) -> None:
-        """Count the cores that others kept busy since the last look."""
+        """Count the cores that others kept busy since the last look, or keep busy now if that was long ago."""
         self.next_s = now_s + PERIOD_S
         cores, others_s = allowed_cores(), self.others_s()
         busy = 0
         if self.seen is not None and others_s is not None and cores == self.cores:
             then_s, before_s = self.seen
-            busy = round((others_s - before_s) / (now_s - then_s)) if now_s > then_s else 0
+            if 0 < now_s - then_s <= RECENT_S:
+                busy = round((others_s - before_s) / (now_s - then_s))
+            elif len(cores) == os.cpu_count():  # else they may run on other cores
+                busy = self.num_running() - 1
         self.cores, self.seen = cores, None if others_s is None else (now_s, others_s)
         self.num_threads = max(1, min(len(cores) - max(0, busy), self.quota()))
 
@@ -71,6 +74,13 @@ class FreeCores:
         except (OSError, ValueError, IndexError):
             return None
         return ticks / TICKS_PER_S - self.process_s()
+
+    def num_running(self) -> int:
+        """How many threads of all programs run or wait for a core at this moment, this one included."""
+        try:
+            return int(self.loadavg.read_text().split()[3].split("/")[0])
+        except (OSError, ValueError, IndexError):
+            return 1
 
     def quota(self) -> int:
         """As many cores as this container's processor time is worth, rounded up."""
