@@ -1,13 +1,15 @@
 """How many threads the compiled kernels take beside other programs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.kernels import threads
-from forerun.kernels.threads import PERIOD_S, TICKS_PER_S, FreeCores, num_threads
+from forerun.kernels.threads import FEW_ROWS, PERIOD_S, TICKS_PER_S, FreeCores, num_threads
 
 CORES = frozenset(range(4))
 
@@ -16,11 +18,11 @@ class FakeSystem:
     """A machine of four cores, of which others and this process use what they are told to."""
 
     def __init__(self, folder: Path) -> None:
-        self.stat, self.loadavg, self.cpu_max = folder / "stat", folder / "loadavg", folder / "cpu.max"
+        self.stat, self.cpu_max = folder / "stat", folder / "cpu.max"
         self.now_s = self.process_s = 0.0
         self.busy_s = [0.0] * 6  # of the process's four cores and two more
         self.niced_s = 0.0
-        self.free = FreeCores(self.stat, self.loadavg, self.cpu_max, lambda: self.now_s, lambda: self.process_s)
+        self.free = FreeCores(self.stat, self.cpu_max, lambda: self.now_s, lambda: self.process_s)
         self.run([0] * 6, 0)
 
     def run(self, others: list[float], own_cores: float, wall_s: float = 1.0, niced: float = 0.0) -> int:
@@ -40,7 +42,6 @@ class FakeSystem:
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSystem:
     monkeypatch.setattr(threads, "allowed_cores", lambda: CORES)
-    monkeypatch.setattr("os.cpu_count", lambda: 6)
     return FakeSystem(tmp_path)
 
 
@@ -63,16 +64,15 @@ def test_what_was_seen_lasts_for_a_while_and_then_is_looked_at_again(system: Fak
     assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=PERIOD_S) == 4
 
 
-def test_what_others_did_while_this_process_had_nothing_to_do_says_nothing_of_now(
-    system: FakeSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_did_while_this_process_had_nothing_to_do_says_nothing_of_now(system: FakeSystem) -> None:
     assert system.run([1, 1, 1, 1, 0, 0], own_cores=0, wall_s=30) == 4
-    monkeypatch.setattr("os.cpu_count", lambda: 4)  # all cores are this process's, so whoever runs is on one of them
-    system.loadavg.write_text("4.00 4.00 4.00 1/300 4000\n")
-    assert system.run([1, 1, 1, 1, 0, 0], own_cores=0, wall_s=30) == 4
-    system.loadavg.write_text("0.00 0.00 0.00 3/300 4000\n")
-    assert system.run([0, 0, 0, 0, 0, 0], own_cores=0, wall_s=30) == 2
-    assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=0.3) == 4
+    assert system.run([1, 1, 1, 1, 0, 0], own_cores=0, wall_s=0.3) == 1
+
+
+def test_passes_over_many_rows_take_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "free_cores", lambda: SimpleNamespace(threads=lambda most: 1))
+    assert (num_threads(), num_threads(FEW_ROWS)) == (1, 1)
+    assert num_threads(FEW_ROWS + 1) == torch.get_num_threads()
 
 
 def test_a_quota_bounds_the_threads(system: FakeSystem) -> None:

@@ -20,7 +20,8 @@ import torch
 PERIOD_S = 0.2  # between two looks: the system counts in hundredths of a second
 RECENT_S = 1.0  # what others did in a longer time says little of now
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-STAT, LOADAVG, CPU_MAX = Path("/proc/stat"), Path("/proc/loadavg"), Path("/sys/fs/cgroup/cpu.max")
+FEW_ROWS = 32  # of more, threads are at work for longer than the system lets one program run: all of them are as good
+STAT, CPU_MAX = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 USER, NICE, SYSTEM, IRQ, SOFTIRQ = 1, 2, 3, 6, 7  # columns of a core's line, see proc(5)
 
 
@@ -34,7 +35,6 @@ class FreeCores:
     """
 
     stat: Path = STAT
-    loadavg: Path = LOADAVG
     cpu_max: Path = CPU_MAX
     clock: Callable[[], float] = time.monotonic
     process_s: Callable[[], float] = time.process_time
@@ -51,16 +51,12 @@ class FreeCores:
         return max(1, min(most, self.num_threads))
 
     def look(self, now_s: float) -> None:
-        """Count the cores that others kept busy since the last look, or keep busy now if that was long ago."""
+        """Count the cores that others kept busy since the last look; none if that was long ago."""
         self.next_s = now_s + PERIOD_S
         cores, others_s = allowed_cores(), self.others_s()
-        busy = 0
-        if self.seen is not None and others_s is not None and cores == self.cores:
-            then_s, before_s = self.seen
-            if 0 < now_s - then_s <= RECENT_S:
-                busy = round((others_s - before_s) / (now_s - then_s))
-            elif len(cores) == os.cpu_count():  # else they may run on other cores
-                busy = self.num_running() - 1
+        busy, then_s, before_s = 0, *(self.seen or (-math.inf, 0.0))
+        if others_s is not None and cores == self.cores and 0 < now_s - then_s <= RECENT_S:
+            busy = round((others_s - before_s) / (now_s - then_s))
         self.cores, self.seen = cores, None if others_s is None else (now_s, others_s)
         self.num_threads = max(1, min(len(cores) - max(0, busy), self.quota()))
 
@@ -74,13 +70,6 @@ class FreeCores:
         except (OSError, ValueError, IndexError):
             return None
         return ticks / TICKS_PER_S - self.process_s()
-
-    def num_running(self) -> int:
-        """How many threads of all programs run or wait for a core at this moment, this one included."""
-        try:
-            return int(self.loadavg.read_text().split()[3].split("/")[0])
-        except (OSError, ValueError, IndexError):
-            return 1
 
     def quota(self) -> int:
         """As many cores as this container's processor time is worth, rounded up."""
@@ -104,6 +93,7 @@ def free_cores() -> FreeCores:
     return FreeCores()
 
 
-def num_threads() -> int:
-    """How many threads a compiled kernel takes now: torch's setting at most."""
-    return free_cores().threads(torch.get_num_threads())
+def num_threads(num_rows: int = 1) -> int:
+    """How many threads a compiled kernel takes now, for so many rows: torch's setting at most."""
+    most = torch.get_num_threads()
+    return most if num_rows > FEW_ROWS else free_cores().threads(most)

@@ -196,7 +196,7 @@ class NativeLinear:
         rows = x.float().contiguous()
         out = torch.empty(len(x), padded(self.outputs))
         gains = None if norm is None else norm.data_ptr()
-        threads = num_threads()
+        threads = num_threads(len(x))
         self.lib.forerun_multiply(self.pointer, rows.data_ptr(), len(x), gains, eps, out.data_ptr(), threads)
         return out[:, : self.outputs].to(x.dtype)
 
@@ -344,7 +344,7 @@ class NativeExecutor:
     def frame(self, cache: PagedCache, **fields: int | None) -> CPass:
         """A pass over this cache, with these fields beside its own."""
         return CPass(
-            num_threads=num_threads(),
+            num_threads=num_threads(fields.get("num_tokens") or 1),
             keys=cache.keys.data_ptr(),
             values=cache.values.data_ptr(),
             num_slots=cache.keys.shape[2],
