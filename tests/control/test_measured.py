@@ -455,6 +455,29 @@ def test_a_round_that_failed_is_forgotten() -> None:
     assert controller.drafters.all[0].promised == after  # of a round that was not planned
 
 
+def test_a_plan_that_an_interrupt_cut_off_is_no_plan_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of two rows is planned between two of the same three rows, as when one is sought that raises."""
+    controller, outlook = priced(0.1, [0.01, 0.01]), outlook_of([[9] * 3, [9] * 3], [[0.0] * 3, [None] * 3])
+    wish = Speculation(4)
+    three, two = (Load(range(rows), [wish] * rows, [9] * rows, 0) for rows in (3, 2))
+    spare = Spare(dict.fromkeys(range(3), AMPLE), AMPLE, 16)
+    controller.budgets(three, outlook, spare)
+    controller.taken.num_held, controller.trials.tried = 0, None
+    assert controller.holds(three)
+    fewer = outlook_of([[9] * 2, [9] * 2], [[0.0] * 2, [None] * 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(MeasuredDepth, "options", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            controller.budgets(two, fewer, spare)
+    controller.advice.off = True
+    assert not controller.holds(three)
+    assert len(controller.budgets(three, outlook, spare)) == 3
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("num_blocks", range(4))
 def test_a_merged_tree_without_room_gives_way_to_its_best_member(num_blocks: int) -> None:
     """Blocks of 4: chains of 4 take one, a merged tree of 4 takes 9 slots, and so three."""

@@ -199,7 +199,8 @@ class MeasuredDepth:
         """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
         if self.taken.num_held >= HOLD or self.trials.tried is not None or self.reads != (load.num_prompt_tokens > 0):
             return False
-        same = list(self.taken.assigned) == list(load.seq_ids)
+        # The plan and the load differ where an interrupt came between them.
+        same = list(self.taken.assigned) == list(load.seq_ids) == list(self.load.seq_ids)
         return same and all(one is other for one, other in zip(load.speculations, self.load.speculations, strict=True))
 
     def lasts(self, load: Load, outlook: Outlook) -> bool:
