@@ -7,6 +7,7 @@ from forerun.engine.request_check import RequestChecker
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from kit.texts import TOKENIZER
 
 
 def maker(arms: tuple[str, ...] = ()) -> RequestChecker:
@@ -40,6 +41,7 @@ def test_samples_share_all_but_their_number() -> None:
         ([1], {"logprobs": 10}, None, "logprobs: 10 .*vocabulary size, 9"),
         ([1], {}, Speculation(drafter="b"), "speculation.drafter: 'b' is not drafting here; known: a"),
         ([1], {}, -3, "speculation.depth: -3"),
+        ([1], {"bad_words": "a"}, None, "bad_words: words need a tokenizer"),
     ],
 )
 def test_refusals(prompt: str | list[int], params: dict[str, object], wish: object, message: str) -> None:
@@ -62,3 +64,15 @@ def test_a_request_goes_by_the_parameters_of_its_beginning() -> None:
     (default,) = maker().sequences(Request.of([1, 5]))
     assert default.params == SamplingParams()
     assert default.params is not maker().default_params
+
+
+def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_without_a_blank() -> None:
+    with_texts = RequestChecker(TOKENIZER, 512, 64, eos_ids=(2,), default=Speculation(4))
+    params = SamplingParams(bad_words=["the", " the", "Lily's"], banned_tokens=[9])
+    (sequence,) = with_texts.sequences(Request.of("Once", params))
+    inside = TOKENIZER.encoder(inside=True)
+    spelled = [inside(text) for text in ("the", " the", "Lily's", " Lily's")]
+    assert {9, *(ids[0] for ids in spelled if len(ids) == 1)} == set(sequence.params.banned_tokens)
+    assert {tuple(ids) for ids in spelled if len(ids) > 1} == set(map(tuple, sequence.bad_words))
+    with pytest.raises(InvalidRequest, match="bad_words: a word is not valid Unicode"):
+        with_texts.sequences(Request.of("Once", SamplingParams(bad_words=["\ud800"])))

@@ -12,8 +12,15 @@ from forerun.sampling.params import SamplingParams
 Reals = NDArray[np.float64]
 
 
-def shaped(logits: Reals, text: Sequence[int], num_prompt: int, params: SamplingParams, ends: Sequence[int]) -> Reals:
-    """What comes before temperature; `ends` are the ids that end a text of the model's."""
+def shaped(
+    logits: Reals,
+    text: Sequence[int],
+    num_prompt: int,
+    params: SamplingParams,
+    ends: Sequence[int],
+    words: Sequence[Sequence[int]] = (),
+) -> Reals:
+    """What comes before temperature; `ends` are ids that end a text of the model's, `words` are not to be said."""
     logits = logits.copy()
     for token in params.banned_tokens:
         logits[token] = -np.inf
@@ -22,6 +29,9 @@ def shaped(logits: Reals, text: Sequence[int], num_prompt: int, params: Sampling
             logits[token] = -np.inf
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
+    for word in words:
+        if list(text[max(num_prompt, len(text) - len(word) + 1) :]) == list(word[:-1]):
+            logits[word[-1]] = -np.inf
     for processor in params.logits_processors:
         logits = processor(list(text), torch.from_numpy(logits)).numpy().copy()
     for token in set(text):

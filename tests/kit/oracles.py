@@ -5,7 +5,7 @@ wrong ones end the run where the test wants it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -62,7 +62,7 @@ class Oracle:
         tokens, parents, spine = [row.tokens[-1]], [-1], 0
         prompt, said = tuple(row.tokens[: row.num_prompt]), row.tokens[row.num_prompt :]
         known = self.answers.get((prompt, row.sample), [])
-        answer = next((tokens for params, tokens in reversed(known) if params == row.params), ())
+        answer = next((tokens for params, tokens in reversed(known) if is_of(row.params, params)), ())
         assert tuple(answer[: len(said)]) == tuple(said[: len(answer)]), "the oracle knows another answer"
         for level in range(budget.depth):
             place = len(said) + level
@@ -81,6 +81,12 @@ class Oracle:
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.known -= set(seq_ids)
+
+
+def is_of(params: SamplingParams, asked: SamplingParams) -> bool:
+    """Whether a sequence's parameters are those that were asked for: bad words of one token are banned tokens there."""
+    changed = bool(asked.bad_words) and replace(params, banned_tokens=asked.banned_tokens) == asked
+    return changed or params == asked
 
 
 def seen(result: RequestOutput) -> Mapping[str, object]:

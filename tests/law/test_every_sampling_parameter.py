@@ -65,6 +65,7 @@ class Fade:
 # Common tokens of the stories, so that lists of ids matter.
 SOME = (403, 407, 261, 378, 411, 429, 271, 286, 318, 395)
 
+WORDS = ("the", "was", "Lily", "little girl", "named", "to play")
 SHAPED: tuple[dict[str, object], ...] = (
     {},
     {"repetition_penalty": 1.4},
@@ -75,6 +76,7 @@ SHAPED: tuple[dict[str, object], ...] = (
     {"frequency_penalty": -0.4},
     {"logit_bias": {SOME[0]: 6.0, SOME[1]: -5.0, SOME[2]: -math.inf}},
     {"banned_tokens": SOME},
+    {"bad_words": WORDS},
     {"min_tokens": 9, "logit_bias": {EOS: 12.0}},
     {"min_tokens": 5, "stop_token_ids": SOME},
     {"logits_processors": (no_repeated_pairs,)},
@@ -118,6 +120,7 @@ def combined(seed: int, count: int) -> list[SamplingParams]:
             frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
             logit_bias=maybe({token: rng.uniform(-9, 9) for token in [*ids[:12], EOS]}, None),
             banned_tokens=maybe(ids[8:], ()),
+            bad_words=maybe(rng.sample(WORDS, 3), ()),
             min_tokens=maybe(rng.randint(1, LENGTH), 0),
             max_tokens=LENGTH,
             stop_token_ids=maybe(rng.sample(SOME, 2), ()),
@@ -140,7 +143,8 @@ def plain(dtype: str = "float32") -> LLM:
 
 def reference_token(logits: Reals, text: list[int], num_prompt: int, params: SamplingParams) -> int:
     """The next token: the largest logit, or the largest under the noise of its position."""
-    logits = shaped(logits, text, num_prompt, params, (EOS,))
+    words = [ids for word in params.bad_words for ids in plain().tokenizer.spellings(word)]
+    logits = shaped(logits, text, num_prompt, params, (EOS,), words)
     if params.temperature == 0:
         return int(logits.argmax())
     assert params.seed is not None
@@ -209,42 +213,29 @@ def check_drafted(
     assert llm.engine.runner.cache.num_rows == 0
 
 
-DRAFTS = ("ngram", "model:stories280k", "oracle")
+every_drafter = pytest.mark.parametrize("draft", [*DRAFTERS, "oracle"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.mark.short("float32-ngram", "float32-oracle")
+@every_drafter
+@every_dtype
+def test_every_transform_alone(draft: str, dtype: str) -> None:
+    check_drafted(draft, *plain_alone(dtype), dtype)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [d if d == "bfloat16" else pytest.param(d, marks=pytest.mark.full) for d in DTYPES])
-@pytest.mark.parametrize("draft", DRAFTERS)
+@every_drafter
+@every_dtype
 def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:
     check_drafted(draft, *plain_combined(dtype), dtype)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("draft", [*DRAFTERS, "oracle"])
-def test_every_drafter_under_every_transform_alone(draft: str, dtype: str) -> None:
-    check_drafted(draft, *plain_alone(dtype), dtype)
-
-
-@pytest.mark.short("ngram", "oracle")
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_every_transform_alone(draft: str) -> None:
-    check_drafted(draft, *plain_alone())
-
-
-def test_random_combinations() -> None:
-    params = combined(0, 2 * BATCH)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(100, 140))])
+def test_random_combinations(seed: int) -> None:
+    params = combined(seed, (5 if seed else 2) * BATCH)
     expected = referred(params)
-    for draft in DRAFTS:
-        check_drafted(draft, params, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(100, 140))
-def test_many_random_combinations(seed: int) -> None:
-    params = combined(seed, 5 * BATCH)
-    expected = referred(params)
-    for draft in DRAFTS:
+    for draft in ("ngram", "model:stories280k", "oracle"):
         check_drafted(draft, params, expected)
 
 

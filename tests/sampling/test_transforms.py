@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ VOCAB = 23
 EOS = (2, 5)
 
 
-def oracle(logits: list[float], params: SamplingParams, text: list[int], num_prompt: int, num_ids: int) -> list[float]:
-    """The law after `text`, as probabilities, by the definition of each parameter."""
+def oracle(logits: list[float], row: RowSampling, num_ids: int) -> list[float]:
+    """The law after a row's text, as probabilities, by the definition of each parameter."""
     x = np.array([value if token < num_ids else -math.inf for token, value in enumerate(logits)])
-    x = shaped(x, text, num_prompt, params, EOS)
-    if params.greedy:
+    x = shaped(x, list(row.tokens), row.num_prompt, row.params, EOS, row.bad_words)
+    if row.params.greedy:
         return [float(token == x.argmax()) for token in range(len(x))]
-    return softmax(narrowed(x, params)).tolist()
+    return softmax(narrowed(x, row.params)).tolist()
 
 
 def alternate(text: object, logits: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ params_of = st.builds(
 def sequences(draw: st.DrawFn) -> dict[str, Any]:
     """What to build a RowSampling from."""
     text = draw(st.lists(tokens, min_size=1, max_size=10))
+    words = draw(st.lists(st.lists(st.sampled_from([*text, 4]), min_size=2, max_size=4), max_size=4))
     return {
         "seq_id": draw(st.integers(0, 10**6)),
         "params": draw(params_of),
@@ -67,6 +69,7 @@ def sequences(draw: st.DrawFn) -> dict[str, Any]:
         "tokens": text,
         "num_prompt": draw(st.integers(1, len(text))),
         "eos_ids": EOS,
+        "bad_words": words,
     }
 
 
@@ -90,7 +93,7 @@ def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int
     assert torch.equal(logits, before), "the caller's logits were changed"
     assert law.dtype == torch.float64
     for row, own, got in zip(rows, logits.tolist(), law.exp().tolist(), strict=True):
-        assert got == pytest.approx(oracle(own, row.params, list(row.tokens), row.num_prompt, num_ids), abs=1e-9)
+        assert got == pytest.approx(oracle(own, row, num_ids), abs=1e-9)
 
 
 @settings(max_examples=80, deadline=None)
@@ -98,9 +101,9 @@ def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int
 def test_nodes_have_the_law_of_their_path_committed(
     specs: list[dict[str, Any]], seed: int, data: st.DataObject
 ) -> None:
-    """Penalties, minimum length and processors advance along each node's own path; siblings do not mix."""
+    """Penalties, bad words, minimum length and processors advance along each node's own path; siblings do not mix."""
     rows = [RowSampling(**spec) for spec in specs]
-    guesses = data.draw(st.lists(st.lists(tokens, min_size=3, max_size=3), min_size=len(rows), max_size=len(rows)))
+    guesses = [data.draw(st.lists(tokens | st.sampled_from(row.tokens), min_size=3, max_size=3)) for row in rows]
     tree = chains(rows, guesses)
     fork = torch.tensor([[(g[0] + 1) % VOCAB] for g in guesses])  # a second child of the root
     tree = DraftTree(torch.cat([tree.tokens, fork], 1), torch.cat([tree.parents, torch.zeros_like(fork)], 1), 3, 2)
@@ -111,7 +114,7 @@ def test_nodes_have_the_law_of_their_path_committed(
     for node, (index, path) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
         row = rows[index]
         text = [*row.tokens, *(token for token in path if token >= 0)]
-        fresh = Draws([RowSampling(1, row.params, row.seed, row.sample, text, row.num_prompt, EOS)], VOCAB)
+        fresh = Draws([replace(row, tokens=text)], VOCAB)
         assert torch.equal(fresh.law(logits[node : node + 1], fresh.roots())[0], law[node])
         assert torch.equal(fresh.draw(logits[node : node + 1], fresh.roots())[0], drawn[node])
 
