@@ -1,4 +1,4 @@
-"""What sampling parameters say of logits, one token and one step at a time: a slow reference for every transform."""
+"""What sampling parameters say of logits, step by step: a slow reference for transforms; and how counts fit a law."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from forerun.sampling.params import SamplingParams
 
@@ -62,3 +63,19 @@ def narrowed(logits: Reals, params: SamplingParams) -> Reals:
         needed = next(i for i in range(len(law)) if ranked[: i + 1].sum() >= params.top_p or i == len(law) - 1)
         logits = np.where(law >= ranked[needed], logits, -np.inf)
     return logits
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    """P-value of Pearson's test on [rows, cells], each row with its own total; cells that expect under 5 are pooled."""
+    statistic, freedom = 0.0, 0
+    for seen, wanted in zip(torch.atleast_2d(counts).double(), torch.atleast_2d(expected), strict=True):
+        assert not seen[wanted == 0].any(), "drawn, but of probability 0"
+        small = wanted < 5
+        seen = torch.cat([seen[~small], seen[small].sum()[None]])
+        wanted = torch.cat([wanted[~small], wanted[small].sum()[None]])
+        if wanted[-1] < 5:
+            seen, wanted = seen[:-1], wanted[:-1]
+        if len(wanted) > 1:
+            statistic += float(((seen - wanted) ** 2 / wanted).sum())
+            freedom += len(wanted) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2).double()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -61,7 +61,7 @@ def families(count: int, zeros: float = 0.2) -> list[Family]:
 
 @dataclass(frozen=True)
 class Draft:
-    """One possible draft after `prefix`, and the probability with which a round offers it.
+    """One possible draft, and the probability with which a round offers it.
 
     `tokens` and `parents` hold the guesses alone; a parent of -1 is the root. `q[0]` is the law that the root's
     children were drawn from, `q[i]` that of the children of guess i - 1; None where they are chosen without chance.
@@ -71,14 +71,13 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     q: tuple[Law | None, ...] = (None,)
-    prefix: Context = ()
 
     def context(self, guess: int) -> Context:
         """The text up to and with a guess; -1 is the root."""
         text: Context = ()
         while guess >= 0:
             text, guess = (self.tokens[guess], *text), self.parents[guess]
-        return self.prefix + text
+        return text
 
     def grown(self, chance: Fraction, token: int, parent: int) -> Draft:
         return replace(
@@ -96,16 +95,19 @@ class Draft:
         return replace(self, q=tuple(law if i == guess + 1 else old for i, old in enumerate(self.q)))
 
 
-def bare(prefix: Context = ()) -> list[Draft]:
-    return [Draft(Fraction(1), prefix=prefix)]
+def bare() -> list[Draft]:
+    return [Draft(Fraction(1))]
 
 
 Stop = Callable[[Law, Context], bool]
 
 
-def chains(model: Model, depth: int, prefix: Context = (), stop: Stop | None = None) -> list[Draft]:
-    """Every chain of `depth` tokens drawn from `model`; `stop(law, context)` may end one before a draw."""
-    drafts = bare(prefix)
+def chains(model: Model, depth: int, stop: Stop | None = None, least: Fraction = Fraction(0)) -> list[Draft]:
+    """Every chain of `depth` tokens drawn from `model`, under policies that end some of them.
+
+    `stop(law, context)` may end one before a draw; a token below `least` is dropped when it was drawn, and ends it too.
+    """
+    drafts = bare()
     for step in range(depth):
         longer: list[Draft] = []
         for draft in drafts:
@@ -115,22 +117,6 @@ def chains(model: Model, depth: int, prefix: Context = (), stop: Stop | None = N
                 continue
             law = model(context)
             known = draft.drawn_from(step - 1, law)
-            longer += [known.grown(chance, token, step - 1) for token, chance in enumerate(law) if chance]
-        drafts = longer
-    return drafts
-
-
-def dropping(family: Family, depth: int, least: Fraction) -> list[Draft]:
-    """Chains under the policy that looks: a drawn token that was unlikely is dropped, and the chain with it."""
-    drafts = bare()
-    for step in range(depth):
-        longer: list[Draft] = []
-        for draft in drafts:
-            if len(draft.tokens) < step:
-                longer.append(draft)
-                continue
-            law = family.q(draft.context(step - 1))
-            known = draft.drawn_from(step - 1, law)
             for token, chance in enumerate(law):
                 if chance:
                     longer.append(draft.weighed(chance) if chance < least else known.grown(chance, token, step - 1))
@@ -138,12 +124,12 @@ def dropping(family: Family, depth: int, least: Fraction) -> list[Draft]:
     return drafts
 
 
-def trees(model: Model, shape: Sequence[int], prefix: Context = ()) -> list[Draft]:
+def trees(model: Model, shape: Sequence[int]) -> list[Draft]:
     """Every tree with these parents (-1 is the root), siblings drawn from `model` without replacement, in order.
 
     Where the support is used up, the lowest unused token is taken, by no chance.
     """
-    drafts = bare(prefix)
+    drafts = bare()
     for parent in shape:
         longer: list[Draft] = []
         for draft in drafts:
@@ -158,25 +144,15 @@ def trees(model: Model, shape: Sequence[int], prefix: Context = ()) -> list[Draf
     return drafts
 
 
-def chosen_tree(model: Model, shape: Sequence[int], prefix: Context = ()) -> list[Draft]:
+def chosen_tree(model: Model, shape: Sequence[int]) -> list[Draft]:
     """The one tree with these parents whose siblings are the model's most likely tokens, in order."""
-    (draft,) = bare(prefix)
+    (draft,) = bare()
     for parent in shape:
         law = model(draft.context(parent))
         used = {token for token, above in zip(draft.tokens, draft.parents, strict=True) if above == parent}
         best = max(set(range(len(law))) - used, key=lambda token: (law[token], -token))
         draft = draft.grown(Fraction(1), best, parent)
     return [draft]
-
-
-def judged_next(emissions: Emissions, model: Model, declared: Model | None = None) -> list[Draft]:
-    """A cascade's step up: strings emitted under `model`'s judgement, as drafts whose law is that model's."""
-    law = declared or model
-    drafts = []
-    for text, weight in emissions.strings():
-        known = tuple(law(text[:i]) for i in range(len(text)))
-        drafts.append(Draft(weight, text, tuple(range(-1, len(text) - 1)), (*known, None)))
-    return drafts
 
 
 def with_tail(drafts: Sequence[Draft], model: Model) -> list[Draft]:
@@ -200,12 +176,6 @@ class Emissions:
     def add(self, length: int, codes: Tensor, weights: Tensor) -> None:
         empty = torch.zeros(self.vocab**length, dtype=torch.float64)
         self.mass.setdefault(length, empty).index_add_(0, codes, weights)
-
-    def strings(self) -> Iterator[tuple[Context, float]]:
-        for length, mass in sorted(self.mass.items()):
-            for text, weight in zip(itertools.product(range(self.vocab), repeat=length), mass.tolist(), strict=True):
-                if weight:
-                    yield text, weight
 
 
 def completed(emissions: Emissions, target: Model, length: int) -> Tensor:
@@ -245,8 +215,6 @@ class Batch:
     p: Tensor
     row: Tensor
     weight: Tensor
-    prefix: Tensor  # code of what was emitted before the round
-    before: Tensor  # its length
 
     def repeated(self, times: int) -> Batch:
         """Every draft `times` over, one after another; the packed laws stay as they are."""
@@ -256,10 +224,7 @@ class Batch:
             parents=self.tree.parents.repeat_interleave(times, 0),
             q=None,
         )
-        row, weight, prefix, before = (
-            each.repeat_interleave(times, 0) for each in (self.row, self.weight, self.prefix, self.before)
-        )
-        return Batch(tree, self.p, row, weight, prefix, before)
+        return Batch(tree, self.p, *(each.repeat_interleave(times, 0) for each in (self.row, self.weight)))
 
 
 def batched(drafts: Sequence[Draft], target: Model, vocab: int) -> Batch:
@@ -275,7 +240,7 @@ def batched(drafts: Sequence[Draft], target: Model, vocab: int) -> Batch:
         row.append([*range(len(p_rows), len(p_rows) + len(draft.tokens) + 1)] + [0] * len(pad))
         p_rows += [[float(x) for x in target(draft.context(guess))] for guess in range(-1, len(draft.tokens))]
     probs = torch.tensor([[float(x) for x in law] for law in q_rows], dtype=torch.float64).view(-1, vocab)
-    depth = max((len(d.context(g)) - len(d.prefix) for d in drafts for g in range(len(d.tokens))), default=0)
+    depth = max((len(d.context(g)) for d in drafts for g in range(len(d.tokens))), default=0)
     width = max((d.parents.count(parent) for d in drafts for parent in d.parents), default=1)
     law = DraftLaw(torch.tensor(q_row), probs)
     return Batch(
@@ -283,8 +248,6 @@ def batched(drafts: Sequence[Draft], target: Model, vocab: int) -> Batch:
         p=torch.tensor(p_rows, dtype=torch.float64),
         row=torch.tensor(row),
         weight=torch.tensor([float(draft.weight) for draft in drafts], dtype=torch.float64),
-        prefix=torch.tensor([_code(draft.prefix, vocab) for draft in drafts]),
-        before=torch.tensor([len(draft.prefix) for draft in drafts]),
     )
 
 
@@ -331,19 +294,12 @@ EVERY: dict[str, Judge] = {**RULES, "follow": followed}
 
 
 def record(outcomes: Emissions, batch: Batch, path: Tensor, after: Tensor) -> None:
-    """Add the strings `prefix + accepted + v`, v distributed by `after` (weights included)."""
-    code, vocab = batch.prefix, outcomes.vocab
+    """Add the strings `accepted + v`, v distributed by `after` (weights included)."""
+    code, vocab = torch.zeros_like(batch.row[:, 0]), outcomes.vocab
     for node in path[:, 1:].unbind(1):
         token = batch.tree.tokens.gather(1, node.clamp_min(0)[:, None])[:, 0]
         code = torch.where(node >= 0, code * vocab + token, code)
-    length = batch.before + (path >= 0).sum(1)
+    length = (path >= 0).sum(1)
     codes = code[:, None] * vocab + torch.arange(vocab)
     for size in length.unique().tolist():
         outcomes.add(size, codes[length == size].flatten(), after[length == size].flatten())
-
-
-def _code(text: Context, vocab: int) -> int:
-    code = 0
-    for token in text:
-        code = code * vocab + token
-    return code

@@ -16,6 +16,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import Verdict
 from forerun.verify.verify import verify
+from kit.laws import chi_square
 from kit.unchecked import unchecked
 
 
@@ -66,27 +67,6 @@ def law_of(model: Tensor, params: SamplingParams) -> Tensor:
     draws = Draws(rows, model.shape[1])
     at = draws.roots()
     return torch.cat([draws.law(row[None].double(), at) for row in model]).exp()
-
-
-def chi_square(counts: Tensor, expected: Tensor) -> float:
-    """P-value of Pearson's test on [rows, cells], each row with its own total; cells that expect under 5 are pooled."""
-    statistic, freedom = 0.0, 0
-    for seen, wanted in zip(counts.double(), expected, strict=True):
-        assert not seen[wanted == 0].any(), "drawn, but of probability 0"
-        small = wanted < 5
-        seen = torch.cat([seen[~small], seen[small].sum()[None]])
-        wanted = torch.cat([wanted[~small], wanted[small].sum()[None]])
-        if wanted[-1] < 5:
-            seen, wanted = seen[:-1], wanted[:-1]
-        if len(wanted) > 1:
-            statistic += float(((seen - wanted) ** 2 / wanted).sum())
-            freedom += len(wanted) - 1
-    return p_value(statistic, freedom)
-
-
-def p_value(statistic: float, freedom: int) -> float:
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return torch.special.gammaincc(half[0], half[1]).item()
 
 
 def transitions(text: Tensor, root: int, position: int, vocab: int) -> Tensor:

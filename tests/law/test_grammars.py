@@ -19,7 +19,7 @@ from drafters import DRAFTERS, as_draft, built
 from equality import Asked, decode, decode_plain
 from fuzz import Bench
 from hostile import HOSTILE, Hostile
-from sampler import chi_square, drafted, emitted, judged_round, transitions
+from sampler import drafted, emitted, judged_round, transitions
 from torch import Tensor
 
 from forerun.accept.outcome import Outcome
@@ -33,6 +33,7 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
+from kit.laws import chi_square
 from kit.texts import PROMPTS, story
 from kit.unchecked import unchecked
 

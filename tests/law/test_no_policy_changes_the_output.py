@@ -15,7 +15,6 @@ import pytest
 import torch
 from drafters import DRAFTERS, built
 from fuzz import Bench, run
-from sampler import chi_square
 
 from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
@@ -28,6 +27,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength
+from kit.laws import chi_square
 
 ROOT_TEXT = [1, 403, 407, 261]  # "Once upon a"
 TOP_K, NUM_TOKENS, NUM_TEXTS, TEMPERATURE = 4, 3, 2500, 2.0

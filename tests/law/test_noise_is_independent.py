@@ -9,15 +9,9 @@ from torch import Tensor
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel, hash_bits, mix, signed, uniform
 from forerun.sampling.params import SamplingParams
+from kit.laws import chi_square
 
 VOCAB = 4096
-
-
-def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Pearson's chi-square against known expectations."""
-    statistic = ((counts.double() - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
 def keys_of(words: list[tuple[int, ...]]) -> Tensor:
@@ -32,7 +26,7 @@ def test_every_byte_of_the_hash_is_uniform(shift: int, along: str) -> None:
     else:
         bits = hash_bits(absorb(torch.full((60_000,), 9), torch.arange(60_000)), 8)
     counts = torch.bincount((bits.flatten() >> shift) & 255, minlength=256)
-    assert 1e-4 < p_value(counts, torch.full((256,), bits.numel() / 256)) < 1 - 1e-4
+    assert 1e-4 < chi_square(counts, torch.full((256,), bits.numel() / 256)) < 1 - 1e-4
 
 
 WORDS = ["seed", "sample", "purpose", "root", "position"]
@@ -64,9 +58,9 @@ def test_pairs_of_positions_fill_the_square() -> None:
     keys = absorb(torch.full((120_000,), 77), torch.arange(120_000))
     u = uniform(keys, torch.zeros_like(keys))
     pairs = (u[0::2] * 16).long() * 16 + (u[1::2] * 16).long()
-    assert p_value(torch.bincount(pairs, minlength=256), torch.full((256,), len(pairs) / 256)) > 1e-4
+    assert chi_square(torch.bincount(pairs, minlength=256), torch.full((256,), len(pairs) / 256)) > 1e-4
     triples = ((u * 6).long().view(-1, 3) * torch.tensor([36, 6, 1])).sum(1)
-    assert p_value(torch.bincount(triples, minlength=216), torch.full((216,), len(triples) / 216)) > 1e-4
+    assert chi_square(torch.bincount(triples, minlength=216), torch.full((216,), len(triples) / 216)) > 1e-4
 
 
 def test_gumbel_has_the_gumbel_distribution() -> None:
@@ -75,7 +69,7 @@ def test_gumbel_has_the_gumbel_distribution() -> None:
     assert abs(g.mean().item() - 0.5772156649) < 4 * math.pi / math.sqrt(6 * n)
     assert abs(g.var().item() - math.pi**2 / 6) < 0.02
     counts = torch.histc((-(-g).exp()).exp(), bins=200, min=0, max=1)
-    assert p_value(counts, torch.full((200,), n / 200)) > 1e-4
+    assert chi_square(counts, torch.full((200,), n / 200)) > 1e-4
 
 
 def test_the_rare_end_is_not_cut_off() -> None:

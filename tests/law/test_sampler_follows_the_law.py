@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from exact import Context, Law, chains, judged, trees
-from sampler import chi_square, drafted, emitted, first_pairs, judged_round, law_of, sequences, transitions
+from sampler import drafted, emitted, first_pairs, judged_round, law_of, sequences, transitions
 from torch import Tensor
 
 from forerun.config import Speculation, Verification
@@ -22,6 +22,7 @@ from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 from forerun.verify.rules import block_law, token_law
 from forerun.verify.verify import verify
+from kit.laws import chi_square
 from kit.unchecked import unchecked
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from exact import (
     bare,
     chains,
     deviation,
-    dropping,
     families,
     judged,
-    judged_next,
     trees,
 )
 from torch import Tensor
@@ -56,39 +53,14 @@ def joint_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_weights", lambda *args: weights(*args).clamp_max(1))
 
 
-def test_the_true_rules_pass() -> None:
-    for rule in (token_law, block_law):
-        assert worst(on_chains(rule, 3)) < TOLERANCE
-
-
-@pytest.mark.parametrize("mutant", [token_residual, first_failure_stops])
-def test_block_with_a_part_of_the_token_rule(mutant: Rule) -> None:
-    assert worst(on_chains(mutant, 2)) > WRONG
-
-
-def test_the_token_residual_in_block_goes_unnoticed_with_two_tokens() -> None:
-    """Why no family here has a vocabulary of 2."""
-    binary = [Family(seed, vocab=2) for seed in range(16)]
-    assert worst(on_chains(token_residual, 2), binary) < TOLERANCE
-
-
-def test_block_with_the_joint_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    joint_weights(monkeypatch)
-    assert worst(on_chains(block_law, 2)) > WRONG
-
-
-def test_block_that_takes_the_whole_draft_by_the_uncapped_joint_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncapped_end(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
     """One reading of hierarchical speculative decoding: capped inside the block, uncapped at its end."""
-
-    def uncapped_end(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
-        capped = block_law(tree, p, row)
-        with monkeypatch.context() as patched:
-            joint_weights(patched)
-            joint = block_law(tree, p, row)
-        ends = tree.children()[:, :, 0] < 0
-        return replace(capped, accept=torch.where(ends, joint.accept, capped.accept))
-
-    assert worst(on_chains(uncapped_end, 2)) > WRONG
+    capped = block_law(tree, p, row)
+    with pytest.MonkeyPatch.context() as patched:
+        joint_weights(patched)
+        joint = block_law(tree, p, row)
+    ends = tree.children()[:, :, 0] < 0
+    return replace(capped, accept=torch.where(ends, joint.accept, capped.accept))
 
 
 def reused_noise(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
@@ -105,8 +77,59 @@ def reused_noise(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
     return replace(law, after=torch.where(failed[:, None] < 1, met, law.after))
 
 
-def test_noise_used_for_the_coin_and_for_the_recovered_token() -> None:
-    assert worst(on_chains(reused_noise, 1)) > WRONG
+def dropped_whole(rule: str) -> Callable[[Family], Emissions]:
+    """The whole draft is dropped because it was unlikely."""
+
+    def emitted(family: Family) -> Emissions:
+        drafts: list[Draft] = []
+        for draft in chains(family.q, 2):
+            drafts += [draft] if draft.weight > Fraction(15, 100) else [d.weighed(draft.weight) for d in bare()]
+        return RULES[rule](drafts, family.p, family.vocab)
+
+    return emitted
+
+
+def dropped_token(rule: str) -> Callable[[Family], Emissions]:
+    """A token is dropped because it was unlikely."""
+    return lambda family: RULES[rule](chains(family.q, 2, least=Fraction(35, 100)), family.p, family.vocab)
+
+
+def misdeclared(family: Family) -> Emissions:
+    """A draft that is not drawn from what it declares."""
+    drafts = [replace(d, q=(family.mid(()), None)) for d in chains(family.q, 1)]
+    return RULES["token"](drafts, family.p, family.vocab)
+
+
+WRONG_RULES = {
+    "block with the token rule's residual": on_chains(token_residual, 2),
+    "block that stops at the first failure": on_chains(first_failure_stops, 2),
+    "block with the joint ratio at its end": on_chains(uncapped_end, 2),
+    "one number for the coin and for the recovered token": on_chains(reused_noise, 1),
+    "a law that was not drawn from": misdeclared,
+    **{f"a token dropped, {rule}": dropped_token(rule) for rule in RULES},
+    **{f"a draft dropped, {rule}": dropped_whole(rule) for rule in RULES},
+}
+
+
+def test_the_true_rules_pass() -> None:
+    for rule in (token_law, block_law):
+        assert worst(on_chains(rule, 3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_wrong_rules_are_noticed(name: str) -> None:
+    assert worst(WRONG_RULES[name]) > WRONG
+
+
+def test_the_token_residual_in_block_goes_unnoticed_with_two_tokens() -> None:
+    """Why no family here has a vocabulary of 2."""
+    binary = [Family(seed, vocab=2) for seed in range(16)]
+    assert worst(on_chains(token_residual, 2), binary) < TOLERANCE
+
+
+def test_block_with_the_joint_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint_weights(monkeypatch)
+    assert worst(on_chains(block_law, 2)) > WRONG
 
 
 def test_trees_drawn_without_replacement_and_judged_as_if_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,41 +139,3 @@ def test_trees_drawn_without_replacement_and_judged_as_if_with(monkeypatch: pyte
     assert worst(star) < TOLERANCE
     monkeypatch.setattr(rules, "_next_draw", lambda q, token: q)
     assert worst(star) > WRONG
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_dropping_a_token_because_it_was_unlikely(rule: str) -> None:
-    def dropped(family: Family) -> Emissions:
-        return RULES[rule](dropping(family, 2, Fraction(35, 100)), family.p, family.vocab)
-
-    assert worst(dropped) > WRONG
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_dropping_the_whole_draft_because_it_was_unlikely(rule: str) -> None:
-    def dropped(family: Family) -> Emissions:
-        drafts: list[Draft] = []
-        for draft in chains(family.q, 2):
-            drafts += [draft] if draft.weight > Fraction(15, 100) else [d.weighed(draft.weight) for d in bare()]
-        return RULES[rule](drafts, family.p, family.vocab)
-
-    assert worst(dropped) > WRONG
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_cascade_that_declares_the_lowest_law(rule: str) -> None:
-    def cascade(family: Family, *, honest: bool) -> Emissions:
-        middle = RULES[rule](chains(family.q, 1), family.mid, family.vocab)
-        drafts = judged_next(middle, family.mid, family.mid if honest else family.q)
-        return RULES[rule](drafts, family.p, family.vocab)
-
-    assert worst(partial(cascade, honest=True)) < TOLERANCE
-    assert worst(partial(cascade, honest=False)) > WRONG
-
-
-def test_the_checker_fails_a_draft_that_is_not_drawn_from_what_it_declares() -> None:
-    def misdeclared(family: Family) -> Emissions:
-        drafts = [replace(d, q=(family.mid(()), None)) for d in chains(family.q, 1)]
-        return RULES["token"](drafts, family.p, family.vocab)
-
-    assert worst(misdeclared) > WRONG

@@ -158,21 +158,6 @@ def test_a_nucleus_has_the_same_bits_however_it_was_found() -> None:
         assert probs[~kept].max() <= probs[kept].min()
 
 
-def test_penalties_come_after_processors_and_before_temperature() -> None:
-    """token 1 was generated: (2·3 - 0.5) / 2; the other order of any two steps gives another number."""
-    params = SamplingParams(
-        temperature=2.0, presence_penalty=0.5, repetition_penalty=2.0, logits_processors=[lambda _, x: x * 3]
-    )
-    draws = Draws([RowSampling(0, params, 0, 0, [0, 1], 1)], 3)
-    got = draws.transforms.narrow(draws.transforms.shape(torch.tensor([[1.0, 2.0, 4.0]]), draws.roots()), draws.roots())
-    assert got.tolist() == [[3 / 2 / 2, (6 / 2 - 0.5) / 2, 12 / 2]]
-
-
-def test_banned_tokens_stay_banned_whatever_the_bias() -> None:
-    assert law_of([0.0, 0.0, 0.0], banned_tokens=[1], logit_bias={1: 100.0})[1] == 0
-    assert law_of([0.0, 0.0, 0.0], banned_tokens=[1], logit_bias={1: 100.0}, temperature=0.0) == [1, 0, 0]
-
-
 def processed(processor: object, eos_ids: tuple[int, ...] = ()) -> Tensor:
     params = SamplingParams(logits_processors=[processor])
     draws = Draws([RowSampling(0, params, 0, 0, [1, 2], 1, eos_ids)], 4)

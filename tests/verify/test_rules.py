@@ -91,15 +91,6 @@ def test_block_is_token_in_length_where_guesses_are_chosen(seed: int) -> None:
     torch.testing.assert_close(survival(token_law(chosen, p, row)), survival(block_law(chosen, p, row)))
 
 
-def test_equal_laws_are_accepted_whole_by_either_rule() -> None:
-    q = laws(3, seed=1)
-    tree, _, row = all_chains(q, 3)
-    p = torch.cat([q, q[:1]]).repeat(len(row), 1)
-    possible = torch.stack([q[step, tree.tokens[:, step + 1]] for step in range(3)]).prod(0) > 0
-    for rule in (token_law, block_law):
-        assert (survival(rule(tree, p, row))[possible] > 1 - 1e-12).all()
-
-
 def forest(seed: int, dtype: torch.dtype) -> tuple[DraftTree, Tensor, Tensor]:
     """Four trees: width 3, a chain, a bare root, and one with chosen siblings below drawn ones."""
     parents = torch.tensor([[-1, 0, 0, 0, 1], [-1, 0, 1, 2, -1], [-1, -1, -1, -1, -1], [-1, 0, 0, 1, 1]])
@@ -136,31 +127,6 @@ def test_packed_rows_may_come_in_any_order_and_some_may_belong_to_no_node() -> N
     packed, scattered = token_law(tree, p, row), token_law(tree, spread, order[row])
     assert torch.equal(packed.accept, scattered.accept)
     assert torch.equal(packed.after, scattered.after[order])
-
-
-def test_padding_and_roots_are_accepted_by_no_coin() -> None:
-    tree, p, row = forest(5, torch.float64)
-    law = token_law(tree, p, row)
-    never = (tree.parents < 0).nonzero()
-    assert not law.accept[never[:, 0], never[:, 1]].any()
-    taken = walk(tree, law, torch.zeros(tree.tokens.shape, dtype=torch.float64))
-    assert taken.length[2] == 0
-    assert taken.path[2].tolist() == [0, -1, -1, -1]
-
-
-def test_a_ragged_block_batch_is_its_rows() -> None:
-    guesses = torch.tensor([[1, 2, 3], [4, 0, -1], [-1, -1, -1]])
-    q = DraftLaw(torch.tensor([[0, 1, 2, -1], [1, 2, -1, -1], [-1] * 4]), laws(3, 8))
-    tree = DraftTree.chains(torch.tensor([0, 0, 0]), guesses, q=q)
-    p, row = laws(8, 9), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0], [7, 0, 0, 0]])
-    together = block_law(tree, p, row)
-    short = DraftTree.chains(torch.tensor([0]), guesses[1:2, :2], q=DraftLaw(torch.tensor([[1, 2, -1]]), q.probs))
-    alone = block_law(short, p[4:7], torch.arange(3)[None])
-    assert torch.equal(together.accept[1, :3], alone.accept[0])
-    assert torch.equal(together.after[4:7], alone.after)
-    assert together.accept[1, 3] == 0
-    assert not together.accept[2].any()
-    assert torch.equal(together.after[7], p[7])
 
 
 def test_block_refuses_a_tree() -> None:

@@ -61,47 +61,9 @@ def test_guesses_without_a_law_are_the_targets_own_tokens_under_every_rule(
         assert said(tree, verdict, b) == text[: verdict.length[b] + 1]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_tree_is_followed_down_the_branch_that_the_target_draws(temperature: float) -> None:
-    truth = plain([1, 2], 3, temperature)[2:]
-    other = [(token + 1) % VOCAB for token in truth]
-    tree = DraftTree(
-        tokens=torch.tensor([[2, other[0], truth[0], other[1], truth[1], truth[1]]]),
-        parents=torch.tensor([[-1, 0, 0, 2, 1, 2]]),
-        depth=2,
-        width=2,
-    )
-    verdict = verify(tree, logits_of(tree), draws_for([[1, 2]], temperature=temperature), "coupled")
-    assert verdict.path.tolist() == [[0, 2, 5]]
-    assert said(tree, verdict, 0) == truth
-
-
 def with_law(tree: DraftTree, law: Tensor) -> DraftTree:
     row = torch.where(tree.valid, 0, -1)
     return replace(tree, q=DraftLaw(row, law[None]))
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_greedy_rows_get_the_greedy_text_under_the_rejection_rules(rule: Verification) -> None:
-    truth = plain([1, 2], 3, 0.0)[2:]
-    guesses = torch.tensor([[truth[0], truth[1]], [truth[0], (truth[1] + 1) % VOCAB]])
-    tree = with_law(DraftTree.chains(torch.tensor([2, 2]), guesses), torch.full((VOCAB,), 1 / VOCAB))
-    draws = draws_for([[1, 2], [1, 2]], temperature=0.0, rejection=True)
-    verdict = verify(tree, logits_of(tree), draws, rule)
-    assert said(tree, verdict, 0) == truth
-    assert said(tree, verdict, 1) == truth[:2]
-
-
-def test_block_judges_trees_by_the_token_rule() -> None:
-    texts = [[seed] for seed in range(VOCAB)]
-    tokens = (torch.arange(VOCAB)[:, None] + torch.tensor([0, 1, 5])) % VOCAB
-    parents = torch.tensor([-1, 0, 0]).expand(VOCAB, 3)
-    tree = with_law(DraftTree(tokens, parents, depth=1, width=2), torch.full((VOCAB,), 1 / VOCAB))
-    draws = draws_for(texts, rejection=True)
-    by_token, by_block = (verify(tree, logits_of(tree), draws, rule) for rule in ("token", "block"))
-    assert torch.equal(by_token.path, by_block.path)
-    assert torch.equal(by_token.next_token, by_block.next_token)
-    assert 0 < by_token.length.sum() < VOCAB
 
 
 def mixed_trees(seed: int) -> list[DraftTree]:
