@@ -32,11 +32,11 @@ ORDER = """
     ecosystem messages output
     llm
     async_llm
-    train serve prove trace
+    serve prove trace
     card
     bench
     tune
-    traffic
+    traffic train
     demo
     options page
     commands

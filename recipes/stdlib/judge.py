@@ -18,12 +18,12 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.models.loading import Blueprint
-from forerun.train.speed import Stopwatch
+from forerun.train.speed import round_costs
 from recipes.stdlib.corpus import read_corpus, standard_library
 from recipes.stdlib.recipe import tokenize
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 96, 128
-DEPTH, TIMED_DEPTHS, TURNS = 4, (1, 2, 3, 4), 2
+DEPTH, TIMED_DEPTHS = 4, (1, 2, 3, 4)
 TEMPERATURES = (0.0, 1.0)
 STUDENTS = ("draft", "middle")
 LEADS = {"early-exit": "2:"}  # of the argument, before the folder
@@ -91,7 +91,7 @@ def time_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, Drafte
     prompt = held_out_prompts(held_out_tokens(out / "target"))[0]
     for name, draft in drafts_of(out, heads).items():
         if name in known:
-            known[name] = replace(known[name], costs=round_costs(out / "target", draft, prompt))
+            known[name] = replace(known[name], costs=costs_of(out / "target", draft, prompt))
     kept.write_text(json.dumps({each: asdict(own) for each, own in known.items()}), "utf-8")
     return known
 
@@ -133,18 +133,13 @@ def accepted(target: Path, draft: str, tokens: Sequence[int], temperature: float
     return Acceptance.of([float(rate) for rate in rates], 1.0 if counted is None else counted)
 
 
-def round_costs(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ...]:
-    """Rounds of one sequence at TIMED_DEPTHS, in plain rounds: of each the shortest median of some turns."""
+def costs_of(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ...]:
+    """Rounds of one sequence at TIMED_DEPTHS, in plain rounds."""
     llm = LLM(str(target), draft, speculation=Speculation(DEPTH), max_num_seqs=1, max_model_len=512)
-    watch = Stopwatch(llm, prompt, SamplingParams(seed=0, max_tokens=256, ignore_eos=True))
-    found: dict[int, float] = {}
-    for _ in range(TURNS):
-        for depth in (0, *TIMED_DEPTHS):
-            taken_s = watch.round_s(llm.drafter if depth else None, depth)
-            assert taken_s is not None, "the context has room for rounds"
-            found[depth] = min(taken_s, found.get(depth, taken_s))
+    costs = round_costs(llm, llm.drafter, [prompt], 1.0, TIMED_DEPTHS, lambda *_: None)
+    assert costs is not None, "the context has room for rounds"
     llm.close()
-    return tuple(found[depth] / found[0] for depth in TIMED_DEPTHS)
+    return tuple(costs.round_ratio(depth) for depth in TIMED_DEPTHS)
 
 
 def write_records(found: Mapping[str, DrafterFigures], out: Path) -> None:

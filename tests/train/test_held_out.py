@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,11 @@ from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import Student
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.train.held_out import ReplayedText, figures_of, judge_held_out
+from forerun.train.held_out import figures_of, judge_held_out, rounds_of
 from forerun.train.kinds import make_student
 from forerun.train.settings import TrainSettings
-from forerun.train.speed import RoundTimes
+from forerun.train.speed import best_depth, costs_of_student, read_costs
+from forerun.tune.passes import RowCosts
 from heads.modules import module_tensors
 from heads.trained import block_of, eagle_of, heads_of
 from kit.checkpoints import SMALL, TARGET
@@ -119,42 +120,46 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
 
 def test_rounds_are_replayed_from_hits() -> None:
     hits = [[True, True, False, True, True, True], [True, False, True, True, True, False]]
-    text = ReplayedText(hits, 6, is_cut=True)
-    assert text.rounds(1) == [(1, 1), (1, 1), (0, 0)]
-    assert text.rounds(2) == [(2, 1), (2, 2)]
-    assert ReplayedText(hits, 6, is_cut=False).rounds(1) == [(1, 1), (1, 1), (1, 1)]
+    text = rounds_of(hits, 6, is_cut=True)
+    assert text.at_depth(1) == [(1, 1), (1, 1), (0, 0)]
+    assert text.at_depth(2) == [(2, 1), (2, 2)]
+    assert rounds_of(hits, 6, is_cut=False).at_depth(1) == [(1, 1), (1, 1), (1, 1)]
     figures = figures_of(0.5, [text], 2)
     assert figures.acceptance_at_depth == (1.0, 0.5)
     assert figures.tokens_per_round == (1 + 2 / 3, 1 + 3 / 2)
-    assert figures_of(0.5, [ReplayedText(hits, 1, is_cut=True)], 2).tokens_per_round == (1.0, 1.0)
+    assert figures_of(0.5, [rounds_of(hits, 1, is_cut=True)], 2).tokens_per_round == (1.0, 1.0)
 
 
-def test_the_depth_that_pays_most_is_predicted() -> None:
-    times = RoundTimes(plain_s=1.0, drafted_s=[1.2, 1.3, 2.0])
-    assert times.best([1.5, 1.8, 2.0]) == (2, pytest.approx(1.8 / 1.3))
-    assert times.best([1.0, 1.0, 1.0]) == (1, pytest.approx(1 / 1.2))
+RATIOS = st.floats(1e-6, 10.0)
 
 
-TIMES_S = st.floats(1e-6, 10.0)
-MEASURED = st.dictionaries(st.integers(1, 16), TIMES_S, min_size=1).flatmap(
-    lambda drafted: TIMES_S.map(lambda plain_s: {0: plain_s, **drafted})
-)
-
-
-@given(MEASURED, st.lists(st.floats(1.0, 17.0), min_size=16, max_size=16))
-def test_no_prediction_exceeds_the_tokens_per_round(measured: dict[int, float], tokens: list[float]) -> None:
+@given(st.lists(st.tuples(RATIOS, RATIOS), min_size=1, max_size=16), st.lists(st.floats(1.0, 17.0), min_size=1))
+def test_the_depth_that_pays_most_is_predicted_and_never_more_than_the_tokens_per_round(
+    ratios: list[tuple[float, float]], tokens: list[float]
+) -> None:
     """However long neighbours on the same cores made each time: a drafted round contains a plain pass."""
-    times = RoundTimes.of(measured, 16)
-    depth, speed_up = times.best(tokens)
-    assert speed_up <= tokens[depth - 1] * (1 + 1e-9)
-    assert times.plain_s <= measured[0]
-    if measured[0] <= min(measured.values()):
-        assert times.plain_s == measured[0]  # nothing is bent where the measurement obeys the law
+    passes = {1 + depth: of_pass for depth, (of_pass, _) in enumerate(ratios, start=1)}
+    drafts = {depth: of_draft for depth, (_, of_draft) in enumerate(ratios, start=1)}
+    costs = RowCosts(2.0, {1: 1.0, **passes}, drafts)
+    depth, speed_up = best_depth(costs, tokens)
+    gains = [t / max(1.0, costs.round_ratio(d)) for d, t in enumerate(tokens, start=1)]
+    assert speed_up == gains[depth - 1] == max(gains)
+    assert speed_up <= tokens[depth - 1]
 
 
-def test_kept_times_that_break_the_law_are_bounded_too(tmp_path: Path) -> None:
-    path = tmp_path / "times.json"
-    path.write_text(json.dumps({"plain_s": 3.94, "drafted_s": [1.0, 2.0]}))
-    times = RoundTimes.read(path)
-    assert times is not None
-    assert times.best([1.03, 1.03]) == (1, pytest.approx(1.03))
+def test_costs_are_measured_of_untrained_drafts_and_kept(tmp_path: Path) -> None:
+    target = Blueprint.of(str(TARGET))
+    student = make_student("early-exit", target, StudentSizes(exit=3), 0)
+    llm = LLM(str(TARGET), max_model_len=64, max_num_seqs=2, prefix_cache=False)
+    costs = costs_of_student(llm, target, student, [(1, 2, 3), (1, 5)], 1.0, 6, quiet)
+    assert costs is not None
+    assert sorted(costs.passes) == [1, 2, 3, 5, 7]
+    assert sorted(costs.drafts) == [1, 2, 4, 6]
+    assert costs_of_student(llm, target, student, [(1,) * 60], 1.0, 6, quiet) is None  # no room
+    llm.close()
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(asdict(costs)))
+    assert read_costs(path) == costs
+    for damaged in ("{", "[]", '{"plain_s": 1, "drafted_s": [1]}'):
+        path.write_text(damaged)
+        assert read_costs(path) is None

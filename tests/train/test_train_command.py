@@ -12,7 +12,6 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,6 @@ from forerun.train.data import PromptIds
 from forerun.train.held_out import TREE
 from forerun.train.losses import LOSSES
 from forerun.train.report import series
-from forerun.train.speed import RoundTimes
 from forerun.train.state import TrainFolder, TrainState
 from kit.checkpoints import TARGET
 from train.material import answers, environment, finish, invoke, write_prompts
@@ -424,21 +422,3 @@ def test_an_interrupted_training_says_where_it_goes_on(tmp_path: Path) -> None:
     folder.claim({"settings": {}}, force=False)
     folder.save(TrainState(step=12))
     assert folder.next_start() == "goes on from step 12"
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        '{"plain_s": 1, "drafted_s": []}',
-        '{"plain_s": NaN, "drafted_s": [1]}',
-        '{"plain_s": 1, "drafted_s": [NaN, 2]}',
-        "{",
-        "[]",
-    ],
-)
-def test_round_times_that_are_damaged_are_none(kept: str, tmp_path: Path) -> None:
-    path = tmp_path / "times.json"
-    path.write_text(json.dumps(asdict(RoundTimes(0.5, [0.6, 0.75]))))
-    assert RoundTimes.read(path) == RoundTimes(0.5, [0.6, 0.75])
-    path.write_text(kept)
-    assert RoundTimes.read(path) is None

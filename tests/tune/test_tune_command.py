@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,10 @@ from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.bench.figures import Spread
-from forerun.bench.lane import Lane
-from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import Stage
-from forerun.control.measured import MeasuredDepth
 from forerun.engine import calibration
 from forerun.settings_file import read_settings
 from forerun.tune import settings as tune_settings
-from forerun.tune import trial as tune_trial
 from forerun.tune.page import html_page
 from forerun.tune.report import TuneReport
 from forerun.tune.settings import Candidate, candidates_of
@@ -42,7 +37,7 @@ def pair() -> list[str]:
 
 
 def invoke(arguments: list[str]) -> Result:
-    """The command, on one thread, with each cost measured once."""
+    """The command, on one thread."""
     before = torch.get_num_threads()
     try:
         with unchecked():
@@ -53,9 +48,8 @@ def invoke(arguments: list[str]) -> Result:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_costs() -> object:
-    """Each cost is measured once, however long it takes: these tests are not about time."""
+    """What the engine measures at its start takes as long as it takes: these tests are not about time."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(tune_trial, "COST_TURNS", 1)
     patch.setattr(calibration, "LIMIT_S", 1e6)
     yield
     patch.undo()
@@ -283,27 +277,6 @@ def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -
     assert model["llama.cpp"] == "--model-draft 'a b.gguf' --draft-max 4"
     for draft in ("early-exit:2", "mix[ngram,suffix]"):
         assert all(not each.options and "it has no" in each.note for each in translations(draft, 4))
-
-
-@pytest.mark.full
-def test_chosen_depths_are_chosen_by_what_was_measured_at_every_batch_size(
-    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Passes are measured between runs, at fixed depths: engines that begin behind that are not to take those over."""
-    made, making = set[tuple[int, bool]](), Stage.lane
-
-    def lane(stage: Stage, group: Group, depth: int, *rest: Any, **more: Any) -> Lane:
-        found = making(stage, group, depth, *rest, **more)
-        if depth == CHOSEN:
-            made.add((group.batch, isinstance(found.engine.controller, MeasuredDepth)))
-        return found
-
-    monkeypatch.setattr(Stage, "lane", lane)
-    prompts = tmp_path / "tales.txt"
-    prompts.write_text("\n".join(STORIES[:3]))
-    result = invoke([*pair[:4], "--prompts", str(prompts), "--batch", "1,2,3", "--out", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
-    assert made == {(1, True), (2, True), (3, True)}
 
 
 @pytest.mark.full

@@ -1,5 +1,6 @@
 """What rounds take: rounds of every size are made by the engine, and ratios to plain ones are kept."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
@@ -80,23 +81,15 @@ def test_what_was_not_measured_lies_between_its_neighbours() -> None:
     assert table.pass_s("", 1, 18) == pytest.approx(2.81, rel=0.02)  # beyond all that was measured of one row
 
 
-def test_a_later_measurement_of_a_size_counts_and_steps_stay_steps() -> None:
-    first, later = costs(1), RowCosts(3.0, {3: 2.0, 4: 2.0}, {2: 0.9})
-    joined = RowCosts.from_json(asdict(first), asdict(later))
-    assert joined.plain_s == 1.0
-    assert joined.pass_s(3) == joined.pass_s(4) == 2.0
-    assert joined.pass_s(5) == pytest.approx(first.pass_s(5))
-    assert joined.draft_s(2) == 0.9
-    assert joined.reading_s == 0.5
-
-
 def test_what_is_measured_beside_the_runs_counts_where_there_is_some() -> None:
-    """The mean of it."""
-    first = costs(1)
+    """The mean of it; steps stay steps, and JSON gives back what was kept."""
+    first = RowCosts.from_json(json.loads(json.dumps(asdict(costs(1)))))
+    assert first == costs(1)
     beside = [RowCosts(9.0, {1: 1.0, 3: ratio}, {2: ratio / 10}) for ratio in (2.0, 4.0)]
     newer = first.newer(beside)
     assert newer.plain_s == first.plain_s
     assert newer.pass_s(3) == 3.0
     assert newer.draft_s(2) == pytest.approx(0.3)
     assert newer.pass_s(5) == first.pass_s(5)
+    assert first.newer([RowCosts(3.0, {3: 2.0, 4: 2.0}, {})]).pass_s(4) == 2.0
     assert first.newer([]) == first

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
@@ -133,17 +133,12 @@ def measure(
     params: SamplingParams,
     controller: MeasuredDepth,
     progress: ProgressCallback | None,
-    sizes: Mapping[int, int] | None = None,
 ) -> None:
-    """Let the engine answer samples, at every batch size that it may have, as long as there is time.
-
-    `sizes` names other batch sizes, each with the one of BATCHES whose script is played for it.
-    """
+    """Let the engine answer samples, at every batch size that it may have, as long as there is time."""
     began_s = clock_s()
     usual, engine.controller = engine.controller, (script := Script(controller))
     most = min(engine.options.max_num_seqs, engine.runner.cache.num_free_tokens // TEXT_TOKENS)
-    usual_sizes = {batch: batch for batch in reversed(BATCHES)}
-    batches = {min(batch, most): like for batch, like in (sizes or usual_sizes).items() if most > 0}
+    batches = {min(batch, most): batch for batch in reversed(BATCHES) if most > 0}
     sample_requests = replace(requests, request_ids=itertools.count(-(2**40)), seq_ids=itertools.count(-(2**40)))
     try:
         for number, (batch, like) in enumerate(sorted(batches.items())):

@@ -26,32 +26,10 @@ from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.shape import RankPath, StaticTree
 from forerun.train.objective import Objective, deepened
+from forerun.tune.predict import Guessed, TextRounds, acceptance_at_depth
 
 TREE = "tree.json"
 MOST_CHILDREN, NUM_NODES = 8, 16
-Hits = Sequence[Sequence[bool]]  # by depth and then by root: whether the guess is what the target drew
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedText:
-    """One answer's guesses: which of them the target drew too, from the first root on, and what limits rounds."""
-
-    hits: Hits
-    num_tokens: int  # of the answer
-    is_cut: bool
-
-    def rounds(self, depth: int) -> list[tuple[int, int]]:
-        """(guesses, accepted ones) of each round; the first token comes from reading the prompt, without guesses."""
-        found, root = [], 1
-        while root < self.num_tokens:
-            left = self.num_tokens - root
-            guesses = min(depth, left - 1) if self.is_cut else min(depth, left)
-            accepted = 0
-            while accepted < guesses and self.hits[accepted][root]:
-                accepted += 1
-            found.append((guesses, accepted))
-            root += accepted + 1
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +55,7 @@ def judge_held_out(
     objective: Objective, student: Student, texts: Sequence[TargetText], progress: ProgressCallback
 ) -> HeldOutFigures:
     """The figures of a student on these answers."""
-    overlaps, weights, replayed, distances = 0.0, 0.0, list[ReplayedText](), list[tuple[Tensor, Tensor]]()
+    overlaps, weights, replayed, distances = 0.0, 0.0, list[TextRounds](), list[tuple[Tensor, Tensor]]()
     deepest = objective.draft_depth(student)
     for number, text in enumerate(texts):
         progress("judging held-out answers", number / len(texts))
@@ -91,7 +69,7 @@ def judge_held_out(
             distances.append(objective.tuned_distance(batch, predictions.target))
         ranks = [ranked(objective, student, text, each, d, 1) for d, each in enumerate(predictions.logits, start=1)]
         hits = deepened([(each == 0)[None] for each in ranks], deepest)[:deepest]
-        replayed.append(ReplayedText([each[0].tolist() for each in hits], len(text.roots), text.is_cut))
+        replayed.append(rounds_of([each[0].tolist() for each in hits], len(text.roots), text.is_cut))
     figures = figures_of(overlaps / max(1e-9, weights), replayed, deepest)
     above, before = (sum(map(float, column)) for column in zip(*distances, strict=True)) if distances else (0.0, 0.0)
     return replace(figures, target_rise=above / max(1e-9, before)) if distances else figures
@@ -122,19 +100,26 @@ def ranked(
     return torch.where(hits.any(-1), hits.int().argmax(-1), -1)
 
 
-def figures_of(overlap: float, texts: Sequence[ReplayedText], depth: int) -> HeldOutFigures:
+def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> TextRounds:
+    """An answer of so many tokens by the guesses that the target drew too, by depth and then by root.
+
+    The last token of an answer that is cut off is never guessed: nothing would be accepted behind it.
+    """
+    places = []
+    for root in range(num_tokens):
+        most = num_tokens - root - is_cut
+        right = next((depth for depth, own in enumerate(hits) if not own[root]), len(hits))
+        places.append([Guessed(min(d, most), min(d, most, right)) for d in range(1, len(hits) + 1)])
+    return TextRounds("", 0, num_tokens, places)
+
+
+def figures_of(overlap: float, texts: Sequence[TextRounds], depth: int) -> HeldOutFigures:
     """Acceptance from rounds at the full depth, and tokens per round at every depth up to it."""
-    offered, accepted = [0] * depth, [0] * depth
-    for guesses, num in (each for text in texts for each in text.rounds(depth)):
-        for j in range(min(guesses, num + 1)):
-            offered[j] += 1
-            accepted[j] += j < num
-    rates = [a / o for a, o in zip(accepted, offered, strict=True) if o]
     per_round = []
     for each in range(1, depth + 1):
-        rounds = [num for text in texts for _, num in text.rounds(each)]
+        rounds = [guessed.accepted for text in texts for guessed in text.at_depth(each)]
         per_round.append(1 + sum(rounds) / max(1, len(rounds)))
-    return HeldOutFigures(overlap, tuple(rates), tuple(per_round))
+    return HeldOutFigures(overlap, acceptance_at_depth(texts, depth, least=1), tuple(per_round))
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from forerun.figure_table import fact_table
 from forerun.models.loading import Blueprint
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
-from forerun.train.speed import RoundTimes
+from forerun.train.speed import best_depth
 from forerun.train.state import TrainState
+from forerun.tune.passes import RowCosts
 
 SHOWN_DEPTHS = 8
 WIDTH, HEIGHT, GAP, LEFT, TOP = 340, 200, 60, 50, 40  # of a panel, in pixels
@@ -48,7 +49,7 @@ class TrainReport:
 
     about: Mapping[str, Any]
     state: TrainState
-    times: RoundTimes | None
+    costs: RowCosts | None  # of rounds
     folder: Path
     draft: str
     data: TrainingData
@@ -66,7 +67,7 @@ class TrainReport:
 
     def predicted(self, figures: HeldOutFigures) -> tuple[int, float] | None:
         """The depth that pays most and the speed-up there; None where rounds were not timed."""
-        return None if self.times is None else self.times.best(figures.tokens_per_round)
+        return None if self.costs is None else best_depth(self.costs, figures.tokens_per_round)
 
     def record(self, target: Blueprint, temperature: float) -> DrafterRecord:
         """What the folder says of its drafter."""
@@ -96,7 +97,7 @@ class TrainReport:
             "untrained": self.first.as_object(),
             "trained": self.best.as_object(),
             "predicted": predicted and {"batch": 1, "depth": predicted[0], "speed_up": predicted[1]},
-            "round_times": self.times and asdict(self.times),
+            "round_costs": self.costs and asdict(self.costs),
             "bad_lines": list(self.data.bad),
             "tuned_target": self.tuned and {"folder": str(self.tuned.folder), "loss_rise": self.tuned.rise},
         }

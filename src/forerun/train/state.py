@@ -27,7 +27,7 @@ from forerun.store import Journal, flat, writable, write_whole
 
 FORM = 1  # of the files
 STATE = "state"  # the folder below that of the drafter
-HEAD, CHECKPOINT, LOG, ROUND_TIMES = "run.json", "checkpoint.pt", "train.jsonl", "round-times.json"
+HEAD, CHECKPOINT, LOG, ROUND_COSTS = "run.json", "checkpoint.pt", "train.jsonl", "round-costs.json"
 LENGTHS = ("settings.steps", "settings.hours")
 
 
@@ -63,9 +63,9 @@ class TrainFolder:
         return self.folder / STATE
 
     @property
-    def round_times(self) -> Path:
+    def round_costs(self) -> Path:
         """The file with what rounds took when the training was over."""
-        return self.state_folder / ROUND_TIMES
+        return self.state_folder / ROUND_COSTS
 
     def log(self, step: int) -> Journal:
         """The log, a line for every few steps and every look, cut off behind this step: later ones are taken again."""

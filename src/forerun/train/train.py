@@ -30,7 +30,7 @@ from forerun.train.kinds import make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport, TunedTarget
 from forerun.train.settings import MOST_SEQUENCES, TrainSettings
-from forerun.train.speed import RoundTimes, round_times
+from forerun.train.speed import costs_of_student, read_costs
 from forerun.train.state import TrainFolder, TrainState
 from forerun.train.team import Team
 from forerun.train.trainer import Trainer
@@ -85,26 +85,26 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
     is_over = DrafterRecord.read(task.out) is not None  # what rounds took then counts
-    times = RoundTimes.read(folder.round_times) if is_over else None
+    costs = read_costs(folder.round_costs) if is_over else None
     with writing(target, data, share, report) as llm:
         source = AnswerSource(llm, data, share, student.taps, cache, team)
         if task.sizes.draft_vocab is not None:
             ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
             student = student.with_vocabulary(torch.tensor(ids))
-        if times is None and team.is_first:
-            params, depth = settings.sampling(0), settings.draft_depth
-            times = round_times(llm, target, student, data.held_out[0], params, depth, report)
+        if costs is None and team.is_first:
+            temperature, deepest = settings.sampling(0).temperature, source.objective.draft_depth(student)
+            costs = costs_of_student(llm, target, student, data.held_out, temperature, deepest, report)
         held_out = source.held_out(report) if team.is_first else ()
-        state = Trainer(student, source, folder, held_out, times, report).run()
+        state = Trainer(student, source, folder, held_out, costs, report).run()
         if student.most_depth is not None and team.is_first:
             write_tree(task.out, source.objective, student, state, held_out)
-    found = TrainReport(about, state, times, task.out, student.spec(task.out), data)
+    found = TrainReport(about, state, costs, task.out, student.spec(task.out), data)
     if tuned is not None:
         target, judged = settle_target(task, tuned, target, data, settings, state, report)
         found = replace(found, tuned=judged)
     if not is_over:
-        if times is not None and team.is_first:
-            write_whole(folder.round_times, json.dumps(asdict(times)) + "\n")
+        if costs is not None and team.is_first:
+            write_whole(folder.round_costs, json.dumps(asdict(costs)) + "\n")
         record = found.record(target, settings.sampling(0).temperature)
         write_whole(task.out / RECORD, record.text())
     return found

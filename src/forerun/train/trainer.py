@@ -27,8 +27,9 @@ from forerun.train.held_out import HeldOutFigures, judge_held_out
 from forerun.train.objective import StepFigures
 from forerun.train.optimizer import build_optimizers, step_optimizers
 from forerun.train.report import curves
-from forerun.train.speed import RoundTimes
+from forerun.train.speed import best_depth
 from forerun.train.state import TrainFolder, TrainState
+from forerun.tune.passes import RowCosts
 
 CURVES = "train.svg"
 RISE = 1e-4  # of the overlap, below which a look is no better than the best one
@@ -40,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """A training from where its folder says that it is. `times` predict the speed-up, where they are known."""
+    """A training from where its folder says that it is. The `costs` of rounds, if known, predict the speed-up."""
 
     student: Student
     source: AnswerSource
     folder: TrainFolder
     held_out: Sequence[TargetText]
-    times: RoundTimes | None
+    costs: RowCosts | None
     report: Callable[..., None]  # as a LoadingBar is called
     state: TrainState = field(init=False)
     log: Journal = field(init=False)
@@ -97,15 +98,15 @@ class Trainer:
     def worth(self) -> str:
         """The same for the progress bar."""
         figures = self.best
-        depth, speed_up = (len(figures.tokens_per_round), 0.0) if self.times is None else self.predicted(figures)
+        depth, speed_up = (len(figures.tokens_per_round), 0.0) if self.costs is None else self.predicted(figures)
         accepted = figures.acceptance_at_depth[0] if figures.acceptance_at_depth else 0.0
         told = f"{accepted:.2f} accepted at depth 1, {figures.tokens_per_round[depth - 1]:.2f} tokens per round"
         return f"{told}, ×{speed_up:.2f} predicted" if speed_up else told
 
     def predicted(self, figures: HeldOutFigures) -> tuple[int, float]:
         """The depth that pays most, and the speed-up there; rounds were timed."""
-        assert self.times is not None, "rounds were timed"
-        return self.times.best(figures.tokens_per_round)
+        assert self.costs is not None, "rounds were timed"
+        return best_depth(self.costs, figures.tokens_per_round)
 
     @property
     def share_done(self) -> float:
@@ -170,7 +171,7 @@ class Trainer:
         figures = self.team.of_first(lambda: judge_held_out(self.objective, self.student, self.held_out, self.report))
         told = figures.as_object()
         entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": told}
-        if self.times is not None:
+        if self.costs is not None:
             depth, speed_up = self.predicted(figures)
             entry["predicted"] = {"depth": depth, "speed_up": speed_up}
         state.first_figures = state.first_figures or told

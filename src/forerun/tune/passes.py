@@ -93,6 +93,10 @@ class RowCosts:
         """Seconds of drafting so far."""
         return self.plain_s * along({0: 0.0, **self.drafts}, depth) if depth else 0.0
 
+    def round_ratio(self, depth: int) -> float:
+        """What a round of one row that is drafted so far takes, over a plain one."""
+        return (self.pass_s(1 + depth) + self.draft_s(depth)) / self.plain_s
+
     def newer(self, beside: Sequence[RowCosts]) -> RowCosts:
         """With the mean of newer ratios where there are some."""
 
@@ -105,13 +109,10 @@ class RowCosts:
         return replace(self, passes=joined("passes"), drafts=joined("drafts"))
 
     @classmethod
-    def from_json(cls, first: Mapping[str, Any], *later: Mapping[str, Any]) -> RowCosts:
-        """What JSON was made of; of several measurements of the same rows the last one counts for each size."""
-        passes, drafts = (
-            {int(size): ratio for each in (first, *later) for size, ratio in each[name].items()}
-            for name in ("passes", "drafts")
-        )
-        return cls(first["plain_s"], passes, drafts, first["reading_s"])
+    def from_json(cls, entry: Mapping[str, Any]) -> RowCosts:
+        """What JSON was made of; it knows names that are texts alone."""
+        passes, drafts = ({int(size): ratio for size, ratio in entry[name].items()} for name in ("passes", "drafts"))
+        return cls(entry["plain_s"], passes, drafts, entry["reading_s"])
 
 
 def along(known: Mapping[int, float], size: int) -> float:

@@ -216,13 +216,13 @@ def interval(
     return low, high
 
 
-def acceptance_at_depth(texts: Iterable[TextRounds], deepest: int) -> tuple[float, ...]:
+def acceptance_at_depth(texts: Iterable[TextRounds], deepest: int, least: int = LEAST_SEEN) -> tuple[float, ...]:
     """P(guess j accepted | those before it were, and it was on offer), from depth 1, over the rounds at `deepest`.
 
-    It ends where fewer than LEAST_SEEN guesses were on offer, which would say little.
+    It ends where fewer than `least` guesses were on offer, which would say little.
     """
     offered, accepted = Counter[int](), Counter[int]()
     for guessed in (guessed for text in texts for guessed in text.at_depth(deepest)):
         offered.update(range(1, min(guessed.drafted, guessed.accepted + 1) + 1))
         accepted.update(range(1, guessed.accepted + 1))
-    return tuple(accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth] >= LEAST_SEEN)
+    return tuple(accepted[depth] / offered[depth] for depth in sorted(offered) if offered[depth] >= least)

@@ -161,21 +161,15 @@ def table_of(trial: Trial, group: Group, jobs: Jobs) -> PassTable:
     """What rounds of a cell take: first of a few sizes, then of those that the depths need which look best."""
     batch = group.batch
     sizes = {num_rows: sizes_at(num_rows, COARSE_DEPTHS) for num_rows in rows_of(batch)}
-    coarse = {drafter: dict(trial.passes(group, drafter, "a few sizes", sizes, COARSE_REPEATS)) for drafter in jobs}
-    table = PassTable(
-        {
-            drafter: {rows: RowCosts.from_json(costs) for rows, costs in found.items()}
-            for drafter, found in coarse.items()
-        }
-    )
+    table = PassTable({drafter: trial.passes(group, drafter, "a few sizes", sizes, COARSE_REPEATS) for drafter in jobs})
     depths = range(1, PILOT_DEPTH + 1)
     gains = {drafter: {d: speed_up(job, table.round_s, drafter, d) for d in depths} for drafter, job in jobs.items()}
     best = max(gain for by_depth in gains.values() for gain in by_depth.values())
     joined = {drafter: dict(known) for drafter, known in table.by_drafter.items()}
     for drafter, job in jobs.items():
         if needed := needed_sizes(job, [depth for depth, gain in gains[drafter].items() if gain >= CLOSE * best]):
-            for rows, fine in trial.passes(group, drafter, "all sizes", {batch: needed}, FINE_REPEATS):
-                joined[drafter][rows] = RowCosts.from_json(coarse[drafter][rows], fine)
+            fine = trial.passes(group, drafter, "all sizes", {batch: needed}, FINE_REPEATS)
+            joined[drafter][batch] = joined[drafter][batch].newer([fine[batch]])
     return PassTable(joined)
 
 
@@ -207,7 +201,7 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
                 trial.running().warm_up(group, depths)
         if sizes := needed_sizes(jobs[group][best.drafter], [best.depth]):
             beside = trial.passes(group, best.drafter, f"repetition {repetition}", {group.batch: sizes}, BESIDE_REPEATS)
-            costs.setdefault(group, []).extend(RowCosts.from_json(found) for _, found in beside)
+            costs.setdefault(group, []).extend(beside.values())
         runs.setdefault(group, []).extend(trial.run(group, turn) for turn in turns)
     answers = trial.workload.recorded()
     return [

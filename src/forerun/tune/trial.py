@@ -6,7 +6,6 @@ the first one is missing. `study.py` decides which are made, and in which order.
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +20,17 @@ from forerun.bench.plan import CHOSEN, Group, Turn
 from forerun.bench.run import BenchRun, Stage, Tape, run_name, waves
 from forerun.config import Speculation
 from forerun.control.controller import Controller, FixedDepth
-from forerun.control.kept_costs import as_json, from_json
-from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Drafter
-from forerun.engine.calibration import BATCHES, PROMPT_TOKENS, TEXT_TOKENS, measure
+from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.tune.passes import PassMeter
+from forerun.tune.passes import PassMeter, RowCosts
 from forerun.tune.pilot import PilotDrafter
 from forerun.tune.predict import Guessed, TextRounds
 from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
 
 MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends
-COST_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,6 @@ class Trial:
                 self.spec,
                 self.candidate.draft,
                 "--batch or --max-tokens",
-                speculation=Speculation(PILOT_DEPTH),
                 max_model_len=min(length, self.target.config.max_positions),
                 progress=self.report,
             )
@@ -108,8 +103,8 @@ class Trial:
             self.llm.close()
             self.llm, self.measuring = None, None
 
-    def stage(self, controller: Controller, drafter: Drafter | None = None, name: str = "") -> Stage:
-        """Where measurements are made, by engines that begin with this controller."""
+    def stage(self, controller: Controller | None = None, drafter: Drafter | None = None, name: str = "") -> Stage:
+        """Where measurements are made, by engines that begin with this controller, or with the LLM's own."""
         texts = self.workload
         return Stage(
             self.loaded(),
@@ -123,12 +118,9 @@ class Trial:
         )
 
     def running(self) -> Stage:
-        """The stage of all measured runs, whose controllers begin with measured costs and go on from run to run."""
+        """The stage of all measured runs, whose controllers begin as the LLM's own and go on from run to run."""
         if self.measuring is None:
-            costs, controller = self.costs(), MeasuredDepth()
-            if costs["passes"]:
-                controller = from_json(costs, costs["names"] if len(costs["names"]) > 1 else ())
-            self.measuring = self.stage(controller)
+            self.measuring = self.stage()
         return self.measuring
 
     def memory(self) -> DrafterMemory:
@@ -144,15 +136,13 @@ class Trial:
 
     def drafter_names(self) -> Sequence[str]:
         """The names of what drafts: a single empty one unless it is a mix."""
-        names = list(self.costs()["names"])
-        if not names:  # the machine was too slow to measure any
-            drafter = self.loaded().drafter
-            names = list(drafter.names if drafter is not None else ())
-        return names or [""]
 
-    def costs(self) -> Any:
-        """What rounds take, as `control/kept_costs.py` writes it."""
-        return self.known("costs", lambda: measured_costs(self.loaded(), self.settings.batches, self.report))
+        def named() -> list[str]:
+            drafter = self.loaded().drafter
+            return list(drafter.names) if drafter is not None and len(drafter.names) > 1 else [""]
+
+        names: list[str] = self.known("names", named)
+        return names
 
     def num_texts(self, batch: int) -> int:
         """Texts of a run, whose last wave is as full as the others."""
@@ -190,7 +180,9 @@ class Trial:
             texts.append(TextRounds(items[number % len(items)].category, num_prompt, num_tokens, guessed))
         return tuple(texts[: self.num_texts(group.batch)])
 
-    def passes(self, group: Group, arm: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int) -> Any:
+    def passes(
+        self, group: Group, arm: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int
+    ) -> dict[int, RowCosts]:
         """What rounds of these sizes take, by the number of rows, kept under the name of this `part`."""
 
         def timed() -> list[list[Any]]:
@@ -201,7 +193,8 @@ class Trial:
                 found.append([num_rows, asdict(meter.measure(own, self.report))])
             return found
 
-        return self.known(f"passes, {group.name}, arm {arm}, {part}", timed)
+        kept = self.known(f"passes, {group.name}, arm {arm}, {part}", timed)
+        return {num_rows: RowCosts.from_json(costs) for num_rows, costs in kept}
 
     def has_run(self, group: Group, turn: Turn) -> bool:
         """Whether this run is kept already."""
@@ -210,36 +203,3 @@ class Trial:
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or of drafted decoding, of all prompts that are measured."""
         return BenchRun.from_json(self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))
-
-
-def measured_costs(llm: LLM, batches: Sequence[int], progress: ProgressCallback) -> dict[str, Any]:
-    """What rounds take at these batch sizes by the engine's own calibration, as `control/kept_costs.py` writes it.
-
-    The engine must be idle. All is measured twice, and the shorter time counts: neighbours on the same cores only make
-    times longer.
-    """
-    found = []
-    for turn in range(COST_TURNS):
-        controller = MeasuredDepth()
-        for number, batch in enumerate(sorted(batches)):
-            progress("measuring costs", (turn + number / len(batches)) / COST_TURNS)
-            like = max(known for known in BATCHES if known <= max(batch, min(BATCHES)))
-            measure(llm.engine, llm.requests, llm.generation_defaults.params(), controller, None, {batch: like})
-        controller.begin()
-        found.append(as_json(controller))
-    return functools.reduce(shorter, found)
-
-
-def shorter(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Two measurements of the same, with the shorter time wherever both know one."""
-    kinds: dict[tuple[Any, ...], dict[str, float]] = {}
-    for entry in (*one["passes"], *other["passes"]):
-        sizes = kinds.setdefault(tuple(entry["kind"]), {})
-        for size, usual_s in entry["sizes"].items():
-            sizes[size] = min(usual_s, sizes.get(size, usual_s))
-    drafters = []
-    for first, second in zip(one["arms"], other["arms"], strict=True):
-        lines = [*first["drafts"].items(), *second["drafts"].items()]
-        lines.sort(key=lambda line: -line[1]["seconds"] / max(1.0, line[1]["sizes"]))  # the last one of a size counts
-        drafters.append({**first, "drafts": dict(lines), "reading_s": min(first["reading_s"], second["reading_s"])})
-    return {**one, "passes": [{"kind": list(kind), "sizes": sizes} for kind, sizes in kinds.items()], "arms": drafters}
