@@ -191,12 +191,17 @@ def until(condition: Callable[[], object], patience_s: float = PATIENCE_S, pause
         time.sleep(pause_s)
 
 
-@cache
-def specification() -> dict[str, Any]:
-    """OpenAI's specification, from FORERUN_OPENAPI or a folder `shared` beside or in the checkout; else a skip."""
+def specification_file() -> Path | None:
+    """Where OpenAI's specification is: FORERUN_OPENAPI, or a folder `shared` beside or in the checkout."""
     places = [ROOT.parent / "shared", ROOT / "shared"]
     files = [Path(os.environ.get("FORERUN_OPENAPI", "")), *(place / "data" / "openapi.yaml" for place in places)]
-    file = next((file for file in files if file.is_file()), None)
+    return next((file for file in files if file.is_file()), None)
+
+
+@cache
+def specification() -> dict[str, Any]:
+    """OpenAI's specification; without its file a skip."""
+    file = specification_file()
     if file is None:
         pytest.skip("OpenAI's specification is not here: FORERUN_OPENAPI names openapi.yaml of openai/openai-openapi")
     yaml = needed("yaml")

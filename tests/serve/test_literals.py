@@ -27,7 +27,6 @@ from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, joined, parts
 from serve.special_tokens import SPECIAL, id_of, with_special_tokens
 from serve.test_serve_harmony import ASKED, TOOLS
 
-SAID = "Write <|end|>, <|channel|>final<|message|> and [TOOL_CALLS]weather[ARGS]{} or </think>."
 THINK = "{{ messages[0].content }}{# </think> #}"
 
 
@@ -36,25 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = with_special_tokens(tmp_path_factory.mktemp("literals") / "model")
     with LLM(str(folder), dtype="float32", max_num_seqs=4) as llm, running(llm) as served:
         yield served
-
-
-@pytest.mark.parametrize("template", [HARMONY, THINK])
-def test_an_answer_that_spells_special_tokens_is_told_to_the_letter(server: Running, template: str) -> None:
-    ending = {str(id_of("<|end|>" if template == HARMONY else "</think>")): 60}
-    body = {"chat_template": template, "seed": 1, "model": "stories", "logit_bias": ending}
-    body |= {"structured_outputs": {"choice": [SAID]}}
-    chat = body | {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400}
-    response = body | {"input": "Hi", "max_output_tokens": 400}
-    chunks, blocks = server.events("/v1/chat/completions", **chat), server.events("/v1/messages", **chat)
-    events = server.events("/v1/responses", **response)
-    assert [
-        server.post("/v1/chat/completions", **chat).json()["choices"][0]["message"]["content"],
-        "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks),
-        server.post("/v1/responses", **response).json()["output"][-1]["content"][0]["text"],
-        "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta"),
-        server.post("/v1/messages", **chat).json()["content"][-1]["text"],
-        "".join(event["delta"].get("text", "") for event in blocks if event["type"] == "content_block_delta"),
-    ] == [SAID] * 6
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -1,7 +1,6 @@
 """Harmony: channels and calls by special tokens are told apart, and no special token is shown."""
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -16,10 +15,9 @@ from forerun.serve.template_forms import is_harmony
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
-from kit.servers import Running, assert_valid, running
-from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, parts
+from kit.servers import Running, running
+from serve.call_templates import HARMONY, NAMED, answer, parts
 from serve.special_tokens import SPECIAL, Spelled, id_of, with_special_tokens
-from serve.test_serve_responses import schema_of
 
 FUNCTIONS: dict[str, Any] = {"weather": {}, "say_hi": {}}
 FORM = answer("Harmony", FUNCTIONS)
@@ -136,70 +134,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY | {"additionalProperties": False}}}]
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": HARMONY, "temperature": 1.3}
-FORMED = ASKED | {"structured_outputs": {"regex": "[a-z .]{5,12}"}, "max_tokens": 200, "return_token_ids": True}
-
-
-def test_a_chat_has_reasoning_and_answer_and_no_special_token(server: Running) -> None:
-    both, final = 0, server.llm.tokenizer.encode_inside("final")[0]
-    formed = FORMED | {"logit_bias": {str(final): -100, str(id_of("<|end|>")): 25}}
-    for seed in range(4):
-        choice, usage = (
-            (found := server.post("/v1/chat/completions", **(formed if seed % 2 else FORMED), seed=seed).json())[
-                "choices"
-            ][0],
-            found["usage"],
-        )
-        message, ids = choice["message"], choice["token_ids"]
-        assert not any(token in json.dumps(message) for token in SPECIAL)
-        told = {"content": "", "reasoning_content": ""}
-        for chunk in server.events("/v1/chat/completions", **(formed if seed % 2 else FORMED), seed=seed):
-            for name in told:
-                told[name] += chunk["choices"][0]["delta"].get(name) or ""
-        assert told == {name: message[name] or "" for name in told}
-        if choice["finish_reason"] == "stop":
-            assert 5 <= len(message["content"]) <= 12
-            body = len(ids) - 1 - max(i for i, each in enumerate(ids) if each == id_of("<|message|>"))
-            assert usage["completion_tokens_details"]["reasoning_tokens"] == len(ids) - body
-            both += message["reasoning_content"] is not None
-    assert both
-
-
-MUST = ASKED | {"tools": TOOLS, "tool_choice": "required", "max_tokens": 240}
-
-
-def test_an_answer_that_must_call_does(server: Running) -> None:
-    choices = [server.post("/v1/chat/completions", **MUST, seed=seed).json()["choices"][0] for seed in range(4)]
-    assert any(choice["finish_reason"] != "length" for choice in choices)
-    for choice in choices:
-        if choice["finish_reason"] != "length":
-            assert choice["finish_reason"] == "tool_calls", choice
-            assert choice["message"]["content"] is None
-            (call,) = choice["message"]["tool_calls"]
-            assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
-
-
-def test_a_response_has_the_reasoning_and_the_calls_of_a_chat(server: Running) -> None:
-    flat = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
-    own = {"model": "stories", "input": "Hi", "chat_template": HARMONY, "temperature": 1.3, "max_output_tokens": 240}
-    formed = FORMED | {"model": "stories", "input": "Hi", "max_output_tokens": 200}
-    bodies = [(MUST, own | {"tools": flat, "tool_choice": "required"})]
-    bodies.append(
-        (FORMED, {key: formed[key] for key in formed if key not in ("messages", "max_tokens", "return_token_ids")})
-    )
-    for (chat, body), seed in itertools.product(bodies, range(2)):
-        message = server.post("/v1/chat/completions", **chat, seed=seed).json()["choices"][0]["message"]
-        response = server.post("/v1/responses", **body, seed=seed).json()
-        assert_valid(response, "Response")
-        said = {"reasoning": "", "message": "", "function_call": ""}
-        for item in response["output"]:
-            said[item["type"]] += item.get("arguments") or "".join(part["text"] for part in item["content"])
-        calls = "".join(call["function"]["arguments"] for call in message.get("tool_calls", []))
-        assert said["function_call"] == calls
-        assert (said["reasoning"], said["message"]) == (message["reasoning_content"] or "", message["content"] or "")
-        events = server.events("/v1/responses", **body, seed=seed)
-        for event in events:
-            assert_valid(event, schema_of(event["type"]))
-        assert [item["type"] for item in events[-1]["response"]["output"]] == [i["type"] for i in response["output"]]
 
 
 def test_strict_tools_leave_the_channels_free(server: Running) -> None:
@@ -222,42 +156,6 @@ def test_strict_tools_leave_the_channels_free(server: Running) -> None:
     assert may_be(f"{ANALYSIS}We think.{NEXT}{PREAMBLE}Hello!")
     assert [may_be(CALL_TO + each) for each in (right, wrong)] == [True, False]
     assert [may_be(f"{PREAMBLE}I look.{NEXT}{CALL_TO}{each}") for each in (right, wrong)] == [True, False]
-
-
-def test_special_tokens_stay_where_they_are_asked_for_and_where_no_form_needs_them(server: Running) -> None:
-    shown = server.post("/v1/chat/completions", **FORMED, skip_special_tokens=False, seed=1).json()["choices"][0]
-    hidden = server.post("/v1/chat/completions", **FORMED, seed=1).json()["choices"][0]
-    assert shown["message"] == hidden["message"]
-    called = "[TOOL_CALLS]weather[ARGS]"
-    body = ASKED | {
-        "chat_template": MISTRAL,
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 240,
-    }
-    for seed in range(3):
-        found = server.post("/v1/chat/completions", **body, seed=seed, return_token_ids=True).json()["choices"][0]
-        assert found["token_ids"][0] == id_of("[TOOL_CALLS]")
-        if found["finish_reason"] != "length":
-            assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
-            assert len(found["message"]["tool_calls"][0]["id"]) == 9
-            break
-    else:
-        pytest.fail(f"no answer ended with {called}")
-
-
-def test_think_tags_that_are_special_tokens_are_seen(server: Running) -> None:
-    body = FORMED | {"chat_template": "{{ messages[0].content }}{# </think> #}", "max_tokens": 120}
-    body |= {"logit_bias": {str(id_of("<think>")): 60, str(id_of("</think>")): 22}}
-    thought = 0
-    for seed in range(4):
-        choice = server.post("/v1/chat/completions", **body, seed=seed).json()["choices"][0]
-        assert not any(token in json.dumps(choice["message"]) for token in SPECIAL)
-        if choice["finish_reason"] == "stop":
-            assert 5 <= len(choice["message"]["content"]) <= 12
-            thought += choice["message"]["reasoning_content"] is not None
-    assert thought
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Messages and chats: a conversation in Anthropic's words is the chat that it stands for, token for token."""
+"""Messages, chats and responses: a conversation in Anthropic's words, or in items, is the chat that it stands for."""
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from forerun.serve.parse import prepared
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
-from kit.servers import drafting, running
-from serve.test_serve_messages import added_up, timeless
+from kit.servers import Running, serving
+from serve.replies import reply_of, response_of
 
 PLAIN = (  # it shows all that a message may have
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -61,11 +60,7 @@ MESSAGE = st.one_of(
 CHOICES: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
 
 
-@pytest.fixture(scope="module")
-def http() -> Iterator[Any]:
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
-    with drafting() as llm, running(llm) as server, server.http() as client:
-        yield client
+server = serving()
 
 
 @cache
@@ -182,43 +177,29 @@ def asked(body: dict[str, Any], endpoint: Any) -> Any:
     try:
         ask, answers = prepared(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
     except Exception as error:
-        return type(error), str(error)
+        return type(error), str(error).partition(": ")[2]
     (request,), (sequence,) = ask.requests, answers.sequences
-    return sequence.tokens, request, ask.form, ask.include_reasoning, ask.limit_field
+    return sequence.tokens, request, ask.form, ask.include_reasoning
 
 
 @settings(max_examples=50, deadline=None)
 @given(bodies())
 def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
-    assert asked(body, "messages") == asked(chat_of(body), "chat")
+    chat = chat_of(body)
+    assert asked(body, "messages") == asked(chat, "chat") == asked(response_of(chat), "responses")
 
 
 @settings(max_examples=20, deadline=None)
 @given(body=bodies())
 @example(body=UNSHOWN)
-def test_an_answer_is_that_of_its_chat(http: Any, body: dict[str, Any]) -> None:
-    """Whole, and as a stream, whose events are in their order."""
-    message = http.post("/v1/messages", json=body).json()
-    answer = http.post("/v1/chat/completions", json=chat_of(body)).json()
+def test_an_answer_is_that_of_its_chat(server: Running, body: dict[str, Any]) -> None:
+    """In responses too; whole, and as a stream, whose events are in their order."""
+    chat = chat_of(body)
+    message = server.post("/v1/messages", **body).json()
     if message["type"] == "error":  # the prompt may be too long for so many tokens
-        assert answer["error"]["message"] == message["error"]["message"]
+        assert message["error"]["message"] == server.post("/v1/chat/completions", **chat).json()["error"]["message"]
         return
-    with http.stream("POST", "/v1/messages", json={**body, "stream": True}) as lines:
-        pairs = [line.partition(": ")[::2] for line in lines.iter_lines() if line]
-    assert timeless(added_up(pairs)) == timeless(message)
-    (choice,), blocks, usage = answer["choices"], message["content"], message["usage"]
-    texts = {kind: "".join(block.get(kind, "") for block in blocks) for kind in ("text", "thinking")}
-    assert texts["text"] == (choice["message"]["content"] or "")
-    assert texts["thinking"] == (choice["message"].get("reasoning_content") or "")
-    calls = [call["function"] for call in choice["message"].get("tool_calls", ())]
-    uses = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
-    assert uses == [(call["name"], json.loads(call["arguments"])) for call in calls]
-    met = choice["stop_reason"] if isinstance(choice["stop_reason"], str) else None
-    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if met else "end_turn"}
-    assert message["stop_reason"] == reasons[choice["finish_reason"]]
-    assert message["stop_sequence"] == (met if message["stop_reason"] == "stop_sequence" else None)
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == answer["usage"]["prompt_tokens"]
-    assert usage["output_tokens"] == answer["usage"]["completion_tokens"]
-    count = http.post("/v1/messages/count_tokens", json=body).json()
-    assert count == {"input_tokens": answer["usage"]["prompt_tokens"]}
+    reply = reply_of(server, chat, response_of(chat), body)
+    count = server.post("/v1/messages/count_tokens", **body).json()
+    assert count == {"input_tokens": reply.counts[0]}

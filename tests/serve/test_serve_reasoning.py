@@ -18,6 +18,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
 from kit.servers import Running, drafting, running
+from serve.replies import told_everywhere
 from serve.special_tokens import Spelled
 
 THINK = ReasoningTags("<think>", "</think>")
@@ -117,32 +118,17 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         yield found
 
 
-def test_a_chat_has_its_reasoning_apart_whole_and_streamed(server: Running) -> None:
-    body = {"max_tokens": 60, "temperature": 0, "chat_template": "{{ messages[0].content }}{# named #}"}
-    opened: dict[str, Any] = body | {"messages": [{"role": "user", "content": "Once"}]}
-    found = server.post("/v1/chat/completions", **opened).json()
-    raw = server.post("/v1/chat/completions", **opened | {"chat_template": "{{ messages[0].content }}"}).json()
-    text = raw["choices"][0]["message"]["content"]
-    assert "reasoning_content" not in raw["choices"][0]["message"], "the template has no tags"
-    thought, _, said = text.partition("named")
-    assert said
-    assert thought
-    message = found["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == (thought.strip(), said.lstrip())
-    num_reasoning = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    assert 1 < num_reasoning < found["usage"]["completion_tokens"]
-    parts: dict[str, str] = {"reasoning_content": "", "content": ""}
-    for chunk in server.client().chat.completions.create(
-        model="stories", messages=opened["messages"], max_tokens=60, temperature=0, stream=True,
-        extra_body={"chat_template": body["chat_template"]},
-    ):  # fmt: skip
-        for choice in chunk.choices:
-            parts["content"] += choice.delta.content or ""
-            parts["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
-    assert parts == {name: message[name] for name in parts}
-    without = server.post("/v1/chat/completions", **opened, include_reasoning=False).json()["choices"][0]["message"]
-    assert "reasoning_content" not in without
-    assert without["content"] == message["content"]
+def test_reasoning_between_tags_of_text_is_told_apart_everywhere(server: Running) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 60, "temperature": 0}
+    raw = told_everywhere(server, **body, chat_template="{{ messages[0].content }}")
+    assert (raw.reasoning, raw.counts[2]) == ("", 0), "the template has no tags"
+    thought, _, said = raw.text.partition("named")
+    for wanted in (True, False):
+        reply = told_everywhere(
+            server, **body, include_reasoning=wanted, chat_template="{{ messages[0].content }}{# named #}"
+        )
+        assert (reply.reasoning, reply.text) == (thought.strip() if wanted else "", said.lstrip())
+        assert 1 < reply.counts[2] < reply.counts[1]
 
 
 def prompt_of(endpoint: Any, template: str, effort: object, **more: Any) -> str | None:

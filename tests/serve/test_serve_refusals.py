@@ -10,8 +10,8 @@ from serve.call_templates import HERMES
 from serve.test_serve_bodies import CHAT, OK
 from serve.test_serve_messages import BODY, THINKS
 from serve.test_serve_messages import WEATHER as TOOL
-from serve.test_serve_response_tools import ASKED, TOOLS, WEATHER
-from serve.test_serve_responses import PLAIN
+from serve.test_serve_responses import CALLING, PLAIN, WEATHER
+from serve.test_serve_tools import TOOLS
 
 server = serving(max_body_bytes=100_000)
 Refusals = list[tuple[dict[str, Any], str, str]]  # fields, the one at fault, and what is said or the code of it
@@ -160,8 +160,8 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [  # whose errors name no field but
 REFUSED: dict[str, tuple[str, dict[str, Any], Refusals]] = {
     "completions": ("/v1/completions", OK, COMPLETIONS),
     "chats": ("/v1/chat/completions", CHAT, CHATS),
-    "responses": ("/v1/responses", {**ASKED, "tools": None, "chat_template": PLAIN}, RESPONSES),
-    "tools of responses": ("/v1/responses", {**ASKED, "chat_template": HERMES}, TOOLS_OF_RESPONSES),
+    "responses": ("/v1/responses", {**CALLING, "tools": None, "chat_template": PLAIN}, RESPONSES),
+    "tools of responses": ("/v1/responses", {**CALLING, "chat_template": HERMES}, TOOLS_OF_RESPONSES),
     "messages": ("/v1/messages", BODY, [(fields, "", said) for fields, said in MESSAGES]),
 }
 

@@ -1,55 +1,36 @@
 """/v1/responses: whole and streamed by OpenAI's own client, valid by its specification, and the same as a chat."""
 
 import json
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import pytest
 
-from forerun.serve import parts
 from forerun.serve.inputs import input_messages
-from forerun.serve.parts import ReasoningTags
 from forerun.serve.problems import ApiError
-from kit.servers import TEMPLATE, Running, assert_valid, serving, specification
+from kit.servers import Running, serving
+from serve.call_templates import HERMES
+from serve.replies import assert_valid, named_events, of_response_events
+from serve.test_serve_tools import TOOLS
 
 PLAIN = "{{ messages | map(attribute='content') | join(' ') }}"
-REASONS = PLAIN + "{# named #}"  # a template with the tag that ends reasoning, for `thinking`
 ASKED: dict[str, Any] = {"model": "stories", "input": "Once upon a time", "temperature": 0, "max_output_tokens": 40}
-EXTRA = "extra_body"
+FLAT: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+WEATHER: Any = {"type": "function", "name": "weather"}
+CALLING: dict[str, Any] = {"model": "stories", "input": "Hi", "tools": FLAT, "max_output_tokens": 400}
 server = serving()
 
 
-@pytest.fixture
-def thinking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that end in "time" open reasoning that ends with the word "named"."""
-    monkeypatch.setattr(parts, "TAGS", (ReasoningTags("time", "named"),))
-
-
-def schema_of(kind: str) -> str:
-    """The specification's schema of an event, by the event's type."""
-    schemas = specification()["components"]["schemas"]
-    names = [each["$ref"].rpartition("/")[2] for each in schemas["ResponseStreamEvent"]["anyOf"]]
-    (found,) = (name for name in names if schemas[name]["properties"]["type"]["enum"] == [kind])
-    return found
-
-
-def test_a_response_is_the_answer_of_a_chat_and_valid(server: Running) -> None:
+def test_a_response_repeats_what_it_was_asked(server: Running) -> None:
     body = {**ASKED, "instructions": "Lily had a cat.", "seed": 3, "temperature": 1.2, "metadata": {"a": "b"}}
-    found = server.post("/v1/responses", **body, chat_template=TEMPLATE).json()
-    assert_valid(found, "Response")
-    messages = [{"role": "system", "content": "Lily had a cat."}, {"role": "user", "content": ASKED["input"]}]
-    chat = server.post(
-        "/v1/chat/completions", messages=messages, chat_template=TEMPLATE, seed=3, temperature=1.2, max_tokens=40
-    ).json()
-    (item,) = found["output"]
-    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-    assert found["status"] == "incomplete"
-    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert (found["instructions"], found["metadata"], found["temperature"]) == ("Lily had a cat.", {"a": "b"}, 1.2)
-    usage = found["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (chat["usage"]["prompt_tokens"], 40)
-    assert usage["speculation"]["num_drafted"] > 0
-    assert (found["seed"], found["system_fingerprint"]) == (3, chat["system_fingerprint"])
+    form = {"type": "json_schema", "name": "colour", "schema": {"enum": ["red"]}, "strict": True}
+    told = {"tool_choice": WEATHER, "tools": [{"parameters": None, **tool} for tool in FLAT]}
+    for more, echoed in (({"text": {"format": form}}, {"text": {"format": form}}), (told | {"tools": FLAT}, told)):
+        found = server.post("/v1/responses", **body, **more, chat_template=HERMES).json()
+        assert_valid(found, "Response")
+        same = {name: found[name] for name in ("instructions", "seed", "temperature", "metadata", *echoed)}
+        assert same == {name: body[name] for name in same.keys() & body.keys()} | echoed
+        assert found["system_fingerprint"] == server.llm.fingerprint
+        assert found["usage"]["speculation"]["num_rounds"] > 0
 
 
 def test_openai_s_client_reads_it_whole_and_streamed(server: Running) -> None:
@@ -67,39 +48,13 @@ def test_openai_s_client_reads_it_whole_and_streamed(server: Running) -> None:
     assert len(logprobs or ()) == whole.usage.output_tokens
 
 
-@pytest.mark.usefixtures("thinking")
-@pytest.mark.parametrize("more", [{}, {"top_logprobs": 2}, {"include_reasoning": False}], ids=str)
-def test_every_event_is_what_the_specification_says(server: Running, more: dict[str, Any]) -> None:
-    body = {**ASKED, **more, "chat_template": REASONS}
-    answer = server.post("/v1/responses", **body, stream=True)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    blocks = [block.split("\n") for block in answer.text.split("\n\n") if block]
-    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
-    assert [name for name, _ in blocks] == [f"event: {each['type']}" for each in events]
-    assert [each["sequence_number"] for each in events] == list(range(len(events)))
-    for each in events:
-        assert_valid(each, schema_of(each["type"]))
-    kinds = [each["type"].removeprefix("response.") for each in events]
-    assert kinds[:3] == ["created", "in_progress", "output_item.added"]
-    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    whole = server.post("/v1/responses", **body).json()
-    assert_valid(whole, "Response")
-    last = events[-1]["response"]
-    assert [item["content"] for item in last["output"]] == [item["content"] for item in whole["output"]]
-    items = ["reasoning", "message"] if more.get("include_reasoning", True) else ["message"]
-    assert [item["type"] for item in whole["output"]] == items
-    for number, item in enumerate(last["output"]):
-        (part,) = item["content"]
-        deltas = [each for each in events if each["type"].endswith(".delta") and each["output_index"] == number]
-        assert "".join(each["delta"] for each in deltas) == part["text"] != ""
-        assert {each["item_id"] for each in deltas} == {item["id"]}
-        if "logprobs" in part:
-            assert [entry for each in deltas for entry in each["logprobs"]] == part["logprobs"]
-    assert 0 < whole["usage"]["output_tokens_details"]["reasoning_tokens"] < 40
-    if "top_logprobs" in more:
-        logprobs = whole["output"][1]["content"][0]["logprobs"]
-        assert len(logprobs) == 40 - whole["usage"]["output_tokens_details"]["reasoning_tokens"]
-        assert {len(entry["top_logprobs"]) for entry in logprobs} == {2}
+def test_log_probabilities_of_a_stream_are_those_of_the_tokens(server: Running) -> None:
+    body = {**ASKED, "chat_template": PLAIN, "top_logprobs": 2}
+    events = named_events(server, "/v1/responses", body)
+    reply = of_response_events(events)
+    (part,) = events[-1]["response"]["output"][0]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == reply.text
+    assert [len(entry["top_logprobs"]) for entry in part["logprobs"]] == [2] * reply.counts[1]
 
 
 ITEMS: list[Any] = [
@@ -165,19 +120,44 @@ def test_a_stream_that_fails_says_so_in_its_last_event(server: Running, monkeypa
     assert last["response"]["error"] == {"code": "server_error", "message": "it took too long."}
 
 
-class Person(pydantic.BaseModel, extra="forbid"):
-    color: Literal["red", "green"]
-    alive: bool
+def test_openais_client_calls_answers_and_asks_again(server: Running) -> None:
+    client, extra = server.client(), {"chat_template": HERMES, "seed": 2}
+    must: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+    whole = client.responses.create(**CALLING, **must, extra_body=extra)
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert len(calls) == len(whole.output) == 1
+    with client.responses.stream(**CALLING, **must, extra_body=extra) as stream:
+        for event in stream:
+            assert event.type != "error"
+        last = stream.get_final_response()
+    assert [(c.name, c.arguments) for c in last.output] == [(c.name, c.arguments) for c in calls]
+    given = [{"type": "function_call_output", "call_id": call.call_id, "output": "It is sunny."} for call in calls]
+    asked = {**CALLING, "input": [{"role": "user", "content": "Hi"}, *whole.output, *given], "max_output_tokens": 12}
+    again = client.responses.create(**asked, extra_body=extra)
+    of_chat = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+    messages: list[Any] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": of_chat},
+        *({"role": "tool", "tool_call_id": call.call_id, "content": "It is sunny."} for call in calls),
+    ]
+    chat = client.chat.completions.create(
+        model="stories", messages=messages, tools=TOOLS, max_tokens=12, extra_body=extra
+    )
+    assert again.output_text == chat.choices[0].message.content != ""
+    assert again.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_openais_client_parses_the_form_that_it_asked_for(server: Running) -> None:
-    asked: dict[str, Any] = {**ASKED, "max_output_tokens": 200, EXTRA: {"chat_template": PLAIN, "seed": 2}}
-    found = server.client().responses.parse(**asked, text_format=Person)
-    assert isinstance(found.output_parsed, Person)
-    assert Person.model_validate_json(found.output_text) == found.output_parsed
-    body = {**ASKED, "max_output_tokens": 200, "chat_template": PLAIN, "seed": 2}
-    form = {"type": "json_schema", "name": "Person", "schema": Person.model_json_schema(), "strict": True}
-    whole = server.post("/v1/responses", **body, text={"format": form}).json()
-    assert_valid(whole, "Response")
-    assert whole["text"]["format"] == form
-    assert Person.model_validate_json(whole["output"][0]["content"][0]["text"])
+def test_only_allowed_tools_are_called_and_all_are_shown(server: Running) -> None:
+    one = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": 'say "hi"'}]}
+    body = {**CALLING, "chat_template": HERMES, "parallel_tool_calls": False}
+    lengths = set()
+    for choice in ("required", one):
+        found = server.post("/v1/responses", **body, tool_choice=choice, seed=1).json()
+        assert_valid(found, "Response")
+        names = {item["name"] for item in found["output"]}
+        lengths.add(found["usage"]["input_tokens"])
+    assert names == {'say "hi"'}
+    assert len(lengths) == 1

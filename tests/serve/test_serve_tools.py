@@ -1,16 +1,13 @@
-"""Tools: calls are told apart from text wherever it is cut, and an answer that must call does, as the schema says."""
+"""Tools: which may be called, what earlier calls are for a template, and what is refused."""
 
-import itertools
-import json
 from typing import Any
 
-import jsonschema
 import pytest
 
 from forerun.serve.problems import ApiError
 from forerun.serve.tools import ToolUse, tools_of, with_objects
 from kit.servers import Running, serving
-from serve.call_templates import HERMES, LLAMA, NAMED
+from serve.call_templates import HERMES, NAMED
 
 WEATHER = {
     "type": "object",
@@ -123,83 +120,10 @@ def test_a_message_without_calls_has_no_field_of_them(calls: Any) -> None:
 server = serving()
 
 
-def check(name: str, arguments: str) -> None:
-    """A call is one of TOOLS as its schema says."""
-    if name == "weather":
-        jsonschema.validate(json.loads(arguments), WEATHER)
-    else:
-        assert (name, json.loads(arguments)) == ('say "hi"', {})
-
-
-@pytest.mark.short("hermes")
-@pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
-def test_an_answer_that_must_call_a_tool_does(server: Running, template: str) -> None:
-    client = server.client()
-    asked: dict[str, Any] = {"model": "stories", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 400}
-    extra = {"chat_template": template}
-    weather: Any = {"type": "function", "function": {"name": "weather"}}
-    names = set()
-    for seed in range(4):
-        choices: list[dict[str, Any]] = [
-            {"tool_choice": "required", "parallel_tool_calls": False},
-            {"tool_choice": weather},
-        ]
-        for choice in choices:
-            answer = client.chat.completions.create(**asked, **choice, seed=seed, extra_body=extra).choices[0]
-            assert answer.finish_reason == "tool_calls", answer
-            assert answer.message.content is None
-            (call,) = answer.message.tool_calls
-            assert call.type == "function"
-            assert len(call.id) == 9
-            check(call.function.name, call.function.arguments)
-            names.add(call.function.name)
-            assert choice["tool_choice"] == "required" or call.function.name == "weather"
-    assert names == {"weather", 'say "hi"'}
-
-
 STRICT: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     *({"type": "function", "function": {"name": name}} for name in ("free", "never")),
 ]
-
-
-@pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
-def test_a_strict_function_leaves_the_tokens_to_the_seed_alone(server: Running, template: str) -> None:
-    asked: dict[str, Any] = {"messages": MESSAGES, "chat_template": template, "tools": STRICT, "max_tokens": 30}
-    answers = [
-        server.post("/v1/chat/completions", **asked, seed=3, temperature=1.2, speculation=own).json()["choices"]
-        for own in (True, False)
-    ]
-    assert answers[0] == answers[1]
-
-
-def test_a_stream_has_the_calls_of_the_whole_answer(server: Running) -> None:
-    client, extra = server.client(), {"chat_template": HERMES}
-    form = f"Well\\. ({CALL.replace('Rome', '(Rome|Oslo)')}){{1,2}}".replace('{"', r'\{"').replace('"}}', r'"\}\}')
-    bodies: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"tool_choice": "required", "max_tokens": 90}, {}),
-        ({"max_tokens": 200, "n": 2}, {"structured_outputs": {"regex": form}}),
-        ({"max_tokens": 12}, {}),
-    ]
-    for seed, (body, more) in itertools.product(range(2), bodies):
-        asked: Any = {"model": "stories", "messages": MESSAGES, "tools": TOOLS, "seed": seed, **body}
-        whole = client.chat.completions.create(**asked, extra_body=extra | more)
-        told: dict[int, list[Any]] = {choice.index: ["", [], None] for choice in whole.choices}
-        for chunk in client.chat.completions.create(**asked, stream=True, extra_body=extra | more):
-            for choice in chunk.choices:
-                own = told[choice.index]
-                own[0] += choice.delta.content or ""
-                for call in choice.delta.tool_calls or []:
-                    assert call.index == len(own[1])
-                    own[1].append((call.function.name, call.function.arguments))
-                own[2] = choice.finish_reason or own[2]
-        for choice in whole.choices:
-            calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
-            assert told[choice.index] == [choice.message.content or "", calls, choice.finish_reason]
-            if "structured_outputs" in more:
-                assert choice.message.content == "Well."
-                assert 1 <= len(calls) <= 2
-                assert choice.finish_reason == "tool_calls"
 
 
 def test_tools_are_in_the_prompt_unless_none_may_be_called(server: Running) -> None:
