@@ -35,16 +35,16 @@ def cache_folder(kind: str) -> Path:
     return base / kind
 
 
-def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = None) -> None:
-    """Put a file in its place, whole and on disk; readable by this user alone, or by whom `like` is."""
+def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Put a file in its place, whole and on disk; readable by this user alone, or by whom the one before it was."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
-        if like is not None:
-            shutil.copymode(like, name)
+        if path.exists():
+            shutil.copymode(path, name)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -64,18 +64,24 @@ def writable(folder: Path, option: str = "out") -> Iterator[None]:
         raise InvalidRequest(option, f"{folder} cannot be written ({problem}): name another folder.") from error
 
 
-def write_whole(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Let a text, or what a function writes to the path that it gets, take a file's place, whole and on disk.
+def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
+    """Let a text, bytes, or what a function writes to the path that it gets, take a file's place, whole and on disk.
 
-    Only one process may write the file. What a killed one left beside it is written over.
+    Who may read the file before may read it afterwards. Only one process may write it. What a killed one left beside it
+    is written over; nothing is left where this raises.
     """
     part = path.with_name(f".{path.name}{PART}")
-    if isinstance(content, str):
-        part.write_text(content, "utf-8")
-    else:
-        content(part)
-    sync(part)
-    os.replace(part, path)
+    try:
+        if callable(content):
+            content(part)
+        else:
+            part.write_bytes(content.encode() if isinstance(content, str) else content)
+        if path.exists():
+            shutil.copymode(path, part)
+        sync(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
     sync(path.parent)
 
 

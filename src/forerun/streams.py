@@ -13,16 +13,16 @@ import logging
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from queue import Full, Queue
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
 MISTAKE = 2
 FAULT = 3
 READER_GONE = 141  # what a shell reports of a program that a closed pipe has killed: 128 + SIGPIPE
-MOST_PENDING_BYTES = 1 << 20  # of text that nobody takes yet
+MOST_PENDING = 1 << 12  # texts that nobody has taken yet
 PATIENCE_S = 1.0  # at the end, for a reader that is slow
 
 
@@ -149,7 +149,7 @@ def unfailing_stderr() -> Iterator[None]:
 class BackgroundStream(io.TextIOBase):
     """A text stream that a thread of its own writes to a file descriptor.
 
-    A reader that is slow, or has stopped, holds nobody up: of what it has not taken MOST_PENDING_BYTES are kept. What
+    A reader that is slow, or has stopped, holds nobody up: of what it has not taken MOST_PENDING texts are kept. What
     is written beyond that, and what the system refuses, is dropped; later text is tried again.
     """
 
@@ -158,20 +158,15 @@ class BackgroundStream(io.TextIOBase):
     def __init__(self, number: int, encoding: str | None) -> None:
         self.number = number
         self.encoding = encoding or "utf-8"
-        self.pending: deque[bytes] = deque()
-        self.num_pending_bytes = 0
-        self.news = threading.Condition()
+        self.pending: Queue[bytes | None] = Queue(MOST_PENDING)
         self.thread = threading.Thread(target=self.run, name="forerun-stderr", daemon=True)
         self.thread.start()
 
     def write(self, text: str) -> int:
         """Take the text."""
-        data = text.encode(self.encoding, "replace")
-        with self.news:
-            if not self.closed and self.num_pending_bytes + len(data) <= MOST_PENDING_BYTES:
-                self.pending.append(data)
-                self.num_pending_bytes += len(data)
-                self.news.notify()
+        with suppress(Full):
+            if not self.closed:
+                self.pending.put_nowait(text.encode(self.encoding, "replace"))
         return len(text)
 
     def fileno(self) -> int:
@@ -184,23 +179,15 @@ class BackgroundStream(io.TextIOBase):
 
     def close(self) -> None:
         """Write what is left, as far as it is taken soon, and take nothing any more."""
-        with self.news:
-            super().close()
-            self.news.notify()
-        self.thread.join(PATIENCE_S)
+        super().close()
+        with suppress(Full):  # nobody reads
+            self.pending.put(None, timeout=PATIENCE_S)
+            self.thread.join(PATIENCE_S)
 
     def run(self) -> None:
         """Write until it is closed."""
-        while True:
-            with self.news:
-                self.news.wait_for(lambda: self.pending or self.closed)
-                if not self.pending:
-                    return
-                data = b"".join(self.pending)
-                self.pending.clear()
+        for data in iter(self.pending.get, None):
             left = memoryview(data)
             with suppress(OSError):
                 while left:
                     left = left[os.write(self.number, left) :]
-            with self.news:
-                self.num_pending_bytes -= len(data)

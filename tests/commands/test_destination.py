@@ -54,7 +54,7 @@ def test_a_device_is_written_to_and_not_replaced() -> None:
     assert not Path("/dev/full").is_file()
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["write_bytes", "fsync", "replace"])
 def test_a_failure_leaves_what_was_there(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     path.write_text("before")
@@ -63,10 +63,7 @@ def test_a_failure_leaves_what_was_there(call: str, tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if call == "write":
-        monkeypatch.setattr(Path, "open", full)
-    else:
-        monkeypatch.setattr({"fsync": os, "replace": Path}[call], call, full)
+    monkeypatch.setattr({"write_bytes": Path}.get(call, os), call, full)
     with pytest.raises(InvalidRequest, match="No space left on device"):
         goal.write("after")
     monkeypatch.undo()
@@ -85,11 +82,8 @@ def test_what_cannot_be_written_is_refused_at_once(name: str, said: str, tmp_pat
 
 
 def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(Path, "touch", denied)
-    with pytest.raises(InvalidRequest, match="Permission denied"):
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    with pytest.raises(InvalidRequest, match=f"output: the folder {tmp_path} may not be written"):
         Destination("output", tmp_path / "a.json")
 
 

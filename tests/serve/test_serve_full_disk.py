@@ -46,23 +46,23 @@ def test_a_reader_that_stops_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
     reader, writer = os.pipe()
     stream = BackgroundStream(writer, "utf-8")
     began_s = time.monotonic()
-    for _ in range(4 * streams.MOST_PENDING_BYTES // 1024):
+    for _ in range(4 * streams.MOST_PENDING):
         print("x" * 1023, file=stream, flush=True)
     assert time.monotonic() - began_s < 10
-    assert stream.num_pending_bytes <= streams.MOST_PENDING_BYTES
+    assert stream.pending.full()
     found = bytearray()
     thread = threading.Thread(target=lambda: found.extend(b"".join(iter(lambda: os.read(reader, 1 << 16), b""))))
     thread.start()
-    until(lambda: not stream.num_pending_bytes)
+    until(stream.pending.empty)
     print("späť", file=stream)
-    until(lambda: not stream.num_pending_bytes)
+    until(stream.pending.empty)
     stream.close()
     print("too late", file=stream)
     assert not stream.thread.is_alive()
     os.close(writer)
     thread.join(PATIENCE_S)
     os.close(reader)
-    assert found.decode().endswith("x\nspäť\n")
+    assert found.decode().endswith("späť\n")
 
 
 @needs_posix
@@ -96,7 +96,7 @@ def test_whoever_writes_to_a_broken_stream_goes_on(what: str, monkeypatch: pytes
             assert isinstance(stream, BackgroundStream)
             for _ in range(100):
                 print("text", file=sys.stderr, flush=True)
-                until(lambda: not stream.num_pending_bytes)
+                until(stream.pending.empty)
         assert sys.stderr is broken
     if what != "closed":
         os.close(number)

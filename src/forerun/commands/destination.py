@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from json import dumps
@@ -14,6 +13,7 @@ import typer
 
 from forerun.errors import InvalidRequest
 from forerun.options import OutputOptions
+from forerun.store import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,8 @@ class Destination:
             raise InvalidRequest(self.option, f"{self.path} is a folder: name a file in it.")
         if self.path.exists() and not os.access(self.path, os.W_OK):
             raise InvalidRequest(self.option, f"{self.path} may not be written: name another file.")
-        if self._replaced:
-            try:
-                self._beside.touch(exist_ok=True)
-                self._beside.unlink()
-            except OSError as error:
-                raise self._failure(error) from error
+        if self._replaced and not os.access(folder, os.W_OK):
+            raise InvalidRequest(self.option, f"the folder {folder} may not be written: name another file.")
 
     @property
     def _file(self) -> Path:
@@ -48,36 +44,16 @@ class Destination:
         """Whether the file is replaced as a whole; a device or a pipe is written to."""
         return self.path.is_file() or not self.path.exists()
 
-    @property
-    def _beside(self) -> Path:
-        """Where the content is before it takes the file's place."""
-        return self._file.with_name(f".{self._file.name}.{os.getpid()}.part")
-
     def write(self, content: str | bytes) -> None:
         """Write the file. Where that fails, what was there before is there still, and InvalidRequest is raised."""
-        data = content.encode() if isinstance(content, str) else content
         try:
             if self._replaced:
-                self._replace(data)
+                write_whole(self._file, content)
             else:
-                self.path.write_bytes(data)
+                self.path.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
-            raise self._failure(error) from error
-
-    def _replace(self, data: bytes) -> None:
-        try:
-            with self._beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if self._file.exists():
-                shutil.copymode(self._file, self._beside)
-            self._beside.replace(self._file)
-        finally:
-            self._beside.unlink(missing_ok=True)
-
-    def _failure(self, error: OSError) -> InvalidRequest:
-        return InvalidRequest(self.option, f"{self.path} cannot be written ({error.strerror}): name another file.")
+            problem = f"{self.path} cannot be written ({error.strerror}): name another file."
+            raise InvalidRequest(self.option, problem) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class PastFile:
 
     def replace(self, wanted: Sequence[PastAnswer]) -> None:
         """Replace this file by one with only these answers, completely or not at all."""
-        replace_file(self.path, [self.head(), *(kept.line() for kept in wanted)], like=self.path)
+        replace_file(self.path, [self.head(), *(kept.line() for kept in wanted)])
 
 
 def as_line(entry: dict[str, Any]) -> bytes:
