@@ -334,14 +334,6 @@ def test_different_tokens_fail_the_command(run: Callable[..., Result], monkeypat
     assert run().exit_code == 1
 
 
-def test_control_c_ends_the_command(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FinalAnswers, "show", interrupt)
-    assert run().exit_code == 130
-
-
 def test_a_chat_model_is_asked_every_question_at_both_temperatures(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,12 +24,6 @@ def test_expected_tokens_are_those_of_every_way_a_round_can_end(chances: list[fl
         assert expected_tokens(chances, length) == pytest.approx(total)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.7, 0.9])
-def test_expected_tokens_where_every_guess_is_as_good(alpha: float) -> None:
-    for length in range(12):
-        assert expected_tokens([alpha] * 16, length) == pytest.approx((1 - alpha ** (length + 1)) / (1 - alpha))
-
-
 def speed_up(alpha: float, guess_s: float) -> tuple[float, int]:
     """How much faster than plain decoding, whose step takes 1, and the length that makes it so."""
     chances = [alpha] * 40

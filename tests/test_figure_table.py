@@ -7,13 +7,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from bench.synthetic import GROUP, even, taped
-from forerun.bench.figures import group_figures
-from forerun.bench.plan import Turn
-from forerun.bench.show import table as bench_table
-from forerun.demo.comparison import PromptScore
-from forerun.demo.race import Score
-from forerun.demo.screen import table as demo_table
 from forerun.figure_table import FigureTable, fact_table
 
 
@@ -47,21 +40,3 @@ def test_brackets_in_facts_are_no_markup() -> None:
 
 def test_one_table_where_everything_fits() -> None:
     assert len(shown(made(9), 200)) == 4
-
-
-@pytest.mark.parametrize("width", [40, 60, 80])
-def test_the_tables_of_bench_and_demo_lose_nothing(width: int) -> None:
-    runs = [
-        taped(even(depth, 6, depth, 1024.0 if depth else 512.0, 64.0, rest_s=8.0), GROUP, Turn(r, depth), [[1] * 9])
-        for r in range(3)
-        for depth in (0, 12)
-    ]
-    heat = PromptScore("a/some_long_module_name.py", 0.7, 50, Score())
-    for table in (bench_table(group_figures(GROUP, runs)), demo_table([heat, heat], Score())):
-        text = "\n".join(shown(table, width))
-        assert "…" not in text
-        assert max(map(cell_len, text.splitlines())) <= width
-        words = text.split()
-        for row in table.rows:
-            for cell in row[table.num_names or 1 :]:
-                assert not str(cell) or str(cell) in words

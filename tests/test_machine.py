@@ -5,11 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from forerun import machine
 from forerun.machine import (
-    Machine,
     available_bytes,
     bandwidth_bytes_per_s,
     forget_peak_rss,
@@ -37,11 +35,6 @@ def test_vector_instructions_are_told_from_all_else_that_a_processor_can(tmp_pat
     assert set(vector_instructions(cpuinfo)) == known
     cpuinfo.write_text("processor : 0\nFeatures : fp asimd asimdhp sve sve2 sme i8mm bf16 paca\n")
     assert set(vector_instructions(cpuinfo)) == {"asimd", "asimdhp", "sve", "sve2", "sme", "i8mm", "bf16"}
-
-
-def test_threads_are_torchs_own() -> None:
-    assert Machine.here().num_threads == torch.get_num_threads()
-    assert Machine.here() == Machine.here()
 
 
 def test_bandwidth_is_the_bytes_over_the_best_time(monkeypatch: pytest.MonkeyPatch) -> None:

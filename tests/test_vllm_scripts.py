@@ -15,27 +15,6 @@ import pytest
 from forerun import LLM, SamplingParams
 from kit.checkpoints import SMALL, TARGET
 
-BASIC = """
-from vllm import LLM, SamplingParams
-
-prompts = ["Once upon a time", "The little dog", "One day, Lily", "She said"]
-sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
-
-
-def main():
-    llm = LLM(model="TARGET")
-    outputs = llm.generate(prompts, sampling_params)
-    for output in outputs:
-        prompt = output.prompt
-        generated_text = output.outputs[0].text
-        print(f"Prompt:    {prompt!r}")
-        print(f"Output:    {generated_text!r}")
-
-
-if __name__ == "__main__":
-    main()
-"""
-
 NGRAM = """
 from vllm import LLM, SamplingParams
 
@@ -115,15 +94,6 @@ def run(script: str) -> list[str]:
     with contextlib.redirect_stdout(shown):
         exec(compile(source, "script.py", "exec"), {"__name__": "__main__"})
     return shown.getvalue().splitlines()
-
-
-def test_the_basic_script_prints_prompts_and_answers_in_order() -> None:
-    lines = run(BASIC)
-    assert lines[0::2] == [f"Prompt:    {prompt!r}" for prompt in PROMPTS]
-    assert all(line.startswith("Output:    ") for line in lines[1::2])
-
-
-PROMPTS = ("Once upon a time", "The little dog", "One day, Lily", "She said")
 
 
 @pytest.mark.parametrize(

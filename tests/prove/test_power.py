@@ -51,21 +51,16 @@ def rejections(name: str, seeds: range) -> int:
     return sum(p < LEVEL / NUM_TESTS for p in found)
 
 
-@pytest.mark.short(
-    "first failure stops block",
-    "coins reuse the draft's noise",
-    "unlikely guesses dropped, token",
-    "q mis-declared, block",
-)
-@pytest.mark.parametrize("name", LAW_MUTANTS)
-def test_a_wrong_law_is_rejected(name: str) -> None:
-    assert rejections(name, range(1, 2)) == 1
+ONE, HUNDRED = (range(1, 2), 1), pytest.param(range(100, 200), 95, marks=pytest.mark.full)
+runs = pytest.mark.parametrize(("seeds", "least"), [ONE, HUNDRED], ids=["one", "hundred"])
 
 
-@pytest.mark.full
+@pytest.mark.short("one-first failure*", "one-coins*", "one-unlikely*token", "one-q mis*block")
 @pytest.mark.parametrize("name", LAW_MUTANTS)
-def test_a_wrong_law_is_rejected_in_95_of_100_runs(name: str) -> None:
-    assert rejections(name, range(100, 200)) >= 95
+@runs
+def test_a_wrong_law_is_rejected(name: str, seeds: range, least: int) -> None:
+    """In 95 of 100 runs."""
+    assert rejections(name, seeds) >= least
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -103,16 +98,11 @@ def wrong_runs(llm: LLM, name: str, seeds: range) -> int:
         return sum(not equality(llm, seed).same_tokens for seed in seeds)
 
 
-@pytest.mark.short("a wrong token", "a skipped verify row", "a stale cache row")
+@pytest.mark.short("one-a wrong token", "one-a skipped*", "one-a stale*")
 @pytest.mark.parametrize("name", TOKEN_MUTANTS)
-def test_wrong_tokens_are_found(llm: LLM, name: str) -> None:
-    assert wrong_runs(llm, name, range(1, 2)) == 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", TOKEN_MUTANTS)
-def test_wrong_tokens_are_found_in_95_of_100_runs(llm: LLM, name: str) -> None:
-    assert wrong_runs(llm, name, range(100, 200)) >= 95
+@runs
+def test_wrong_tokens_are_found(llm: LLM, name: str, seeds: range, least: int) -> None:
+    assert wrong_runs(llm, name, seeds) >= least
 
 
 def test_right_tokens_are_not_accused(llm: LLM) -> None:

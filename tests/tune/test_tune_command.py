@@ -138,6 +138,9 @@ def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list
     assert again.stdout == first.stdout
     assert "measurements are there already" in again.stderr
     assert json.loads((folder / "out/tune.json").read_text()) == before
+    other = invoke([*arguments, "--seed", "5"])
+    assert other.exit_code == 2
+    assert "settings.seed" in other.stderr
 
 
 @pytest.mark.full
@@ -153,32 +156,6 @@ def test_a_new_candidate_is_measured_alone(tuned: tuple[Path, Result, list[str]]
     assert exits == ["early-exit:1", "early-exit:2"]
     assert after["best_exits"]["early-exit:auto"] in exits
     assert len(made) == 2 * 2 * 2 * 3  # exits, batches, repetitions, ways: plain, at a depth, at chosen ones
-
-
-def test_interrupted_it_goes_on(pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, made = Stage.run, list[object]()
-
-    def counting(self: Stage, *what: object) -> object:
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        made.append(what)
-        return real(self, *what)  # type: ignore[arg-type]
-
-    (tmp_path / "tales.txt").write_text("\n".join(STORIES))
-    arguments = [*pair[:4], "--prompts", str(tmp_path / "tales.txt"), "--out", str(tmp_path / "out"), "--json"]
-    monkeypatch.setattr(Stage, "run", counting)
-    stopped = invoke(arguments)
-    assert stopped.exit_code == 130
-    assert "The same command goes on behind" in stopped.stderr
-    made[:] = [None] * -1
-    monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
-    ended = invoke(arguments)
-    assert ended.exit_code == 0, ended.output
-    assert len(made) == 3  # of two repetitions, three ways each
-    assert json.loads(ended.stdout)["complete"]
-    other = invoke([*arguments, "--seed", "5"])
-    assert other.exit_code == 2
-    assert "settings.seed" in other.stderr
 
 
 def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ REPLACED = (  # in the text of an SVG
     (re.compile(INK), "currentColor"),
     (re.compile(RULE), "var(--rule)"),
 )
-Panel = Callable[[Any], None]  # draws into matplotlib's axes
 
 
 def can_draw() -> bool:
@@ -82,7 +81,8 @@ class LinePanel:
     level: float | None = None
     ticks: Sequence[int | float] = ()
 
-    def __call__(self, axes: Any) -> None:
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
         for each in self.series:
             xs, ys = zip(*each.points, strict=True) if each.points else ((), ())
             bars = [[s.median - s.low for s in each.spreads], [s.high - s.median for s in each.spreads]]
@@ -101,21 +101,16 @@ class LinePanel:
             axes.set_xticks(self.ticks, [f"{tick:g}" for tick in self.ticks])
         elif all(x == int(x) for each in self.series for x, _ in each.points):
             axes.xaxis.get_major_locator().set_params(integer=True)
-        finish(axes, self.x, self.title, self.y, self.level)
+        if self.level is not None:
+            axes.axhline(self.level, color="#999999", linewidth=0.8, linestyle="--")
+        axes.set_title(self.title, fontsize="medium")
+        axes.set_xlabel(self.x)
+        axes.set_ylabel(self.y)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
-def finish(axes: Any, x: str, title: str = "", y: str = "", level: float | None = None, name: str = "") -> None:
-    """Labels, the axes' form, and a horizontal line."""
-    if level is not None:
-        axes.axhline(level, color="#999999", linewidth=0.8, linestyle="--", label=name or None)
-    axes.set_title(title, fontsize="medium")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def png(title: str, rows: Sequence[Sequence[Panel]]) -> bytes:
+def png(title: str, rows: Sequence[Sequence[LinePanel]]) -> bytes:
     """A picture of rows of panels, whose first ones have a legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -125,14 +120,14 @@ def png(title: str, rows: Sequence[Sequence[Panel]]) -> bytes:
     FigureCanvasAgg(figure)
     for axes, panels in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
         for own, panel in zip(axes, panels, strict=True):
-            panel(own)
+            panel.draw(own)
         axes[0].legend(fontsize="small", frameon=False)
     figure.suptitle(title, fontsize="medium", wrap=True)
     figure.savefig(file, format="png", dpi=DPI)
     return file.getvalue()
 
 
-def svg(panel: Panel) -> str:
+def svg(panel: LinePanel) -> str:
     """An SVG element as wide as the page; its text has the colour of the page."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -143,7 +138,7 @@ def svg(panel: Panel) -> str:
         figure = Figure(figsize=(PAGE_WIDTH, PAGE_HEIGHT), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        panel(axes)
+        panel.draw(axes)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

@@ -6,17 +6,15 @@ This file decides what stands on it. Everything is inside the file, charts as SV
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from jinja2 import Environment
 from markupsafe import Markup
 from rich.text import Text
 
-from forerun.bench.chart import COLOURS, INK, LinePanel, Series, can_draw, finish, svg
+from forerun.bench.chart import COLOURS, LinePanel, Series, can_draw, svg
 from forerun.tune.report import TuneReport
 from forerun.tune.show import (
     WORTH,
-    cost_figures,
     drafters,
     facts_of,
     memory_figures,
@@ -25,9 +23,8 @@ from forerun.tune.show import (
     title,
     verdict,
 )
-from forerun.tune.study import Studied, TuneCell
+from forerun.tune.study import Studied
 
-BAR = 0.8  # of the room of a batch size that its bars take
 NAME = 24  # characters of a drafter's name; of longer ones the end is shown
 FASTER = "times as fast as plain decoding"
 PAGE = """\
@@ -75,7 +72,6 @@ tr.part td:first-child { padding-left: 1.6rem; }
 svg { width: 100%; height: auto; display: block; } figure { margin: .5rem 0 0; }
 figcaption { color: var(--soft); font-size: .9rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .92rem; } dd { margin: 0; }
-summary { cursor: pointer; margin: .8rem 0 .3rem; }
 pre { background: var(--box); border-radius: .5rem; padding: .6rem .9rem; overflow-x: auto; font-size: .88rem;
   margin: .3rem 0 .8rem; }
 </style></head><body>
@@ -93,8 +89,6 @@ again.</p>
 <h2>{{ title }}</h2>
 {{ figures(charts) }}{% for each in tables %}{{ table(each) }}{% endfor %}
 {% endfor %}
-<details><summary>What rounds take, as measured at the start</summary>
-{{ table(costs) }}</details>
 {% if report.pick %}
 <h2>How to use it</h2><p>Every command reads the settings beside this page:</p>
 <pre>forerun generate --config forerun.toml &quot;…&quot;</pre>
@@ -126,7 +120,6 @@ def html_page(report: TuneReport) -> str:
         target=report.about["model"]["target"],
         verdict=list(verdict(report)),
         sections=sections,
-        costs=cost_figures(report),
         facts=list(facts_of(report)),
         template=template_line(report.about["prompts"]),
         can_draw=can_draw(),
@@ -145,7 +138,7 @@ def speed_charts(report: TuneReport, temperature: float) -> Iterator[tuple[Marku
     """Charts of speed at a temperature, with their captions."""
     first = report.settings.batches[0]
     if can_draw() and any(each.cell(first, temperature) for each in report.studied):
-        yield chart(lambda axes: speed_bars(axes, report, temperature)), "Measured speed-up with quartiles"
+        yield chart(batch_panel(report, temperature)), "Measured speed-up with quartiles"
         yield chart(depth_panel(report, first, temperature)), f"Speed-up by depth, batch {first}"
 
 
@@ -162,7 +155,7 @@ def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
             yield chart(panel), f"Acceptance by depth, temperature {temperature:g}"
 
 
-def chart(panel: Any) -> Markup:
+def chart(panel: LinePanel) -> Markup:
     """A chart that the page takes as it is."""
     return Markup(svg(panel))
 
@@ -178,32 +171,17 @@ def shortened(each: Studied) -> str:
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 
-def speed_bars(axes: Any, report: TuneReport, temperature: float) -> None:
-    """Measured speed-up by batch size, a bar for each candidate, with quartiles and what was expected."""
-    batches = report.settings.batches
-    shown = [each for each in report.studied if any(c.group.temperature == temperature for c in each.cells)]
-    width = BAR / max(1, len(shown))
-    expected: list[tuple[float, float]] = []
-    for number, each in enumerate(shown):
-        for place, batch in enumerate(batches):
-            if cell := each.cell(batch, temperature):
-                x = place + (number + 0.5) * width - BAR / 2
-                bar(axes, x, width, cell, colour_of(report, each))
-                expected.append((x, cell.prediction.speed_up))
-        axes.bar([0], [0], color=colour_of(report, each), label=shortened(each))
-    axes.plot(*zip(*expected, strict=True), "D", color=INK, markersize=4, label="predicted", fillstyle="none")
-    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-    axes.tick_params(axis="x", length=0)
-    finish(axes, "", y=FASTER, level=1.0, name="plain decoding")
-
-
-def bar(axes: Any, x: float, width: float, cell: TuneCell, colour: str) -> None:
-    """One bar, from quartile to quartile where it was repeated."""
-    spread = cell.drafted.speed_up if cell.drafted else None
-    if spread is not None:
-        reach = [[spread.median - spread.low], [spread.high - spread.median]]
-        axes.bar([x], [spread.median], width * 0.9, color=colour, yerr=reach, ecolor=INK, error_kw={"linewidth": 1.0})
-        axes.text(x, 0.02, f"{spread.median:.2f}", ha="center", va="bottom", fontsize="small", color=INK)
+def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
+    """Measured speed-up by batch size with quartiles, and what was expected."""
+    series = []
+    for each in report.studied:
+        cells = [cell for batch in sorted(report.settings.batches) if (cell := each.cell(batch, temperature))]
+        measured = {c.group.batch: c.drafted.speed_up for c in cells if c.drafted and c.drafted.speed_up}
+        points, colour = [(batch, spread.median) for batch, spread in measured.items()], colour_of(report, each)
+        series.append(Series(shortened(each), points, colour, spreads=list(measured.values())))
+        series.append(Series("", [(c.group.batch, c.prediction.speed_up) for c in cells], colour, "x"))
+    ticks = sorted(report.settings.batches)
+    return LinePanel(series, "batch (lines: measured, crosses: predicted)", y=FASTER, level=1.0, ticks=ticks)
 
 
 def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel:

@@ -32,7 +32,6 @@ from forerun.tune.predict import RoundShape
 WARM = 2  # rounds of a wave that do not count, behind those that read prompts
 MOST_WAVES = 60
 COARSE_DEPTHS = (1, 2, 4, 8, 16)
-TABLE_DEPTHS = (0, *COARSE_DEPTHS)
 
 
 @dataclass(slots=True)
@@ -157,18 +156,6 @@ class PassTable:
         rows = sorted(self.by_drafter[drafter])
         figures = [figure(self.by_drafter[drafter][each]) for each in rows]
         return float(np.interp(num_rows, rows, figures)) if num_rows else 0.0
-
-    def lines(self, batch: int) -> list[dict[str, Any]]:
-        """Seconds of the target's part of a round and of each drafter's drafting, by depth."""
-        return [
-            {
-                "batch": batch,
-                "depth": depth,
-                "pass_s": self.pass_s(next(iter(self.by_drafter)), batch, batch * (1 + depth)),
-                "draft_s": {drafter: self.draft_s(drafter, batch, depth) for drafter in self.by_drafter},
-            }
-            for depth in TABLE_DEPTHS
-        ]
 
 
 def rows_of(batch: int) -> list[int]:

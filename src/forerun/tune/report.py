@@ -132,7 +132,12 @@ class TuneReport:
             "asked_as": each.candidate.family,
             "problem": each.problem or None,
             "memory": each.memory and asdict(each.memory),
-            "costs": list(each.costs),
+            "costs": [
+                {**asdict(group), "drafter": drafter, "rows": rows, **asdict(costs)}
+                for group, table in each.costs.items()
+                for drafter, by_rows in table.items()
+                for rows, costs in by_rows.items()
+            ],
             "acceptance_at_depth": [
                 {"temperature": temperature, "category": kind or None, "rates": rates, "template": self.template}
                 for temperature, kinds in each.acceptance.items()

@@ -109,22 +109,6 @@ def memory_figures(report: TuneReport) -> FigureTable:
     return FigureTable(("memory", "weights", "cache", "past answers\nat most"), rows, num_names=1)
 
 
-def cost_figures(report: TuneReport) -> FigureTable:
-    """What rounds take, by batch and depth: the target's part, and each drafter's."""
-    rows: list[list[Cell]] = [
-        [
-            Text(name or each.candidate.draft),
-            str(line["batch"]),
-            str(line["depth"]),
-            *(f"{1000 * taken_s:.3g}" for taken_s in (line["pass_s"], draft_s)),
-        ]
-        for each in report.studied
-        for line in each.costs
-        for name, draft_s in line["draft_s"].items()
-    ]
-    return FigureTable(("drafter", "batch", "depth", "target, ms", "drafting, ms"), rows, num_names=1)
-
-
 def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
     """What lies behind the tables, by name."""
     model, machine, prompts = (report.about[name] for name in ("model", "machine", "prompts"))

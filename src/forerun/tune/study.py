@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import CellFigures, GroupFigures, group_figures
@@ -91,12 +90,12 @@ class TuneCell:
 class Studied:
     """What was found about a candidate; `problem` says why there is nothing more.
 
-    `acceptance` is by temperature and then by category, "" being all of them.
+    `costs` are by drafter and rows; `acceptance` is by temperature and then by category, "" being all of them.
     """
 
     candidate: Candidate
     memory: DrafterMemory | None = None
-    costs: Sequence[Mapping[str, Any]] = ()
+    costs: Mapping[Group, Mapping[str, Mapping[int, RowCosts]]] = field(default_factory=dict)
     acceptance: Mapping[float, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
     cells: tuple[TuneCell, ...] = ()
     problem: str = ""
@@ -128,14 +127,11 @@ def study(trial: Trial) -> Studied:
             for group in groups
         }
         tables = {group: table_of(trial, group, jobs[group]) for group in groups}
-        first = groups[0]
-        at_first = [group for group in groups if group.temperature == first.temperature]
-        lines = [line for group in at_first for line in tables[group].lines(group.batch)]
-        by_temperature = {group.temperature: jobs[group] for group in groups if group.batch == first.batch}
+        by_temperature = {group.temperature: jobs[group] for group in groups if group.batch == groups[0].batch}
         return Studied(
             candidate=trial.candidate,
             memory=memory,
-            costs=lines,
+            costs={group: table.by_drafter for group, table in tables.items()},
             acceptance={temperature: acceptance_of(own) for temperature, own in by_temperature.items()},
             cells=tuple(measured(trial, jobs, tables)),
         )
