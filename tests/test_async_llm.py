@@ -13,7 +13,7 @@ from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
 from forerun.config import Speculation
 from forerun.engine.engine import Engine
-from forerun.errors import EngineClosed, InvalidRequest, RoundFailed
+from forerun.errors import EngineClosed, InvalidRequest
 from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.request import Prompt
@@ -179,36 +179,6 @@ class Faulty(Exception):
     """A processor's own failure."""
 
 
-def test_an_error_of_the_engine_reaches_all_whose_rounds_fail_and_hangs_nobody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And it is not lost in the thread: no traceback is left to the interpreter's last resort."""
-    begun, honest = threading.Event(), Engine.round
-
-    def fail(engine: Engine, plan: object) -> object:
-        if begun.is_set():
-            raise Faulty("on purpose")
-        return honest(engine, plan)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Engine, "round", fail)
-
-    async def work(front: AsyncLLM) -> None:
-        good = [asyncio.create_task(front.generate(PROMPTS[i], endless(i))) for i in range(3)]
-        stream = front.stream(PROMPTS[0], endless())
-        await anext(stream)
-        late = asyncio.create_task(front.generate(PROMPTS[4], endless()))
-        await asyncio.sleep(0.05)
-        begun.set()
-        for task in (*good, late, asyncio.create_task(together(stream))):
-            with pytest.raises(RoundFailed, match="raise Faulty, even alone") as error:
-                await task
-            assert isinstance(error.value.__cause__, Faulty)
-        begun.clear()
-        await first_is_right(front)
-
-    run(work)
-
-
 def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those under way are told the reason, those who come later that there is no engine any more."""
     llm = LLM(str(TARGET), dtype="float32")
@@ -233,11 +203,6 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert not llm.engine.has_work
     assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(0)
-
-
-async def first_is_right(front: AsyncLLM) -> None:
-    """The LLM itself has taken no harm."""
-    assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(0)
 
 
 def test_loops_of_several_threads() -> None:

@@ -4,7 +4,6 @@ That drafting changes no token is the business of tests/law; here it is asked of
 requests of different wishes.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -15,21 +14,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forerun.accept.commit import Origin
-from forerun.accept.delta import Delta
 from forerun.config import Speculation
-from forerun.engine.driver import EngineDriver
-from forerun.engine.engine import Engine
 from forerun.errors import ForerunError, InvalidRequest, NotEnoughMemory, PromptTooLong, UnknownDrafter
 from forerun.llm import LLM
-from forerun.models.runner import Runner
 from forerun.output import RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
 from kit.engines import plain
-from kit.oracles import Oracle, seen
-from kit.texts import PROMPTS, random_text
+from kit.oracles import seen
+from kit.texts import PROMPTS
 from kit.unchecked import unchecked
 
 TREE = Speculation(4, 3, 9)
@@ -211,36 +206,8 @@ def test_closing_a_stream_frees_everything(make: Callable[[], LLM], num_read: in
     assert seen(llm.generate(PROMPTS[0], asking())[0]) == seen(plain().generate(PROMPTS[0], asking())[0])
 
 
-def test_streams_side_by_side_and_an_answer_between_them() -> None:
-    """Whoever steps the engine moves everyone on; each gets its own pieces, all of them, in order."""
-    llm = with_model()
-    asked = [asking(seed, max_tokens=30 - 9 * seed) for seed in range(3)]
-    expected = tokens_of(plain().generate(list(PROMPTS[:3]), asked))
-    streams = [llm.stream(prompt, each) for prompt, each in zip(PROMPTS, asked, strict=False)]
-    pieces: list[list[Delta]] = [[], [], []]
-    for first in (2, 0, 1):
-        pieces[first].append(next(streams[first]))
-    between = llm.generate(PROMPTS[3], asking(9))
-    assert seen(between[0]) == seen(plain().generate(PROMPTS[3], asking(9))[0])
-    for turn in range(200):
-        pieces[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
-    for own, (tokens,) in zip(pieces, expected, strict=True):
-        assert tuple(token for delta in own for token in delta.token_ids) == tokens
-        assert own[-1].finish_reason == "length"
-    assert_empty(llm)
-
-
 class Faulty(Exception):
     """A processor's own failure."""
-
-
-def fails_at(length: int) -> Callable[[Sequence[int], Tensor], Tensor]:
-    def processor(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        if len(tokens) == length:
-            raise Faulty(f"at {length} tokens")
-        return logits
-
-    return processor
 
 
 def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
@@ -263,26 +230,6 @@ def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
         if make is not with_ngrams:  # of what is drafted for nothing, compiled verdicts ask no processor
             assert bool(failures) == (make is with_model)
         assert_empty(make())
-
-
-@pytest.mark.short("12-plain", "20-with_ngrams", "20-with_model")
-@pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
-@pytest.mark.parametrize("length", [12, 20])
-def test_a_failing_processor_ends_its_requests_and_no_others(make: Callable[[], LLM], length: int) -> None:
-    """The round that failed is as if it had not been: a stream under way goes on where it was."""
-    llm = make()
-    asked = asking(5, max_tokens=24, logprobs=1)  # log-probabilities show what a lucky token would hide
-    (answer,) = plain().generate(PROMPTS[1], asked)[0].outputs
-    stream = llm.stream(PROMPTS[1], asked, speculation=TREE)
-    pieces = [next(stream)]
-    bad = asking(1, max_tokens=24, logits_processors=[fails_at(length)])
-    for speculation in (TREE, 3):
-        with pytest.raises(Faulty, match=f"at {length} tokens"):
-            llm.generate([PROMPTS[1], PROMPTS[0]], [asking(2), bad], speculation=speculation)
-    pieces += stream
-    assert tuple(token for delta in pieces for token in delta.token_ids) == answer.token_ids
-    assert tuple(alternatives for delta in pieces for alternatives in delta.logprobs) == answer.logprobs
-    assert_empty(llm)
 
 
 @cache
@@ -319,76 +266,6 @@ def test_logprobs_are_those_of_transformers() -> None:
             assert len(result.prompt_logprobs) == len(result.prompt_token_ids) - 1
             assert_logprobs(result.prompt_logprobs, tokens, 1, 3)
             assert_logprobs(answer.logprobs, tokens, len(result.prompt_token_ids), 5)
-
-
-def scored(seed: int) -> SamplingParams:
-    return asking(seed, logprobs=2, prompt_logprobs=2, max_tokens=16, temperature=seed % 2)
-
-
-LENGTHS = (1, 2, 40, 3, 60, 30)
-
-
-@cache
-def scored_alone() -> list[dict[str, object]]:
-    """Answers with all their log-probabilities, each alone, its prompt read at once."""
-    requests = [(random_text(length, seed), scored(seed)) for seed, length in enumerate(LENGTHS)]
-    return [dict(seen(plain().generate([prompt], asked)[0])) for prompt, asked in requests]
-
-
-CHUNKED = ((None, 7), ("ngram", 1), ("ngram", 64), (f"model:{SMALL}", 7), ("oracle", 5))
-
-
-@pytest.mark.short("None-7", "stories280k-7")
-@pytest.mark.parametrize(("draft", "chunk_tokens"), CHUNKED, ids=lambda value: str(value)[-11:])
-def test_logprobs_do_not_depend_on_drafts_chunks_or_preemption(draft: str | None, chunk_tokens: int) -> None:
-    """To the bit, with memory for hardly more than the longest sequence, and rows sent back at random besides."""
-    prompts = [random_text(length, seed) for seed, length in enumerate(LENGTHS)]
-    params = [scored(seed) for seed in range(len(prompts))]
-    oracle = Oracle()
-    oracle.learn(plain().generate(prompts, params), params)
-    llm = LLM(
-        str(TARGET),
-        oracle if draft == "oracle" else draft,
-        dtype="float32",
-        max_model_len=128,
-        chunk_tokens=chunk_tokens,
-    )
-    squeeze(llm, 96)
-    num_preempted = torment(llm)
-    for speculation in (False,) if draft is None else (4, TREE):
-        found = llm.generate(prompts, params, speculation=speculation)
-        assert [changed(one, other) for one, other in zip(found, scored_alone(), strict=True)] == [[]] * len(found)
-    assert_empty(llm)
-    assert num_preempted() > 5
-    assert draft is None or llm.stats.num_drafted > 0
-
-
-def changed(result: RequestOutput, expected: dict[str, object]) -> list[str]:
-    """Which parts of an answer differ."""
-    return [name for name, value in seen(result).items() if value != expected[name]]
-
-
-def squeeze(llm: LLM, num_tokens: int) -> None:
-    """Give the target a cache for so few tokens in all; the drafter keeps its own."""
-    runner = Runner.of(llm.engine.runner.decoder, num_tokens, block_size=8)
-    llm.driver = EngineDriver(Engine(runner, llm.drafter, options=llm.engine.options, num_ids=llm.engine.num_ids))
-    llm._stats = llm.engine.stats
-
-
-def torment(llm: LLM) -> Callable[[], int]:
-    """Send the youngest row back to wait before some rounds; returns a count of all that were sent back."""
-    scheduler, rng, sent = llm.engine.scheduler, random.Random(0), []
-    plan, preempt = scheduler.plan, scheduler.preempt
-    scheduler.preempt = lambda sequence: sent.append(sequence) or preempt(sequence)
-
-    def planned(alone: object) -> object:
-        now = scheduler.running and len(sent) < 20 and rng.random() < 0.2
-        if now:
-            llm.engine.forget([scheduler.preempt(scheduler.running[-1])])
-        return plan(alone)
-
-    scheduler.plan = planned
-    return lambda: len(sent)
 
 
 WISHES = (False, 1, None, 6, Speculation(3, 2, 5), True, 0, Speculation(5, 4, 16), Speculation(2, 5, 7), 3)

@@ -183,27 +183,6 @@ def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None
     assert_empty(llm)
 
 
-def test_an_error_in_one_threads_request_is_raised_in_that_thread() -> None:
-    llm = shared()
-
-    def fails(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        if len(tokens) > 9:
-            raise LookupError("mine")
-        return logits
-
-    def bad() -> None:
-        for _ in range(3):
-            with pytest.raises(LookupError, match="mine"):
-                llm.generate(PROMPTS[1], asking(1, logits_processors=[fails]))
-
-    def good() -> None:
-        for i in range(3):
-            assert seen(llm.generate(PROMPTS[i], asking(i))[0]) == alone(i)
-
-    together(bad, good, bad, good)
-    assert_empty(llm)
-
-
 def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that ends a step reaches the thread that steps, and the others go on."""
     llm, honest, raised = shared(), Engine.step, []

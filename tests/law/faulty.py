@@ -1,10 +1,11 @@
-"""A real drafter with faults: now and then its drafts are another's, spoilt, or missing.
+"""Real drafters with faults: a round's draft is one member's, that of a rule-breaker, or spoilt.
 
-What it is told, and its own work, go on undisturbed, so that its state has to bear drafts that it did not make.
+What the members are told, and their own work, go on undisturbed, so that their state has to bear drafts that they did
+not make.
 """
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,41 +17,47 @@ from forerun.sampling.draws import Draws
 
 @dataclass(slots=True)
 class Faulty:
-    """Every third draft is a fault: one of those that break every rule, or its own with wrong tokens.
+    """Every third draft is a fault: one of those that break every rule, or a member's with wrong tokens.
 
-    `answers` are what the oracles among those rule-breakers know.
+    `answers` are what the oracles among those rule-breakers know. The first member speaks for all of them.
     """
 
-    drafter: Drafter
+    members: Sequence[Drafter]
     rng: random.Random
-    answers: Sequence[Sequence[int]]
+    answers: Callable[[], Sequence[Sequence[int]]]
+    weights: Sequence[int] | None = None  # how often each member is asked
 
     @property
     def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
+        return tuple(dict.fromkeys(tap for member in self.members for tap in member.taps))
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.drafter.names
+        return self.members[0].names
 
     def observe(self, news: Committed) -> None:
-        self.drafter.observe(news)
+        for member in self.members:
+            columns = [self.taps.index(tap) for tap in member.taps]
+            member.observe(replace(news, features=news.features[:, columns] if news.features is not None else None))
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        return adoptable(self.drafter, text, most, salt)
+        return min(adoptable(member, text, most, salt) for member in self.members)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         fault = self.rng.random()
         if fault < 1 / 6:
-            return drafted(self.rng.choice(list(HOSTILE.values())), Situation(draws, budgets, self.answers, self.rng))
-        draft = self.drafter.propose(draws, budgets, tail)
+            now = Situation(draws, budgets, self.answers(), self.rng)
+            return drafted(self.rng.choice(list(HOSTILE.values())), now)
+        (member,) = self.rng.choices(self.members, self.weights)
+        draft = member.propose(draws, budgets, tail)
         if fault < 1 / 3:
             tokens = torch.where(draft.tree.valid & (draft.tree.parents >= 0), draft.tree.tokens ^ 1, draft.tree.tokens)
             return replace(draft, tree=replace(draft.tree, tokens=tokens), resume=None)
         return draft
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return self.drafter.outlook(seq_ids)
+        return self.members[0].outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        self.drafter.forget(seq_ids)
+        for member in self.members:
+            member.forget(seq_ids)

@@ -1,10 +1,9 @@
-"""A drafter that is right at random, around real ones; and engines built by hand for it."""
+"""Engines built by hand over the reference pair, in any format, and what their caches hold."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,87 +14,15 @@ import torch
 from forerun.accept.delta import Delta
 from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
 from forerun.control.controller import Controller
-from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
+from forerun.draft.base import Drafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
-from forerun.sampling.draws import Draws
-from forerun.tree import DraftTree
 from kit.checkpoints import SMALL, TARGET
 from kit.quantized_folders import KINDS, write_quantized
 from kit.unchecked import unchecked
-
-
-@dataclass(slots=True)
-class RandomlyRight:
-    """Copies the known answer, each sequence's guesses right at a rate of its own; or lets a real drafter guess.
-
-    Real drafters are told everything, so their state is there to be compared with one rebuilt. Now and then a draft is
-    one of the `faults`.
-    """
-
-    rng: random.Random
-    answers: dict[int, list[int]]
-    members: Sequence[Drafter]
-    vocab: int
-    faults: Sequence[Callable[[Draws, Sequence[Budget]], Draft]] = ()
-    names: tuple[str, ...] = ("random",)
-    texts: dict[int, int] = field(default_factory=dict)  # tokens committed, the root not counted
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(tap for member in self.members for tap in member.taps))
-
-    def observe(self, news: Committed) -> None:
-        for member in self.members:
-            columns = [self.taps.index(tap) for tap in member.taps]
-            member.observe(replace(news, features=news.features[:, columns] if news.features is not None else None))
-        for seq_id, tokens, _ in news.rows():
-            self.texts[seq_id] = self.texts.get(seq_id, 0) + len(tokens)
-
-    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        return min((adoptable(member, text, most, salt) for member in self.members), default=most)
-
-    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        if self.faults and self.rng.random() < 0.1:
-            return self.rng.choice(self.faults)(draws, budgets)
-        if self.members and self.rng.random() < 0.5:
-            return self.rng.choice(self.members).propose(draws, budgets, tail)
-        trees = [self.tree(s, b, int(r)) for s, b, r in zip(draws.seq_ids, budgets, draws.roots_tokens, strict=True)]
-        widest = max(len(tokens) for tokens, _ in trees)
-        tokens = torch.tensor([t + [-1] * (widest - len(t)) for t, _ in trees])
-        parents = torch.tensor([p + [-1] * (widest - len(p)) for _, p in trees])
-        return Draft(DraftTree(tokens, parents, depth=max(b.depth for b in budgets), width=4))
-
-    def tree(self, seq_id: int, budget: Budget, root: int) -> tuple[list[int], list[int]]:
-        """The answer's continuation, wrong from some depth on, with wrong branches beside it where there is room."""
-        tokens, parents, rate = [root], [-1], (seq_id % 5) / 4
-        answer = self.answers.get(seq_id, [])[self.texts.get(seq_id, 0) + 1 :]
-        node = 0
-        for token in answer[: self.rng.randrange(budget.depth + 1)]:
-            if self.rng.random() > rate:
-                token = (token + 1) % self.vocab
-            siblings = self.rng.randrange(3) if budget.width > 1 else 0
-            guesses = [token, *((token + 2 + i) % self.vocab for i in range(siblings))]
-            guesses = guesses[: max(0, budget.nodes - len(tokens) + 1)]
-            first, right = len(tokens), self.rng.randrange(max(1, len(guesses)))
-            tokens += guesses[1 : right + 1] + guesses[:1] + guesses[right + 1 :]
-            parents += [node] * len(guesses)
-            if not guesses:
-                break
-            node = first + right
-        return tokens, parents
-
-    def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook(unread=[0] * len(seq_ids), limit=[9] * len(seq_ids))
-
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        for member in self.members:
-            member.forget(seq_ids)
-        for seq_id in seq_ids:
-            self.texts.pop(seq_id, None)
 
 
 class Numbers(TypedDict):

@@ -128,11 +128,12 @@ def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -
 def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
     make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]
 ) -> None:
-    """Rounds in which random rows are drafted and random parts of the trees come true."""
+    """Texts told in random pieces, then rounds in which random rows are drafted and parts of the trees come true."""
     rng = random.Random(f"{batch} {mode}")
     drafter, width = make(), mode[1]
     texts = {seq_id: story(8 + 17 * seq_id, seq_id) for seq_id in range(batch)}
-    tell(drafter, committed([Row(s, t) for s, t in texts.items()]))
+    for news in chunked([Row(s, t) for s, t in texts.items()], seed=batch):
+        tell(drafter, news)
     for _ in range(4):
         rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, batch))]
         budgets = [Budget(rng.randint(0, 5), width, rng.randint(5, 12), any_arm(drafter, rng)) for _ in rows]
@@ -147,28 +148,6 @@ def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
             texts[row.seq_id].append(rng.randrange(3, VOCAB))
         news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
         tell(drafter, news)
-
-
-@pytest.mark.short(
-    "ngram-float32-1",
-    "suffix-float32-0",
-    "model:stories280k-bfloat16-1",
-    "early-exit:1-bfloat16-0",
-    "medusa-float32-1",
-    "eagle-bfloat16-0",
-    "block-float32-0",
-    "mtp-of-3-float32-1",
-    "cascade-of-2-float32-1",
-    "mix-of-2-bfloat16-0",
-)
-@pytest.mark.parametrize("seed", range(2))
-def test_chunks_do_not_matter(make: Callable[[], Drafter], seed: int) -> None:
-    rows = [Row(s, story(20 + 9 * s, s)) for s in range(3)]
-    budgets = [Budget(4, 2, 7), Budget(3), Budget(5, 3, 9)]
-    drafter = make()
-    for news in chunked(rows, seed):
-        tell(drafter, news)
-    assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
 
 
 @pytest.mark.short(

@@ -124,7 +124,8 @@ def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
     rng = random.Random(name)
 
     def drafter(target: Runner) -> Faulty:
-        return Faulty(built(name, target, dtype, 256), rng, [answer.tokens for answer in plain_crowd(dtype)])
+        answers = [answer.tokens for answer in plain_crowd(dtype)]
+        return Faulty([built(name, target, dtype, 256)], rng, lambda: answers)
 
     for wish in (CHAIN, TREE):
         got = decode(bench_of(dtype), CROWD, wish, drafter, num_tokens=192, chunk_tokens=29)

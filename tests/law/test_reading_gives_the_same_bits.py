@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fuzz import rows_of
 from torch import Tensor
 
 from forerun.models.backends.torch_cpu.backend import TorchBackend
@@ -15,9 +16,10 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import SMALL, TARGET
-from kit.reading import threads
+from kit.reading import logits_in_pieces, threads
 from kit.unchecked import unchecked
 
+CHUNKS = {1: (1, 3, 8, 33, 64, 201, 400), 2: (201, 400, 1100)}  # by threads
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
 
 
@@ -78,49 +80,23 @@ def drafting(dtype: torch.dtype) -> list[Decoder]:
 
 
 def read_in_chunks(decoder: Decoder, text: list[int], chunk: int) -> Tensor:
-    r, logits = Runner.of(decoder, 4096, 16), []
+    sizes = [min(chunk, len(text) - first) for first in range(0, len(text), chunk)]
     with unchecked():
-        for first in range(0, len(text), chunk):
-            part = text[first : first + chunk]
-            logits.append(r.read([Read(0, part, judged=range(len(part)))]).logits)
-            r.keep([0], [range(len(part))])
-    return torch.cat(logits)
+        return logits_in_pieces(Runner.of(decoder, 4096, 16), text, sizes)
 
 
-def state(r: Runner, seq_id: int) -> tuple[Tensor, Tensor]:
-    run = slice(r.cache.start(seq_id), r.cache.start(seq_id) + r.cache.length(seq_id))
-    return r.cache.keys[:, :, run], r.cache.values[:, :, run]
-
-
-@pytest.mark.short("fp32-100-chunks0")
-@pytest.mark.parametrize(
-    ("length", "chunks"),
-    [
-        (100, (1, 33)),
-        pytest.param(300, (1, 2, 3, 5, 8, 64), marks=pytest.mark.full),
-        pytest.param(1100, (1, 3, 8, 64, 201, 400), marks=pytest.mark.full),
-    ],
-)
-def test_chunks_give_the_same_bits(decoders: list[Decoder], length: int, chunks: tuple[int, ...]) -> None:
+@pytest.mark.short("fp32-100-1", "bf16-1100-2")
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("length", [100, 300, 1100])
+def test_chunks_and_threads_give_the_same_bits(decoders: list[Decoder], length: int, num_threads: int) -> None:
+    """Wide prompts are where torch splits work over threads."""
     for decoder in decoders:
         length = min(length, decoder.config.max_positions)
         text = [random.Random(length).randrange(3, 500) for _ in range(length)]
         whole = read_in_chunks(decoder, text, length)
         assert whole.std() > 1.5
-        for chunk in chunks:
-            assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
-
-
-@pytest.mark.short("bf16-(201, 1100)")
-@pytest.mark.parametrize("chunks", [(201, 1100), pytest.param((33, 400), marks=pytest.mark.full)], ids=str)
-def test_threads_give_the_same_bits(decoders: list[Decoder], chunks: tuple[int, ...]) -> None:
-    """Wide prompts are where torch splits work over threads."""
-    for decoder in decoders:
-        length = min(1100, decoder.config.max_positions)
-        text = [random.Random(length).randrange(3, 500) for _ in range(length)]
-        whole = read_in_chunks(decoder, text, length)
-        with threads(2):
-            for chunk in chunks:
+        with threads(num_threads):
+            for chunk in CHUNKS[num_threads]:
                 assert torch.equal(read_in_chunks(decoder, text, chunk), whole), chunk
 
 
@@ -167,7 +143,7 @@ def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], draftin
             fresh = Runner.of(decoder, 4096, 16)
             fresh.read([Read(1, text + [tokens[n] for n in chosen])])
             fresh.keep([1], [range(length + len(chosen))])
-            assert all(torch.equal(a, b) for a, b in zip(state(r, 0), state(fresh, 1), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(rows_of(r, 0), rows_of(fresh, 1), strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -230,7 +206,7 @@ def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
             fresh = Runner.of(decoder, 4096, 16)
             fresh.read([Read(0, text)])
             fresh.keep([0], [range(len(text))])
-            assert all(torch.equal(a, b) for a, b in zip(state(r, i), state(fresh, 0), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(rows_of(r, i), rows_of(fresh, 0), strict=True))
 
 
 def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:

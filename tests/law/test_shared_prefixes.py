@@ -5,8 +5,7 @@ answer is compared with that of plain decoding, alone, where nothing is kept.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -17,18 +16,12 @@ from fuzz import Bench
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Sequence
 from forerun.models.runner import Runner
 from forerun.request import Request
-from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
-from forerun.shape import StaticTree
 from kit.texts import story
 from kit.unchecked import unchecked
-
-SYSTEM = story(150, 1)
-WISHES = [Speculation(3), Speculation(3, 2, 5), Speculation(tree=StaticTree([[0], [1], [0, 0]])), Speculation(0)]
-NO_SHARING = ("documented:taps", "mtp-of-3")  # they are shown the states of all tokens
+from traffic import NO_SHARING, SYSTEM, Traffic
 
 
 @pytest.fixture(scope="module")
@@ -36,122 +29,30 @@ def bench_of() -> Callable[[str], Bench]:
     return cache(lambda name: Bench.of(dtype=name))
 
 
-@dataclass(slots=True)
-class Asked:
-    """A request under way: its samples, and what was said of them."""
-
-    request: Request
-    samples: list[Sequence]
-    logprobs: dict[int, list[TokenLogprobs]]
-
-
-class Crowd:
-    """Requests that begin alike, over an engine with room for a few."""
-
-    def __init__(self, bench: Bench, drafter: Callable[[Runner], Drafter] | None, num_tokens: int, seed: int) -> None:
-        self.bench, self.rng = bench, random.Random(seed)
-        self.requests = bench.requests()
-        options = EngineOptions(max_num_seqs=4, chunk_tokens=96)
-        self.engine = bench.engine(None, num_tokens, options=options)
-        self.engine.drafter = None if drafter is None else drafter(self.engine.runner)
-        self.live: dict[int, Asked] = {}
-        self.ended: list[Asked] = []
-        self.past = {"a": [SYSTEM], "b": [SYSTEM]}
-        self.num_preempted = 0
-
-    def prompt(self, tenant: str) -> list[int]:
-        """The system's words, or an earlier conversation, or a part of one, and something new or nothing."""
-        begun = self.rng.choice(self.past[tenant])
-        if self.rng.random() < 0.4:
-            begun = begun[: self.rng.randint(1, len(begun))]
-        new = story(self.rng.choice([1, 1, 20, 70]), self.rng.randrange(1000))[1:]
-        return [*begun, *new][:300]
-
-    def ask(self) -> None:
-        tenant = self.rng.choice("aab")
-        params = SamplingParams(
-            temperature=self.rng.choice([0.0, 0.9]),
-            max_tokens=self.rng.randrange(1, 24),
-            n=self.rng.choice([1, 1, 3]),
-            seed=self.rng.randrange(1000),
-            logprobs=1,
-            prompt_logprobs=self.rng.choice([None, None, None, 0]),
-            ignore_eos=True,
-        )
-        request = Request.of(self.prompt(tenant), params, self.rng.choice(WISHES), tenant)
-        samples = self.requests.sequences(request)
-        asked = Asked(request, samples, {sample.id: [] for sample in samples})
-        for sample in samples:
-            self.live[sample.id] = asked
-            self.engine.submit(sample)
-
-    def round(self) -> None:
-        if self.live and self.rng.random() < 0.03:
-            asked = self.rng.choice(list(self.live.values()))
-            self.engine.cancel(asked.samples[0].request_id)
-            self.live = {seq_id: other for seq_id, other in self.live.items() if other is not asked}
-        for delta in self.engine.step():
-            asked = self.live[delta.seq_id]
-            asked.logprobs[delta.seq_id] += delta.logprobs
-            if delta.finish_reason is not None:
-                del self.live[delta.seq_id]
-                tokens = next(sample.tokens for sample in asked.samples if sample.id == delta.seq_id)
-                self.past[asked.request.tenant].append(tokens)
-                if not any(other is asked for other in self.live.values()):
-                    self.ended.append(asked)
-        self.engine.runner.cache.check()
-
-    def play(self, num_requests: int) -> None:
-        while self.live or num_requests:
-            if num_requests and len(self.live) < 6:
-                self.ask()
-                num_requests -= 1
-            self.round()
-        assert len(self.ended) > 4
-
-    def plain(self) -> Iterator[tuple[Asked, Sequence, Asked, Sequence]]:
-        """Each sample that ended, and the same decoded alone."""
-        for asked in self.ended:
-            engine = self.bench.engine(None, 1024, options=EngineOptions(1, 512, prefix_cache=False))
-            request = replace(asked.request, speculation=False)
-            samples = self.requests.sequences(request)
-            alone = Asked(request, samples, {sample.id: [] for sample in samples})
-            for sample in samples:
-                engine.submit(sample)
-            while engine.has_work:
-                for delta in engine.step():
-                    alone.logprobs[delta.seq_id] += delta.logprobs
-            assert engine.stats.num_prefix_hits == 0
-            yield from ((asked, *pair) for pair in zip(asked.samples, [alone] * len(samples), samples, strict=True))
-
-    def assert_plain(self) -> None:
-        for asked, sample, alone, anew in self.plain():
-            assert sample.tokens == anew.tokens
-            assert asked.logprobs[sample.id] == alone.logprobs[anew.id]
-            assert sample.prompt_logprobs == anew.prompt_logprobs
+def play(bench: Bench, drafter: Callable[[Runner], Drafter], num_tokens: int, seed: int, num_requests: int) -> Engine:
+    """The engine behind the traffic that this drafter drafted for."""
+    traffic = Traffic(bench, num_tokens, seed, EngineOptions(max_num_seqs=4, chunk_tokens=37))
+    traffic.engine.drafter = drafter(traffic.engine.runner)
+    with unchecked():
+        traffic.play(num_requests)
+    assert not traffic.engine.recovery.strikes, "no drafter raised an error"
+    return traffic.engine
 
 
 @pytest.mark.short("suffix-roomy", "model:stories280k-short of memory")
 @pytest.mark.parametrize("num_tokens", [672, 4096], ids=["short of memory", "roomy"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench], name: str, num_tokens: int) -> None:
-    crowd = Crowd(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, 7)
-    with unchecked():
-        crowd.play(14)
-        crowd.assert_plain()
-    assert (crowd.engine.stats.num_prefix_hits > 300) == (name not in NO_SHARING)
-    assert not crowd.engine.recovery.strikes, "no drafter raised an error"
+    engine = play(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, 7, 14)
+    assert (engine.stats.num_prefix_hits > 300) == (name not in NO_SHARING)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("format_", FORMATS)
 def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:
     bench = bench_of(format_)
-    crowd = Crowd(bench, lambda _: bench.model_drafter(2048), 1024, 11)
-    with unchecked():
-        crowd.play(10)
-        crowd.assert_plain()
-    assert crowd.engine.stats.num_prefix_hits > 300
+    engine = play(bench, lambda _: bench.model_drafter(2048), 1024, 11, 10)
+    assert engine.stats.num_prefix_hits > 300
 
 
 @pytest.mark.full
@@ -159,10 +60,7 @@ def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) 
 def test_in_random_crowds(bench_of: Callable[[str], Bench], seed: int) -> None:
     rng = random.Random(seed)
     name, num_tokens = rng.choice(list(DRAFTERS)), rng.choice([600, 900, 2000])
-    crowd = Crowd(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, seed)
-    with unchecked():
-        crowd.play(30)
-        crowd.assert_plain()
+    play(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, seed, 30)
 
 
 def run(engine: Engine) -> None:

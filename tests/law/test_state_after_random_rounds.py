@@ -6,38 +6,35 @@ are compared with ones rebuilt, bit for bit, and memory stays what it was.
 
 import ctypes
 import gc
-import random
 from array import array
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import psutil
 import pytest
 import torch
 from drafters import DRAFTERS, DTYPES, built
-from fuzz import Bench, RandomlyRight, read_anew, rows_of
-from hostile import HOSTILE, Situation, drafted
+from faulty import Faulty
+from fuzz import Bench, read_anew, rows_of
 from rebuilt import reachable, size_of, without_past
 
 from draft.rounds import Beside, Row, committed, draws_of
 from forerun.accept.outcome import Stats
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.base import Budget, Committed
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Sequence as Text
 from forerun.engine.sequence import Status
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Runner
 from forerun.request import Request
-from forerun.sampling.draws import Draws
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftTree
 from kit.assertions import assert_same
+from kit.oracles import Oracle
 from kit.texts import story
 from kit.unchecked import unchecked
+from traffic import NO_SHARING, Traffic
 
 ROOM = 4096  # tokens in a drafter's cache that never want for room
 CROWDS = (12, 5, 12, 2)  # sequences that are there at a time: room for guesses, or for nobody
@@ -50,93 +47,59 @@ def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench.of(dtype=request.param)
 
 
-class Traffic:
-    """Random requests in a cache too small for all of them; every answer is known from a run of its own."""
+class Rounds(Traffic):
+    """Traffic in a cache too small for it, drafted by an oracle, by all drafters in turn, and by rule-breakers."""
 
     def __init__(self, bench: Bench, seed: int) -> None:
-        self.bench, self.rng = bench, random.Random(seed)
-        self.requests = bench.requests()
-        self.answers: dict[int, list[int]] = {}
+        super().__init__(bench, 400, seed, EngineOptions(max_num_seqs=8, chunk_tokens=48))
+        runner, self.dtype = self.engine.runner, str(bench.runner.decoder.dtype).removeprefix("torch.")
+        self.oracle = Oracle(errs=lambda _: self.rng.random() < 0.2)
         self.members = (NgramDrafter(), bench.model_drafter(num_tokens=768))
-        self.drafter = RandomlyRight(random.Random(seed + 1), self.answers, self.members, 512)
-        options = EngineOptions(max_num_seqs=8, chunk_tokens=48)
-        self.engine = bench.engine(self.drafter, num_tokens=512, options=options)
-        self.exit = EarlyExitDrafter(self.engine.runner, 2)
-        self.dtype = str(bench.runner.decoder.dtype).removeprefix("torch.")
+        self.exit = EarlyExitDrafter(runner, 2)
         names = [name for name in DRAFTERS if not name.startswith("early-exit")]  # it would want for room
         if self.dtype == "float32":
-            names = [
-                name for name in names if name not in ("documented:taps", "mtp-of-3")
-            ]  # beside which nothing is shared
-        self.all = {name: built(name, self.engine.runner, self.dtype, ROOM) for name in names}
+            names = [name for name in names if name not in NO_SHARING]  # beside which nothing is shared
+        self.all = {name: built(name, runner, self.dtype, ROOM) for name in names}
         for cache in [part for part in reachable([self.engine, *self.all.values()]) if isinstance(part, PagedCache)]:
             for tensor in (cache.keys, cache.values):
                 tensor.zero_()  # so that its pages are there, whenever they are used
         self.sizes = {name: size_of(drafter) for name, drafter in self.all.items()}
-        self.drafter.members = (*self.members, self.exit, *self.all.values())
-        self.drafter.faults = [partial(self.fault, make) for make in HOSTILE.values()]
-        self.plain = bench.engine()
-        self.pool = [self.known(i) for i in range(24)]
-        self.live: dict[int, tuple[Text, list[int]]] = {}
-        self.num_rounds = self.hits = 0
-        self.counts = dict.fromkeys(("finished", "cancelled", "preempted", "accepted"), 0)
+        drafters = (self.oracle, *self.members, self.exit, *self.all.values())
+        weights = [len(drafters)] + [1] * len(drafters[1:])
+        self.engine.drafter = Faulty(drafters, self.rng, self.answers, weights)
+        self.num_rounds = 0
 
-    def known(self, i: int) -> tuple[list[int], SamplingParams, list[int]]:
-        """A prompt, its parameters, and the whole text that plain decoding gives."""
-        prompt = [1, *(self.rng.randrange(3, 512) for _ in range(self.rng.randrange(0, 120)))]
-        params = SamplingParams(
-            temperature=self.rng.choice([0.0, 0.8, 1.0]),
-            top_k=self.rng.choice([0, 0, 20]),
-            repetition_penalty=self.rng.choice([1.0, 1.2]),
-            frequency_penalty=self.rng.choice([0.0, 0.3]),
-            max_tokens=self.rng.randrange(1, 90),
-            seed=i,
-        )
-        (text,) = self.requests.sequences(Request.of(prompt, params))
-        self.plain.submit(text)
-        while self.plain.has_work:
-            self.plain.step()
-        return prompt, params, text.tokens
+    def prompt(self, tenant: str) -> list[int]:
+        return super().prompt(tenant)[:120]
 
-    def fault(self, make: Callable[[Situation], DraftTree | Draft], draws: Draws, budgets: Sequence[Budget]) -> Draft:
-        """What a rule-breaker drafts that knows the answers."""
-        return drafted(make, Situation(draws, budgets, [answer for _, answer in self.live.values()], self.rng))
+    def answers(self) -> list[list[int]]:
+        return [text.alone.tokens for text in self.live.values()]
 
-    def join(self) -> None:
-        prompt, params, answer = self.rng.choice(self.pool)
-        width = self.rng.choice([1, 1, 3])
-        wish = Speculation(depth=self.rng.randrange(0, 8), width=width, nodes=self.rng.randrange(1, 12))
-        (text,) = self.requests.sequences(Request.of(prompt, params, wish))
-        self.answers[text.id] = answer
-        self.live[text.id] = (text, answer)
-        self.engine.submit(text)
+    def ask(self) -> None:
+        super().ask()
+        self.oracle.answers.clear()
+        for text in self.live.values():
+            prompt, answer = text.alone.tokens[: text.alone.num_prompt], text.alone.tokens[text.alone.num_prompt :]
+            known = self.oracle.answers.setdefault((tuple(prompt), text.alone.sample), [])
+            known.append((text.alone.params, answer))
 
     def round(self) -> None:
         """One round; how many sequences there are, and when one is cancelled, goes by the number of the round."""
-        crowd = CROWDS[self.num_rounds // 30 % len(CROWDS)]
-        while len(self.live) < crowd:
-            self.join()
+        while len(self.live) < CROWDS[self.num_rounds // 30 % len(CROWDS)]:
+            self.ask()
         self.num_rounds += 1
         if self.num_rounds % 40 == 0:
-            self.counts["cancelled"] += 1
-            victim = self.live.pop(self.rng.choice(list(self.live)))[0]
-            self.engine.cancel(victim.request_id)
-        for delta in self.engine.step():
-            if delta.finish_reason is not None:
-                text, answer = self.live.pop(delta.seq_id)
-                assert text.tokens == answer
-                self.counts["finished"] += 1
-                self.counts["preempted"] += text.num_preempted
-        self.counts["accepted"] = self.engine.stats.num_accepted
-        self.hits = self.engine.stats.num_prefix_hits
+            self.cancel()
+        super().round()
 
 
-def check_texts(traffic: Traffic) -> None:
+def check_texts(traffic: Rounds) -> None:
     """Unfinished texts are beginnings of their answers; what is said to be read is in the cache."""
     engine = traffic.engine
     assert set(engine.sequences) == set(traffic.live)
-    for text, answer in traffic.live.values():
-        assert text.tokens == answer[: len(text.tokens)]
+    for live in traffic.live.values():
+        text = live.sample
+        assert text.tokens == live.alone.tokens[: len(text.tokens)]
         running = text.status is Status.RUNNING
         assert (text.id in engine.runner.cache) == (running and text.num_read > 0)
         assert engine.runner.length(text.id) == text.num_read
@@ -148,10 +111,10 @@ def check_texts(traffic: Traffic) -> None:
     engine.runner.cache.check()
 
 
-def check_caches(traffic: Traffic) -> None:
+def check_caches(traffic: Rounds) -> None:
     """Keys and values of the target and of the drafter are those of a text read in one go."""
     bench, engine, (_, model) = traffic.bench, traffic.engine, traffic.members
-    for text, _ in traffic.live.values():
+    for text in engine.sequences.values():
         if text.id in engine.runner.cache:
             assert_equal(rows_of(engine.runner, text.id), read_anew(bench, engine.runner, text.tokens[: text.num_read]))
         known = model.sequences.get(text.id)
@@ -165,7 +128,7 @@ def check_caches(traffic: Traffic) -> None:
     model.runner.cache.check()
 
 
-def assert_kept_blocks_are_right(traffic: Traffic) -> None:
+def assert_kept_blocks_are_right(traffic: Rounds) -> None:
     """What is kept of texts that are gone are keys and values of their tokens, too."""
     bench, (_, model) = traffic.bench, traffic.members
     for runner in (traffic.engine.runner, model.runner):
@@ -180,10 +143,10 @@ def assert_kept_blocks_are_right(traffic: Traffic) -> None:
             assert_equal((cache.keys[:, :, slots], cache.values[:, :, slots]), [part[:, :, -size:] for part in anew])
 
 
-def check_index(traffic: Traffic) -> None:
+def check_index(traffic: Rounds) -> None:
     """The n-gram index is that of the committed tokens."""
     ngram = traffic.members[0]
-    read = {text.id: text for text, _ in traffic.live.values() if text.num_read}
+    read = {text.id: text for text in traffic.engine.sequences.values() if text.num_read}
     assert set(ngram.histories) == set(read)
     fresh = NgramDrafter()
     for text in read.values():
@@ -194,10 +157,10 @@ def check_index(traffic: Traffic) -> None:
     assert told == {seq_id: text.tokens[: text.num_read] for seq_id, text in read.items()}
 
 
-def check_drafters(traffic: Traffic) -> None:
+def check_drafters(traffic: Rounds) -> None:
     """Every drafter guesses what one does that is told of the committed tokens now, and not of anything before."""
-    read = [text for text, _ in traffic.live.values() if text.num_read]
-    rows = [Row(text.id, text.tokens[: text.num_read + 1]) for text in read]
+    read = [text for text in traffic.engine.sequences.values() if text.num_read]
+    rows = [Row(text.id, text.tokens[: text.num_read + 1], text.tenant or "", text.num_prompt) for text in read]
     budgets = [Budget(4, 1 + text.id % 2, 7) for text in read]
     for name, drafter in traffic.all.items():
         target = Runner.of(traffic.engine.runner.decoder, ROOM)
@@ -232,7 +195,7 @@ def resident(process: psutil.Process) -> int:
 def test_random_rounds_leave_what_the_tokens_alone_would(
     bench: Bench, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traffic, outcomes = Traffic(bench, seed=11), []
+    traffic, outcomes = Rounds(bench, seed=11), []
     monkeypatch.setattr(traffic.engine.controller, "record", outcomes.append)
     tensors = (traffic.engine.runner.cache.keys, traffic.members[1].runner.cache.keys)
     places, process = [t.data_ptr() for t in tensors], psutil.Process()
@@ -241,6 +204,8 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
         with unchecked():
             traffic.round()
         check_texts(traffic)
+        if number % 50 in (0, 49):
+            traffic.engine.tell_drafter()  # which waits while nothing is drafted
         if number % 50 == 0:
             check_caches(traffic)
             check_index(traffic)
@@ -251,22 +216,24 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
             check_drafters(traffic)  # what is built for comparison has found its place
             assert_kept_blocks_are_right(traffic)
             settled = resident(process)
+    traffic.engine.tell_drafter()
     check_caches(traffic)
     check_index(traffic)
     check_counters(traffic.engine, outcomes)
     assert traffic.counts["finished"] > num_rounds // 20
     assert traffic.counts["cancelled"] == num_rounds // 40
-    assert traffic.counts["preempted"] > num_rounds // 200
-    assert traffic.counts["accepted"] > num_rounds * 3 // 10
-    assert (traffic.hits > 0) == (traffic.dtype == "float32")
+    num_preempted = traffic.counts["preempted"] + sum(text.sample.num_preempted for text in traffic.live.values())
+    assert num_preempted > num_rounds // 200
+    assert traffic.engine.stats.num_accepted > num_rounds * 3 // 10
+    assert (traffic.engine.stats.num_prefix_hits > 0) == (traffic.dtype == "float32")
     assert resident(process) - settled < 16 << 20
     assert [t.data_ptr() for t in tensors] == places
-    for text, _ in list(traffic.live.values()):
-        traffic.engine.cancel(text.request_id)
+    while traffic.live:
+        traffic.cancel()
     assert_empty(traffic)
 
 
-def assert_empty(traffic: Traffic) -> None:
+def assert_empty(traffic: Rounds) -> None:
     """Nothing is held for a sequence that is gone."""
     engine, (ngram, model) = traffic.engine, traffic.members
     assert not engine.has_work
@@ -276,7 +243,7 @@ def assert_empty(traffic: Traffic) -> None:
     assert not model.sequences
     assert not traffic.exit.sequences
     assert not traffic.exit.runner.tails
-    assert not traffic.drafter.texts
+    assert not traffic.oracle.known
     for name, drafter in traffic.all.items():
         assert size_of(without_past(drafter)) == traffic.sizes[name]
     for runner in (engine.runner, model.runner):

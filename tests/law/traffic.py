@@ -1,0 +1,125 @@
+"""Random requests in a cache that may be too small for all of them; each ends with what plain decoding says, alone.
+
+Conversations go on, prompts come again and have several samples, under two tenants; requests are cancelled, and
+sequences preempted.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from fuzz import Bench
+
+from forerun.config import EngineOptions, Speculation
+from forerun.engine.sequence import Sequence
+from forerun.request import Request
+from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
+from forerun.shape import StaticTree
+from kit.texts import story
+
+SYSTEM = story(150, 1)
+NO_SHARING = ("documented:taps", "mtp-of-3")  # drafters that are shown the states of all tokens
+STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0]]))
+
+
+@dataclass(slots=True)
+class LiveText:
+    """A sample under way, and the same sample decoded plainly, with nobody beside it and nothing kept."""
+
+    sample: Sequence
+    alone: Sequence
+    expected: list[TokenLogprobs]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def assert_plain(self) -> None:
+        """That it has come to its end as it does alone, to the bit."""
+        assert self.sample.tokens == self.alone.tokens
+        assert self.logprobs == self.expected
+        assert self.sample.prompt_logprobs == self.alone.prompt_logprobs
+
+
+class Traffic:
+    """Requests that begin alike, over an engine with room for a few. Who drafts is to be set."""
+
+    def __init__(self, bench: Bench, num_tokens: int, seed: int, options: EngineOptions) -> None:
+        self.bench, self.rng, self.requests = bench, random.Random(seed), bench.requests()
+        self.engine = bench.engine(None, num_tokens, options=options)
+        self.live: dict[int, LiveText] = {}
+        self.past = {"a": [SYSTEM], "b": [SYSTEM]}
+        self.counts = Counter[str]()
+
+    def prompt(self, tenant: str) -> list[int]:
+        """The system's words, or an earlier conversation, or a part of one, and something new or nothing."""
+        begun = self.rng.choice(self.past[tenant])
+        if self.rng.random() < 0.4:
+            begun = begun[: self.rng.randint(1, len(begun))]
+        new = story(self.rng.choice([1, 1, 20, 70]), self.rng.randrange(1000))[1:]
+        return [*begun, *new][:220]
+
+    def request(self) -> Request:
+        """Any request, at any temperature, to be drafted in any shape."""
+        rng, tenant = self.rng, self.rng.choice("aab")
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.8, 1.0]),
+            top_k=rng.choice([0, 0, 20]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            frequency_penalty=rng.choice([0.0, 0.3]),
+            max_tokens=rng.randrange(1, 40),
+            n=rng.choice([1, 1, 3]),
+            seed=rng.randrange(1000),
+            logprobs=2,
+            prompt_logprobs=rng.choice([None, None, None, 2]),
+            ignore_eos=True,
+        )
+        shape = Speculation(rng.randrange(8), rng.choice([1, 1, 3]), rng.randrange(1, 12))
+        return Request.of(self.prompt(tenant), params, rng.choice([shape, shape, STATIC]), tenant)
+
+    def ask(self) -> None:
+        """One more request; what it will be answered is decoded first."""
+        request = self.request()
+        engine = self.bench.engine(None, 1024, options=EngineOptions(1, 512, prefix_cache=False))
+        alone, expected = self.requests.sequences(replace(request, speculation=False)), list[list[TokenLogprobs]]()
+        for text in alone:
+            engine.submit(text)
+            expected.append([])
+            while engine.has_work:
+                expected[-1].extend(logprob for delta in engine.step() for logprob in delta.logprobs)
+        samples = self.requests.sequences(request)
+        for live in map(LiveText, samples, alone, expected):
+            self.live[live.sample.id] = live
+            self.engine.submit(live.sample)
+
+    def cancel(self) -> None:
+        """One request less."""
+        request_id = self.rng.choice(list(self.live.values())).sample.request_id
+        self.engine.cancel(request_id)
+        self.live = {seq_id: text for seq_id, text in self.live.items() if text.sample.request_id != request_id}
+        self.counts["cancelled"] += 1
+
+    def round(self) -> None:
+        """One round, before which the youngest may lose its place; texts that end in it are compared."""
+        scheduler = self.engine.scheduler
+        if scheduler.running and self.rng.random() < 0.03:
+            self.engine.forget([scheduler.preempt(scheduler.running[-1])])
+        for delta in self.engine.step():
+            text = self.live[delta.seq_id]
+            text.logprobs += delta.logprobs
+            if delta.finish_reason is not None:
+                self.live.pop(delta.seq_id).assert_plain()
+                self.past[text.sample.tenant or ""].append(text.sample.tokens)
+                self.counts["finished"] += 1
+                self.counts["preempted"] += text.sample.num_preempted
+        self.engine.runner.cache.check()
+
+    def play(self, num_requests: int) -> None:
+        """So many requests, a few at a time, to their ends."""
+        while self.live or num_requests:
+            if num_requests and len(self.live) < 6:
+                self.ask()
+                num_requests -= 1
+            if self.live and self.rng.random() < 0.02:
+                self.cancel()
+            self.round()
+        assert self.counts["finished"] > 4
+        assert self.counts["preempted"] > 0
