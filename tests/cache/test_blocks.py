@@ -1,18 +1,12 @@
-"""Blocks hand out contiguous runs, never lose a block's contents, and refuse only what cannot fit."""
+"""Where blocks put runs, and how seldom they move them. That no content is lost in any history, test_paged says."""
 
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.cache.blocks import Blocks, Move, OutOfBlocks
-
-NUM_BLOCKS = 16
-ROWS = st.integers(0, 5)
-GROW = st.tuples(st.just("grow"), st.dictionaries(ROWS, st.integers(1, 6), min_size=1, max_size=3))
-SHRINK = st.tuples(st.just("shrink"), st.tuples(ROWS, st.integers(0, 5)))
-FREE = st.tuples(st.just("free"), ROWS)
+from forerun.cache.blocks import Blocks, Move
 
 
 class Memory:
@@ -38,10 +32,6 @@ class Memory:
                 held.append(self.written)
         return moves
 
-    def shrink(self, row: int, count: int) -> None:
-        self.blocks.shrink(row, count)
-        self.rows[row] = self.rows[row][:count]
-
     def check(self) -> None:
         self.blocks.check()
         for row, held in self.rows.items():
@@ -49,33 +39,6 @@ class Memory:
             assert run.count == len(held)
             assert self.labels[run.start : run.end] == held
             assert (row in self.blocks) == bool(held)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.one_of(GROW, GROW, SHRINK, FREE), max_size=30))
-def test_contents_survive_any_history(history):
-    memory = Memory(NUM_BLOCKS)
-    for kind, what in history:
-        if kind == "grow":
-            asked = sum(max(0, count - len(memory.rows.get(row, []))) for row, count in what.items())
-            before = {row: memory.blocks.run(row) for row in range(6)}
-            free = memory.blocks.num_free
-            if asked > free:
-                with pytest.raises(OutOfBlocks) as refused:
-                    memory.grow(what)
-                assert (refused.value.num_asked, refused.value.num_free) == (asked, free)
-                assert before == {row: memory.blocks.run(row) for row in range(6)}
-            else:
-                memory.grow(what)
-                assert memory.blocks.num_free == free - asked
-        elif kind == "shrink":
-            row, count = what
-            if row in memory.rows:
-                memory.shrink(row, min(count, len(memory.rows[row])))
-        else:
-            memory.blocks.free(what)
-            memory.rows[what] = []
-        memory.check()
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 20))

@@ -1,6 +1,8 @@
 """The cache against a plain-Python oracle: every committed token is where `start` and `length` say, bit for bit."""
 
 import mmap
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -12,36 +14,55 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache, fresh_pages
+from forerun.cache.prefix import KeptBlock
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK, KEY_PAD = 2, 2, 3, 4, 8
-IDS = st.integers(0, 5)
+IDS, SALTS = st.integers(0, 4), st.sampled_from("ab")
 
 
-def make_cache(num_tokens: int) -> PagedCache:
+def make_cache(num_tokens: int, block_size: int = BLOCK) -> PagedCache:
     return PagedCache(
         layers=LAYERS,
         kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         num_tokens=num_tokens,
         dtype=torch.float64,
-        block_size=BLOCK,
+        block_size=block_size,
         key_pad=KEY_PAD,
     )
 
 
-def marks(tokens: list[int]) -> torch.Tensor:
+def marks(tokens: Sequence[int]) -> torch.Tensor:
     """Recognisable numbers [layers, kv_heads, tokens, head_dim]: another one for every element of every token."""
     element = torch.arange(LAYERS * KV_HEADS * HEAD_DIM, dtype=torch.float64).view(LAYERS, KV_HEADS, 1, HEAD_DIM)
     return torch.tensor(tokens, dtype=torch.float64)[:, None] * 100 + element
 
 
+def check_slots(cache: PagedCache, first: int, tokens: Sequence[int]) -> None:
+    """The slots from `first` on hold the keys and values of these tokens."""
+    view = slice(first, first + len(tokens))
+    assert torch.equal(cache.keys[:, :, view], marks(tokens))
+    assert torch.equal(cache.values[:, :, view], -marks(tokens))
+
+
+def tokens_up_to(kept: KeptBlock) -> list[int]:
+    """The text that a kept block ends."""
+    before = [] if kept.parent is None else tokens_up_to(kept.parent)
+    return before if kept.parent is None else [*before, *array("i", kept.key)]
+
+
 class Oracle:
-    """A cache, and per row the plain lists of what it should hold."""
+    """A cache, and per row the plain lists of what it should hold.
+
+    Every token is another number, so texts begin alike only where one was begun from another.
+    """
 
     def __init__(self, num_tokens: int) -> None:
         self.cache = make_cache(num_tokens)
         self.committed: dict[int, list[int]] = {}
         self.tails: dict[int, list[int]] = {}
+        self.salts: dict[int, str] = {}
+        self.past: list[tuple[str, list[int]]] = []  # salts and texts of rows that were retired
         self.written = 0
 
     def reserve(self, counts: dict[int, int]) -> None:
@@ -56,6 +77,12 @@ class Oracle:
             self.cache.keys[:, :, first : first + count] = marks(tokens)
             self.cache.values[:, :, first : first + count] = -marks(tokens)
             tail += tokens
+
+    def forget(self, seq_id: int) -> None:
+        self.committed.pop(seq_id, None)
+        self.tails.pop(seq_id, None)
+        self.salts.pop(seq_id, None)
+        assert seq_id not in self.cache
 
     def keep(self, paths: dict[int, list[int]]) -> None:
         self.cache.keep(list(paths), list(paths.values()))
@@ -79,11 +106,11 @@ class Oracle:
             tokens = committed + self.tails[seq_id]
             assert (cache.length(seq_id), cache.tail(seq_id)) == (len(committed), len(self.tails[seq_id]))
             start = cache.start(seq_id)
-            view = slice(start, start + len(tokens))
-            assert torch.equal(cache.keys[:, :, view], marks(tokens))
-            assert torch.equal(cache.values[:, :, view], -marks(tokens))
+            check_slots(cache, start, tokens)
             padded = -(-len(tokens) // KEY_PAD) * KEY_PAD
             assert cache.keys[:, :, start : start + padded].shape[2] == padded
+        for kept in cache.kept.order:
+            check_slots(cache, kept.block * BLOCK, tokens_up_to(kept)[-BLOCK:])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -108,6 +135,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert torch.equal(before[0], cache.keys)
         assert torch.equal(before[1], cache.values)
         assert before[2] == [cache.start(s) for s in self.oracle.committed]
+
+    @rule(seq_id=IDS, count=st.integers(1, 24))
+    def read(self, seq_id, count):
+        """A chunk of a prompt, behind whatever was guessed."""
+        if self.oracle.cache.can_reserve([seq_id], [count]):
+            self.oracle.reserve({seq_id: count})
+            self.oracle.keep({seq_id: [*range(len(self.oracle.tails[seq_id]))]})
 
     @rule(counts=st.dictionaries(IDS, st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
     def spare(self, counts):
@@ -151,9 +185,41 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, seq_ids):
         self.oracle.cache.release(sorted(seq_ids))
         for seq_id in seq_ids:
-            self.oracle.committed.pop(seq_id, None)
-            self.oracle.tails.pop(seq_id, None)
-            assert seq_id not in self.oracle.cache
+            self.oracle.forget(seq_id)
+
+    @rule(seq_id=IDS, salt=SALTS)
+    def retire(self, seq_id, salt):
+        """A row keeps the salt of the text that it was begun from."""
+        text, salt = self.oracle.committed.get(seq_id, []), self.oracle.salts.get(seq_id, salt)
+        self.oracle.cache.retire(seq_id, text, salt)
+        self.oracle.past.append((salt, text))
+        self.oracle.forget(seq_id)
+
+    @precondition(lambda self: self.oracle.past)
+    @rule(data=st.data(), seq_id=IDS, salt=SALTS)
+    def adopt(self, data, seq_id, salt):
+        """What is found of a text is its beginning, in whole blocks; the row that begins with it goes on from there."""
+        _, text = data.draw(st.sampled_from(self.oracle.past))
+        text = text[: data.draw(st.integers(len(text) // 2, len(text)))]
+        if seq_id in self.oracle.committed or not self.oracle.cache.can_reserve([seq_id], [len(text)]):
+            return
+        num_found = self.oracle.cache.adopt(seq_id, text, salt)
+        assert num_found % BLOCK == 0 <= num_found <= len(text)
+        assert (seq_id in self.oracle.cache) == (num_found > 0)
+        if num_found:
+            assert any((salt, text[:num_found]) == (own, past[:num_found]) for own, past in self.oracle.past)
+            self.oracle.committed[seq_id], self.oracle.tails[seq_id] = text[:num_found], []
+            self.oracle.salts[seq_id] = salt
+
+    @precondition(lambda self: self.oracle.committed)
+    @rule(data=st.data(), seq_id=IDS)
+    def fork(self, data, seq_id):
+        source = data.draw(st.sampled_from(sorted(self.oracle.committed)))
+        count = data.draw(st.integers(0, len(self.oracle.committed[source])))
+        if seq_id in self.oracle.committed or not self.oracle.cache.can_reserve([seq_id], [count]):
+            return
+        self.oracle.cache.fork(seq_id, source, count)
+        self.oracle.committed[seq_id], self.oracle.tails[seq_id] = self.oracle.committed[source][:count], []
 
     @invariant()
     def everything_is_where_it_belongs(self):
@@ -163,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.isfinite(self.oracle.cache.keys).all()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_any_interleaving = CacheMachine.TestCase
 
 

@@ -15,11 +15,6 @@ from dataclasses import dataclass
 class OutOfBlocks(Exception):
     """Not a user's mistake but a signal: more blocks were asked for than are free. Nothing has changed."""
 
-    def __init__(self, num_asked: int, num_free: int) -> None:
-        super().__init__(f"{num_asked} more blocks asked for, {num_free} free")
-        self.num_asked = num_asked
-        self.num_free = num_free
-
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
@@ -82,7 +77,7 @@ class Blocks:
         grown = {row: count for row, count in wanted.items() if count > self.run(row).count}
         num_asked = sum(count - self.run(row).count for row, count in grown.items())
         if num_asked > self.num_free:
-            raise OutOfBlocks(num_asked, self.num_free)
+            raise OutOfBlocks(f"{num_asked} more blocks asked for, {self.num_free} free")
         moves = self._place(grown)
         self._count_free()
         return moves
