@@ -13,7 +13,6 @@ from torch import Tensor
 from forerun.config import KernelChoice, Quantization
 from forerun.device import Placement
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
-from forerun.llm import LLM
 from forerun.models import choice as choosing
 from forerun.models.backends.native import checked
 from forerun.models.backends.torch_cpu.linear import make_linear
@@ -24,7 +23,6 @@ from forerun.models.layer import Router
 from forerun.models.loading import Blueprint
 from forerun.models.projections import LayerTable, tensor_shapes
 from forerun.models.runner import Read, Runner
-from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
 from kit.reading import logits_in_pieces, threads
@@ -291,13 +289,3 @@ def test_no_value_in_config_json_raises_raw(tmp_path: Path, family: str) -> None
                 messages.append(str(error))
     assert len(messages) > 50
     assert all("config.json" in message and len(message) < 1500 for message in messages)
-
-
-@pytest.mark.short("qwen2_moe")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_of_its_own_layers_do_not_change_an_answer(folders: dict[str, Path], family: str) -> None:
-    prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0.7, seed=3, max_tokens=24)
-    plain = LLM(model=str(folders[family])).generate(prompts, params)
-    for draft in ("early-exit:2", "mix[ngram,early-exit:1]", f"cascade[ngram,model:{folders['mixtral']}]"):
-        drafted = LLM(model=str(folders[family]), draft=draft).generate(prompts, params)
-        assert [a.outputs[0].token_ids for a in drafted] == [a.outputs[0].token_ids for a in plain]

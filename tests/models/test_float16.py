@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from shutil import copy
 
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun import LLM, SamplingParams
 from forerun.device import Placement
 from forerun.models.backends.invariance import cancelling_product
 from forerun.models.backends.native import NativeBackend, checked
@@ -22,12 +20,9 @@ from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
-from forerun.output import RequestOutput
 from kit.checkpoints import TARGET
 from kit.compiled import ENDS, HERE, LEVELS, compiled_for, require_compiler
 
-PROMPTS = ["Once upon a time", "The dog ran and ran and", "Lily", "One day a big cat sat on the mat. The cat"]
-PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=24, logprobs=3, ignore_eos=True)
 LARGEST = 65504.0
 
 
@@ -130,34 +125,3 @@ def test_a_checkpoint_is_held_in_it(folder: Path) -> None:
     assert Blueprint.of(str(folder), device=Placement(torch.device("cpu"), fixed=True)).format == "bfloat16"
     formats = [Blueprint.of(str(folder), dtype=dtype).fingerprint() for dtype in ("auto", "bfloat16", "float32")]
     assert len({*formats}) == 3
-
-
-@pytest.mark.short("model-None")
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("drafter", ["ngram", "model", "early-exit:2"])
-def test_drafted_answers_are_plain_ones(folder: Path, drafter: str, quantize: str | None) -> None:
-    """The draft model is of float16 too: a chain of its guesses is drawn in one call."""
-    drafter = f"model:{folder}" if drafter == "model" else drafter
-    llm = LLM(str(folder), drafter, quantize=quantize, max_num_seqs=4, chunk_tokens=7)
-    assert llm.format.startswith("float16")
-    together = answered(llm.generate(PROMPTS, PARAMS, speculation=4, use_tqdm=False))
-    alone = [answered(llm.generate(p, PARAMS, speculation=False, use_tqdm=False))[0] for p in PROMPTS]
-    assert together == alone
-    assert llm.stats.num_accepted > 0
-
-
-def answered(results: list[RequestOutput]) -> list[object]:
-    return [(result.outputs[0].token_ids, result.outputs[0].logprobs) for result in results]
-
-
-@cache
-def by_torch() -> LLM:
-    return LLM(str(TARGET), "ngram", dtype=torch.float16, kernels="torch", max_num_seqs=4, chunk_tokens=7)
-
-
-def test_answers_by_torch_are_the_same_to_the_bit_in_any_company() -> None:
-    """A row's bits are its own there as in every other format, though slowly."""
-    assert by_torch().format.startswith("float16")
-    together = answered(by_torch().generate(PROMPTS, PARAMS, speculation=6, use_tqdm=False))
-    alone = [answered(by_torch().generate(p, PARAMS, speculation=False, use_tqdm=False))[0] for p in PROMPTS]
-    assert together == alone

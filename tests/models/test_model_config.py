@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PretrainedConfig
 
 from forerun.errors import ModelNotFound, UnsupportedModel
-from forerun.models.config import ModelConfig, read_config
+from forerun.models.config import read_config
 from forerun.models.families import FAMILIES
 from forerun.models.rope_config import RopeConfig
 
@@ -217,42 +217,10 @@ def test_biases_are_the_familys_or_the_configurations(
     assert config.qk_norm == family.startswith("qwen3")
 
 
-SCALINGS: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 32},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.4,
-     "beta_fast": 16, "beta_slow": 2, "truncate": False},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.25},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: s["rope_type"])
-def test_old_and_new_spellings_are_one_configuration(tmp_path: Path, scaling: dict[str, Any]) -> None:
-    def read(**keys: Any) -> ModelConfig:
-        common = {k: v for k, v in BASE.items() if k not in ("torch_dtype", "rope_theta")}
-        return read_config(write(tmp_path, common | keys))
-
-    kind = {k: v for k, v in scaling.items() if k != "rope_type"} | {"type": scaling["rope_type"]}
-    new = read(dtype="float16", rope_parameters=scaling | {"rope_theta": 5e5})
-    assert new.rope.kind == scaling["rope_type"]
-    assert new.rope.theta == 5e5
-    assert new.rope.factor == scaling["factor"]
-    assert read(torch_dtype="float16", rope_theta=5e5, rope_scaling=scaling) == new
-    assert read(torch_dtype="torch.float16", rope_theta=5e5, rope_scaling=kind) == new
-    assert read(dtype="float16", rope_theta=1.5, rope_parameters=scaling | {"rope_theta": 5e5}) == new
-
-
 def test_an_original_context_beside_the_scaling_counts_first(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     raw = BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
     assert read_config(write(tmp_path, raw)).rope.original_max_positions == 64
-
-
-def test_layer_types_choose_the_windows_of_qwen(tmp_path: Path) -> None:
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    raw = of_family("qwen3") | {"use_sliding_window": True, "sliding_window": 9, "layer_types": types}
-    assert read_config(write(tmp_path, raw)).windows == (9, None, 9)
 
 
 @pytest.mark.parametrize("made", [1, {}, {"from": "x"}, {"from": "x", "parameters_before": 0, "parameters": 5}])

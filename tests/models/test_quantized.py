@@ -1,4 +1,4 @@
-"""8-bit linears: the very numbers of their definition, and a target that says nearly what the one in 16 bits says."""
+"""8-bit linears: the very numbers of their definition, and a model that says nearly what it says in 16 bits."""
 
 import math
 from itertools import product
@@ -9,8 +9,6 @@ from recipes.stdlib.corpus import read_corpus, standard_library
 from torch import Tensor
 from torch.nn import functional
 
-from forerun import LLM, SamplingParams
-from forerun.config import Quantization
 from forerun.models.backends.torch_cpu.linear import make_linear
 from forerun.models.backends.torch_cpu.quantized import (
     EXACT_TERMS,
@@ -122,21 +120,3 @@ def test_perplexity_rises_by_less_than_a_hundredth_and_in_4_bits_by_less_than_a_
     eighth = perplexity(Blueprint.of(name, quantize="int8"), windows)
     assert eighth < 1.01 * half
     assert eighth < perplexity(Blueprint.of(name, quantize="int4"), windows) < 1.05 * half
-
-
-@pytest.mark.short("int8-0.75")
-@pytest.mark.parametrize(("quantize", "share"), [("int8", 0.75), ("int4", 0.6)])
-def test_a_quantized_model_is_a_target_of_its_own(quantize: Quantization, share: float) -> None:
-    """Drafted and plain agree to the bit; the fingerprint and the plan know of it."""
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, logprobs=1)
-    prompts = ["import os\n\ndef main(", "class Stack:\n    def push(self, "]
-    drafted = LLM("stdlib", "model:stdlib-draft", quantize=quantize, max_model_len=256, speculation=4)
-    plain = LLM("stdlib", quantize=quantize, max_model_len=256)
-    answers = [llm.generate(prompts, params) for llm in (drafted, plain)]
-    said = [[(c.token_ids, c.logprobs) for answer in each for c in answer.outputs] for each in answers]
-    assert said[0] == said[1]
-    assert drafted.stats.num_accepted > 0
-    half = Blueprint.of("stdlib")
-    assert drafted.fingerprint == plain.fingerprint != half.fingerprint()
-    assert drafted.format.endswith(f", {quantize} weights")
-    assert Blueprint.of("stdlib", quantize=quantize).weights_bytes < share * half.weights_bytes

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -465,24 +464,6 @@ def test_a_widened_checkpoint_is_not_widened_again(tmp_path: Path) -> None:
     folder = widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
     with pytest.raises(UnsupportedModel, match=r"widened from 0\.\d+ M to 1\.\d M parameters\) already: widen what"):
         widen(str(folder), tmp_path / "wider", Wider(256, 6))
-
-
-def bundled_like(config: ModelConfig, **shape: Any) -> ModelConfig:
-    return replace(config, vocab_size=4096, head_dim=64, tied=True, **shape)
-
-
-def test_about_half_a_billion_for_the_bundled_target() -> None:
-    small = read_config(TARGET)
-    target = bundled_like(small, hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, windows=(None,) * 6)
-    assert count_parameters(target) == 11_015_040
-    wide = (wider := Wider.of(target, 500_000_000)).shape(target)
-    assert wider == Wider(1536, 20)
-    assert (wide.heads, wide.kv_heads, wide.head_dim, wide.intermediate) == (24, 8, 64, 4096)
-    assert amount(count_parameters(wide)) == "0.51 B"
-    draft = bundled_like(small, hidden=128, layers=2, heads=2, kv_heads=2, intermediate=352, windows=(None,) * 2)
-    wider = Wider.of(draft, 21_000_000)
-    assert wider == Wider(512, 6)
-    assert amount(count_parameters(wider.shape(draft))) == "21 M"
 
 
 @given(st.integers(0, 10**11))
