@@ -17,7 +17,7 @@ import torch
 
 from forerun.fields import AGAIN, INT32, Fields, read_fields
 from forerun.limits import shown
-from forerun.models.families import FAMILIES, LLAMA_NORMS, ExpertNames, Family, LayerNorms, Sparse, Windows
+from forerun.models.families import FAMILIES, LLAMA_FORM, ExpertNames, Family, LayerForm, Sparse, Windows
 from forerun.models.foreign import OF_OTHER_KINDS, ORIGINAL, PARTS, told_of
 from forerun.models.inside import text_part
 from forerun.models.quantized.scheme import read_scheme
@@ -36,10 +36,6 @@ GELU = ("gelu_pytorch_tanh",)
 MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
 MOST_EXPERTS = 10_000  # of a layer; the tensors will say how many there are
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-OF_THE_FAMILY = (  # fields that a configuration has of its family
-    *("qk_norm", "sinks", "norms", "from_one", "gelu", "interleaved", "joint_norm", "fused_qkv", "fused_gate_up"),
-    *("by_key_head", "centred", "norm_bias", "parallel", "plain_mlp"),
-)
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of one number
 
 
@@ -72,21 +68,17 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(LayerForm):
     """The shape of a decoder-only transformer and how its checkpoint is stored.
 
     `windows[i]` is how many tokens layer i sees, the token itself included; None is all of them. `dtype` is the
     checkpoint's. `eos_ids` end a generation, any of them; empty means that none does. `widened` is how a checkpoint
-    that `forerun widen` made is to be called wherever a number measured with it is shown. `sinks`: each query head has
-    a score of its own among those of its keys, which takes weight and adds nothing. `experts` are those of the sparse
-    layers, None where all layers are dense; `intermediate` is of dense ones. `norms` are a layer's, their gains stored
-    less 1 if `from_one`; `gelu`: the activation is GELU by tanh in place of SiLU. Scales multiply embeddings, what
+    that `forerun widen` made is to be called wherever a number measured with it is shown. `experts` are those of the
+    sparse layers, None where all layers are dense; `intermediate` is of dense ones. Scales multiply embeddings, what
     layers add to the stream, queries beside the usual root of their width, and logits. `turned[i]` says by which angles
-    layer i turns queries and keys, all by `rope` where it is empty; `rotary_dim` of each head turn, all where it is 0,
-    neighbours together if `interleaved`. `score_cap` and `logits_cap` bound scores of attention and logits softly. The
-    norms subtract the mean if `centred`, and have biases if `norm_bias`. With `parallel` the MLP reads what attention
-    reads. `plain_mlp` names an MLP's two layers where nothing is gated. `longest_text` is the length that scalings of
-    positions go by, whatever `max_positions` there is memory for; 0: that.
+    layer i turns queries and keys, all by `rope` where it is empty; `rotary_dim` of each head turn, all where it is 0.
+    `score_cap` and `logits_cap` bound scores of attention and logits softly. `longest_text` is the length that scalings
+    of positions go by, whatever `max_positions` there is memory for; 0: that.
     """
 
     family: str
@@ -104,17 +96,12 @@ class ModelConfig:
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     windows: tuple[int | None, ...]
     dtype: torch.dtype
     bos_id: int | None
     eos_ids: tuple[int, ...]
     widened: str | None = None
-    sinks: bool = False
     experts: ExpertsConfig | None = None
-    norms: LayerNorms = LLAMA_NORMS
-    from_one: bool = False
-    gelu: bool = False
     embedding_scale: float = 1.0
     added_scale: float = 1.0
     query_scale: float = 1.0
@@ -122,27 +109,18 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     turned: tuple[Turned, ...] = ()
     rotary_dim: int = 0
-    interleaved: bool = False
-    joint_norm: bool = False
-    fused_qkv: bool = False
-    by_key_head: bool = False
-    fused_gate_up: bool = False
     score_cap: float | None = None
     logits_cap: float | None = None
-    centred: bool = False
-    norm_bias: bool = False
-    parallel: bool = False
-    plain_mlp: tuple[str, str] | None = None
     longest_text: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether layers are Llama's but for widths, biases, windows, norms of heads, sinks and experts."""
         scales = self.embedding_scale, self.added_scale, self.query_scale, self.logits_scale
-        others = self.from_one, self.gelu, self.turned, self.rotary_dim, self.interleaved, self.joint_norm
-        more = self.score_cap, self.logits_cap, self.centred, self.parallel, self.plain_mlp, self.rope.query_beta
-        fused = self.fused_qkv or self.fused_gate_up
-        return self.norms == LLAMA_NORMS and set(scales) == {1.0} and not any((*others, *more)) and not fused
+        others = self.turned, self.rotary_dim, self.score_cap, self.logits_cap, self.rope.query_beta
+        form = {**LLAMA_FORM, "qk_norm": self.qk_norm, "sinks": self.sinks}
+        alike = all(getattr(self, name) == usual for name, usual in form.items())
+        return alike and set(scales) == {1.0} and not any(others)
 
     @property
     def num_turns(self) -> int:
@@ -232,7 +210,7 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         rotary_dim=rotary_dim,
         score_cap=score_cap,
         logits_cap=logits_cap,
-        **{name: getattr(family, name) for name in OF_THE_FAMILY},
+        **{name: getattr(family, name) for name in LLAMA_FORM},
     )
 
 

@@ -8,7 +8,7 @@ once `weights.py` has given tensors their usual names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 
@@ -89,31 +89,57 @@ class LayerNorms:
 LLAMA_NORMS = LayerNorms()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """How layers differ from Llama's, as a family declares it and a configuration has it.
+
+    `qk_norm`: heads of queries and keys are normed, all of them as one with `joint_norm`. `sinks`: each query head has
+    a score of its own among those of its keys, which takes weight and adds nothing. `norms` are a layer's, whose stored
+    gains are less 1 where they are `from_one`; the mean is subtracted where they are `centred`, and they may have
+    biases (`norm_bias`). `gelu`: the activation is GELU by tanh in place of SiLU. `interleaved`: neighbours turn
+    together, and not the halves of a head. `fused_qkv`, `fused_gate_up`: one tensor holds all parts; with `by_key_head`
+    it has each key head's queries, key and value one after the other. `parallel`: the MLP reads what attention reads.
+    `plain_mlp` are the names of an MLP's two layers where nothing is gated.
+    """
+
+    qk_norm: bool = False
+    joint_norm: bool = False
+    sinks: bool = False
+    norms: LayerNorms = LLAMA_NORMS
+    from_one: bool = False
+    centred: bool = False
+    norm_bias: bool = False
+    gelu: bool = False
+    interleaved: bool = False
+    fused_qkv: bool = False
+    by_key_head: bool = False
+    fused_gate_up: bool = False
+    parallel: bool = False
+    plain_mlp: tuple[str, str] | None = None
+
+
+LLAMA_FORM = {part.name: part.default for part in fields(LayerForm)}
+
+
 @dataclass(frozen=True, slots=True)
-class Family:
+class Family(LayerForm):
     """One family's declared facts.
 
     A bias is there, is not, or is there where config.json sets one of the keys named here; `biased` says what such a
     key means where it is absent. `head_dim`, `window`, `norm_eps`, `theta` and `rope`, the parameters of positions, are
     the family's values where config.json lacks the key, and `defaults` those of other keys; head_dim None divides the
-    hidden size by the heads. `sinks`: each query head has a score that no key has. `sparse` None: all MLPs are dense.
-    `norms` are a layer's, whose stored gains are less 1 where they are `from_one`; the mean is subtracted where they
-    are `centred`. `scales` names what multiplies embeddings, what layers add, scores of attention, and logits
-    (`output`), and what divides logits, each by its key. `scaled_embedding`: embeddings are times the root of their
-    width. `capped` are keys of soft bounds on scores and logits. `scaled_queries`: queries may grow with their
-    positions. `local`: layers with a window turn by a base of their own, this one unless told. `interleaved`:
-    neighbours turn together, and not the halves of a head. `rotary` is the share of a head that turns where config.json
-    does not say; None: all of it. `stretched` are other names of LongRoPE in its config.json. `parallel`: the MLP reads
-    what attention reads. `fused_qkv`, `fused_gate_up`: one tensor holds all parts; with `by_key_head` it has each key
-    head's queries, key and value one after the other. `plain_mlp` are the names of an MLP's two layers where nothing is
-    gated.
+    hidden size by the heads. `sparse` None: all MLPs are dense. `scales` names what multiplies embeddings, what layers
+    add, scores of attention, and logits (`output`), and what divides logits, each by its key. `scaled_embedding`:
+    embeddings are times the root of their width. `capped` are keys of soft bounds on scores and logits.
+    `scaled_queries`: queries may grow with their positions. `local`: layers with a window turn by a base of their own,
+    this one unless told. `rotary` is the share of a head that turns where config.json does not say; None: all of it.
+    `stretched` are other names of LongRoPE in its config.json.
     """
 
     name: str
     qkv_bias: bool | str | tuple[str, ...] = False
     out_bias: bool | str | tuple[str, ...] = False
     mlp_bias: bool | str | tuple[str, ...] = False
-    qk_norm: bool = False
     windows: Windows = Windows.NONE
     head_dim: int | None = None
     window: int | None = None
@@ -121,50 +147,47 @@ class Family:
     norm_eps: float = 1e-6
     theta: float = 10_000.0
     rope: Mapping[str, object] = field(default_factory=dict)
-    sinks: bool = False
     sparse: Sparse | None = None
     with_experts: str | None = None  # the architecture that is the same but for experts
-    norms: LayerNorms = LLAMA_NORMS
-    from_one: bool = False
-    gelu: bool = False
     scales: Mapping[str, str] = field(default_factory=dict)
     scaled_embedding: bool = False
     query_scalar: int | None = None  # whose root divides queries where config.json does not say; None: their width
     local: float | None = None
-    interleaved: bool = False
     rotary: float | None = None
-    joint_norm: bool = False  # all query heads are normed as one, and all key heads
     turning: Turning = Turning.ALL
-    fused_qkv: bool = False
-    by_key_head: bool = False
-    fused_gate_up: bool = False
     tied: bool = False  # what config.json means where it does not say
     defaults: Mapping[str, object] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
-    centred: bool = False
-    norm_bias: bool = False
     capped: tuple[str, ...] = ()
     scaled_queries: bool = False
     stretched: tuple[str, ...] = ()
-    parallel: bool = False
-    plain_mlp: tuple[str, str] | None = None
 
 
 STACKED = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
 BY_NUMBER = ExpertNames(
     "mlp.gate", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "mlp.experts.{}.down_proj", stacked=STACKED
 )
-QWEN2 = Family("qwen2", qkv_bias=True, windows=Windows.LISTED, window=4096)
-
 SANDWICHED = LayerNorms(  # Gemma's
     "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
 )
 BEHIND = LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")  # OLMo 2's
 BESIDE = LayerNorms("input_layernorm", None)  # Cohere's
-GEMMA2 = Family(
-    "gemma2",
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
+GRANITE = {  # what a number multiplies, by its key in config.json
+    "embedding": "embedding_multiplier",
+    "added": "residual_multiplier",
+    "scores": "attention_multiplier",
+    "logits": "logits_scaling",
+}
+
+# Families that others differ from. With ASKED attention has biases where config.json says so; with LLAMA the MLP, too.
+ASKED = Family("", qkv_bias="attention_bias", out_bias="attention_bias")
+LLAMA = replace(ASKED, name="llama", mlp_bias="mlp_bias")
+QWEN2 = Family("qwen2", qkv_bias=True, windows=Windows.LISTED, window=4096)
+QWEN3 = replace(ASKED, name="qwen3", qk_norm=True, windows=Windows.LISTED, window=4096, head_dim=128)
+OLMO2 = replace(ASKED, name="olmo2", qk_norm=True, joint_norm=True, norm_eps=1e-5, norms=BEHIND)
+GEMMA2 = replace(
+    ASKED,
+    name="gemma2",
     windows=Windows.EVERY_OTHER,
     head_dim=256,
     window=4096,
@@ -177,21 +200,9 @@ GEMMA2 = Family(
     capped=("attn_logit_softcapping", "final_logit_softcapping"),
     defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )
-GRANITE = {  # what a number multiplies, by its key in config.json
-    "embedding": "embedding_multiplier",
-    "added": "residual_multiplier",
-    "scores": "attention_multiplier",
-    "logits": "logits_scaling",
-}
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        "llama",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        with_experts="MixtralForCausalLM",
-    ),
+    "LlamaForCausalLM": replace(LLAMA, with_experts="MixtralForCausalLM"),
     "MistralForCausalLM": Family("mistral", windows=Windows.ALL, window=4096, with_experts="MixtralForCausalLM"),
     "Ministral3ForCausalLM": Family(
         "ministral3",
@@ -219,16 +230,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "InternLM2ForCausalLM": Family("internlm2", qkv_bias="bias", out_bias="bias", fused_qkv=True, by_key_head=True),
     "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        windows=Windows.LISTED,
-        head_dim=128,
-        window=4096,
-        with_experts="Qwen3MoeForCausalLM",
-    ),
+    "Qwen3ForCausalLM": replace(QWEN3, with_experts="Qwen3MoeForCausalLM"),
     "MiMoForCausalLM": replace(QWEN2, name="mimo"),
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": replace(
@@ -241,9 +243,7 @@ FAMILIES: dict[str, Family] = {
         capped=("final_logit_softcapping",),
         defaults={},
     ),
-    "GraniteForCausalLM": Family(
-        "granite", qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", scales=GRANITE
-    ),
+    "GraniteForCausalLM": replace(LLAMA, name="granite", scales=GRANITE),
     "Phi3ForCausalLM": Family(
         "phi3",
         windows=Windows.ALL,
@@ -254,10 +254,9 @@ FAMILIES: dict[str, Family] = {
         stretched=("su", "yarn"),
         defaults={"original_max_position_embeddings": 4096},
     ),
-    "Cohere2ForCausalLM": Family(
-        "cohere2",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
+    "Cohere2ForCausalLM": replace(
+        ASKED,
+        name="cohere2",
         windows=Windows.EVERY_FOURTH,
         window=4096,
         norm_eps=1e-5,
@@ -286,27 +285,9 @@ FAMILIES: dict[str, Family] = {
         norm_bias=True,
         plain_mlp=("c_fc", "c_proj"),
     ),
-    "Olmo2ForCausalLM": Family(
-        "olmo2",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        joint_norm=True,
-        norm_eps=1e-5,
-        norms=BEHIND,
-    ),
-    "Olmo3ForCausalLM": Family(
-        "olmo3",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        joint_norm=True,
-        windows=Windows.EVERY_FOURTH,
-        window=4096,
-        norm_eps=1e-5,
-        theta=500_000.0,
-        norms=BEHIND,
-        local=500_000.0,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": replace(
+        OLMO2, name="olmo3", windows=Windows.EVERY_FOURTH, window=4096, theta=500_000.0, local=500_000.0
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4",
@@ -317,15 +298,8 @@ FAMILIES: dict[str, Family] = {
         norms=BEHIND,
         turning=Turning.WINDOWED_IF_ANY,
     ),
-    "SmolLM3ForCausalLM": Family(
-        "smollm3",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        windows=Windows.NOT_TURNED,
-        theta=2e6,
-        turning=Turning.LISTED,
-        tied=True,
+    "SmolLM3ForCausalLM": replace(
+        LLAMA, name="smollm3", windows=Windows.NOT_TURNED, theta=2e6, turning=Turning.LISTED, tied=True
     ),
     "Glm4ForCausalLM": Family(
         "glm4",
@@ -364,19 +338,12 @@ FAMILIES: dict[str, Family] = {
         biased=True,
         sparse=Sparse(BY_NUMBER, shared="shared_expert_intermediate_size"),
     ),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        windows=Windows.ASKED,
-        window=4096,
-        sparse=Sparse(BY_NUMBER),
+    "Qwen3MoeForCausalLM": replace(
+        QWEN3, name="qwen3_moe", windows=Windows.ASKED, head_dim=None, sparse=Sparse(BY_NUMBER)
     ),
-    "GptOssForCausalLM": Family(
-        "gpt_oss",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
+    "GptOssForCausalLM": replace(
+        ASKED,
+        name="gpt_oss",
         windows=Windows.EVERY_OTHER,
         head_dim=64,
         window=128,
