@@ -164,14 +164,6 @@ def test_longrope_goes_by_what_was_asked_for_and_not_by_what_memory_is_left(tmp_
     assert len(set(prints)) == 2
 
 
-def test_a_dynamic_base_grows_with_the_longest_text() -> None:
-    config = make({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 16)
-    for length in (POSITIONS // 2, POSITIONS, POSITIONS + 1, 3 * POSITIONS):
-        expected, found = theirs(config, length), ours(config, length)
-        torch.testing.assert_close(found.cos, expected.cos, rtol=0, atol=1e-4)
-        torch.testing.assert_close(found.sin, expected.sin, rtol=0, atol=1e-4)
-
-
 def test_what_does_not_turn_is_not_scaled() -> None:
     config = make(LONG | {"attention_factor": 1.5}, 8)
     with tempfile.TemporaryDirectory() as name:

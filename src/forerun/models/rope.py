@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -102,13 +102,6 @@ def llama3_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float
     return torch.where(wavelengths < context / high, frequencies, scaled)
 
 
-def dynamic_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
-    """A base that grows with the length of texts beyond the original context: NTK-aware scaling."""
-    stretch = max(positions, rope.original_max_positions) / rope.original_max_positions
-    growth = (rope.factor * stretch - (rope.factor - 1)) ** (head_dim / max(1, head_dim - 2))
-    return default_frequencies(replace(rope, theta=rope.theta * growth), head_dim)
-
-
 def longrope_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
     """Each frequency divided by a factor of its own: by a long one if texts may be longer than the original context.
 
@@ -170,6 +163,5 @@ FREQUENCIES: dict[str, Callable[[RopeConfig, int, int], Tensor]] = {
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
-    "dynamic": dynamic_frequencies,
     "longrope": longrope_frequencies,
 }

@@ -105,8 +105,8 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
         rope.number(key)
     if kind == "linear":
         return RopeConfig(theta, kind, rope.number("factor"))
-    if kind == "dynamic":
-        return RopeConfig(theta, kind, rope.number("factor"), positions)
+    if kind == "dynamic":  # a base that grows behind max_position_embeddings, where no text goes
+        return RopeConfig(theta)
     original = rope.whole("original_max_position_embeddings", positions)
     original = fields.whole("original_max_position_embeddings", original)
     scaling = RopeConfig(
