@@ -29,7 +29,6 @@ from forerun.models.backends.base import Backend
 from forerun.models.backends.native import find_kernels
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.linear import PackedLinear, packing_available, trusted_rows
-from forerun.models.backends.torch_cpu.quantized import QuantizedLinear, quantized_packing_is_exact
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.projections import products
@@ -90,21 +89,18 @@ def choose_backend(
     Raises UnsupportedModel where `choice` is "native" and there are no kernels.
     """
     native = [dtype for dtype in dtypes if find_kernels(choice, dtype, progress) is not None]
-    native = native[: 1 if quantize else None]  # with whole numbers the layers are the same in every format
     backends = [BackendKind("native", dtype) for dtype in native]
     if choice != "native":
-        backends += [BackendKind("torch", dtype) for dtype in torch_dtypes(dtypes)[: 1 if quantize else None]]
+        backends += [BackendKind("torch", dtype) for dtype in torch_dtypes(dtypes)]
     preferred, *others = backends
-    others = [other for other in others if other.kernels == "native" or is_packed(other, quantize)]
+    others = [other for other in others if other.kernels == "native" or is_packed(other)]
+    # Of whole numbers torch's operators were never faster, and rows of experts they group in Python, outside the times.
+    if not native or not others or quantize is not None or config.experts is not None:
+        return BackendChoice(preferred)
     shapes = products(config)
-    if config.experts is not None and native:  # torch's operators group rows in Python, which the times do not show
+    if 4 * sum(math.prod(shape) * count for shape, count in shapes.items()) < SMALL_BYTES:
         return BackendChoice(preferred)
-    if not native or not others or 4 * sum(math.prod(shape) * count for shape, count in shapes.items()) < SMALL_BYTES:
-        return BackendChoice(preferred)
-    return fastest(
-        answer_times((preferred, *others), quantize, shapes, progress),
-        lambda backend: is_trusted(backend, quantize, config),
-    )
+    return fastest(answer_times((preferred, *others), shapes, progress), lambda backend: is_trusted(backend, config))
 
 
 def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKind], bool]) -> BackendChoice:
@@ -129,27 +125,22 @@ def has_bfloat16_linears() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def is_packed(backend: BackendKind, quantize: Quantization | None) -> bool:
+def is_packed(backend: BackendKind) -> bool:
     """Whether torch has a fast operator for it here: what it does without is never faster than compiled kernels."""
-    if quantize is not None:
-        return quantize == "int8" and quantized_packing_is_exact()
     supported = backend.dtype != torch.bfloat16 or has_bfloat16_linears()
     return supported and packing_available(torch.empty(0, dtype=backend.dtype))
 
 
-def is_trusted(backend: BackendKind, quantize: Quantization | None, config: ModelConfig) -> bool:
-    """Whether the operators give each row bits of its own, in every layer. Whole numbers and compiled kernels do."""
+def is_trusted(backend: BackendKind, config: ModelConfig) -> bool:
+    """Whether the operators give each row bits of its own, in every layer. Compiled kernels do."""
     threads = torch.get_num_threads()
-    return (
-        backend.kernels == "native"
-        or quantize is not None
-        or all(trusted_rows(*shape, backend.dtype, False, threads) for shape in products(config))
+    return backend.kernels == "native" or all(
+        trusted_rows(*shape, backend.dtype, False, threads) for shape in products(config)
     )
 
 
 def answer_times(
     backends: Sequence[BackendKind],
-    quantize: Quantization | None,
     shapes: Mapping[tuple[int, int], int],
     progress: ProgressCallback | None,
 ) -> dict[BackendKind, float]:
@@ -157,11 +148,11 @@ def answer_times(
     total, kept = dict.fromkeys(backends, 0.0), read_times()
     for number, ((outputs, inputs), count) in enumerate(shapes.items()):
         part = min(outputs, max(64, SAMPLE_WEIGHTS // inputs))
-        keys = {backend: times_key(backend, quantize, part, inputs) for backend in backends}
+        keys = {backend: times_key(backend, part, inputs) for backend in backends}
         if not kept.keys() >= set(keys.values()):
             if progress is not None:
                 progress("measuring kernels, once on this machine", number / len(shapes))
-            found = measured(backends, quantize, part, inputs)
+            found = measured(backends, part, inputs)
             kept = {**read_times(), **{keys[backend]: times for backend, times in found.items()}}
             keep_times(kept)
         for backend, key in keys.items():
@@ -169,21 +160,19 @@ def answer_times(
     return total
 
 
-def times_key(backend: BackendKind, quantize: Quantization | None, outputs: int, inputs: int) -> str:
+def times_key(backend: BackendKind, outputs: int, inputs: int) -> str:
     """Everything that the times of a layer depend on."""
     kernels = find_kernels(backend.kernels, backend.dtype)
     by = f"forerun {__version__} {kernels.file}" if kernels else f"torch {torch.__version__}"
-    return f"{by}, {order_of_sums()}: {backend.dtype}, {quantize}, {outputs} x {inputs}"
+    return f"{by}, {order_of_sums()}: {backend.dtype}, {outputs} x {inputs}"
 
 
-def measured(
-    backends: Sequence[BackendKind], quantize: Quantization | None, outputs: int, inputs: int
-) -> dict[BackendKind, tuple[float, ...]]:
+def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> dict[BackendKind, tuple[float, ...]]:
     """The shortest seconds that such a layer takes by each of them, for each of ROWS; measured by turns."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5
     x = torch.randn(max(ROWS), inputs, generator=dice)
-    layers = {each: [sample(each, quantize, weight) for _ in range(COPIES)] for each in backends}
+    layers = {each: [sample(each, weight) for _ in range(COPIES)] for each in backends}
     shortest = {backend: [math.inf] * len(ROWS) for backend in backends}
     for _ in range(TURNS):
         for backend, copies in layers.items():
@@ -196,11 +185,10 @@ def measured(
     return {backend: tuple(times) for backend, times in shortest.items()}
 
 
-def sample(backend: BackendKind, quantize: Quantization | None, weight: Tensor) -> Linear:
+def sample(backend: BackendKind, weight: Tensor) -> Linear:
     """A layer by this backend, whether or not its rows can be trusted."""
-    if (kernels := find_kernels(backend.kernels, backend.dtype)) is not None:
-        return kernels.linear(weight.to(backend.dtype), None, quantize)
-    return QuantizedLinear(weight, None) if quantize else PackedLinear(weight.to(backend.dtype), None)
+    kernels = find_kernels(backend.kernels, backend.dtype)
+    return (kernels.linear if kernels else PackedLinear)(weight.to(backend.dtype), None)
 
 
 def times_file() -> Path:
