@@ -1,15 +1,16 @@
-"""Charts: panels of lines, as the content of a PNG file or as SVG inside a page, which suits light and dark.
+"""Charts: panels of lines, as the content of a PNG file, which matplotlib draws, or as an SVG element of our own.
 
-This file decides colours and layout, and is the only one of all measurements that imports matplotlib.
+This file decides colours and layout.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,19 @@ from forerun.bench.figures import Spread
 from forerun.errors import InvalidRequest, MissingPackage
 
 COLOURS = ("#3b82c4", "#d9762b", "#3a9a5b", "#b05fb0", "#b39200", "#d1495b", "#2aa5a0", "#8a7f72")  # on light and dark
-WIDTH, HEIGHT, DPI = 4.5, 3.6, 150  # inches of a panel in a PNG file
-PAGE_WIDTH, PAGE_HEIGHT = 8.4, 3.4
-INK, RULE = "#010203", "#040506"  # stand for the page's colours until the chart is text
-PAGE_STYLE: Any = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 10.0,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), RULE),
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.linewidth": 0.6,
-    "axes.spines.left": False,
-    "ytick.major.size": 0,
-}
-REPLACED = (  # in the text of an SVG
-    (re.compile(r"^.*?(?=<svg)|\s*<metadata>.*?</metadata>", re.DOTALL), ""),
-    (re.compile(r'<svg [^>]*(viewBox="[^"]*")[^>]*>'), r"<svg \1>"),
-    (re.compile(INK), "currentColor"),
-    (re.compile(RULE), "var(--rule)"),
+INCHES, DPI = (4.5, 3.6), 150  # of a panel in a PNG file
+HEIGHT, GAP, LEFT, TOP, LETTER = 200, 60, 50, 40, 7  # of panels in an SVG, in pixels; LETTER is one of a legend
+MARKS = {"o": "●", "x": "×"}  # by the sign in the form of a series
+STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#555}.t{font-weight:600}.g{stroke:#8886;stroke-width:.5}"
+    ".l{stroke:#888;stroke-dasharray:4}@media(prefers-color-scheme:dark){text{fill:#bbb}}"
 )
-
-
-def can_draw() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def require_charts(option: str, extra: str) -> None:
-    """Raise MissingPackage where an option's charts cannot be drawn."""
-    if not can_draw():
-        raise MissingPackage(f"{option} needs matplotlib, which is not installed: pip install 'forerun[{extra}]'")
 
 
 def check_picture(path: Path) -> None:
     """Raise, before anything is run, where a picture could not be drawn."""
-    require_charts("--picture", "bench")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackage("--picture needs matplotlib, which is not installed: pip install 'forerun[bench]'")
     if path.suffix != ".png":
         raise InvalidRequest("picture", f"{path} must be a .png file.")
 
@@ -115,7 +91,7 @@ def png(title: str, rows: Sequence[Sequence[LinePanel]]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    size = WIDTH * max(map(len, rows)), HEIGHT * len(rows)
+    size = INCHES[0] * max(map(len, rows)), INCHES[1] * len(rows)
     figure, file = Figure(figsize=size, layout="constrained"), io.BytesIO()
     FigureCanvasAgg(figure)
     for axes, panels in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
@@ -127,21 +103,62 @@ def png(title: str, rows: Sequence[Sequence[LinePanel]]) -> bytes:
     return file.getvalue()
 
 
-def svg(panel: LinePanel) -> str:
-    """An SVG element as wide as the page; its text has the colour of the page."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+def svg(panels: Sequence[LinePanel], width: int) -> str:
+    """An SVG element with panels of so many pixels side by side, each before its legend; it suits light and dark."""
+    body, left = "", LEFT
+    for panel in panels:
+        names = [(each.name, each.colour) for each in panel.series if each.name and each.points]
+        body += svg_panel(panel, left, width)
+        left += width + GAP
+        for line, (name, colour) in enumerate(names):
+            body += label(left - GAP + 12, TOP + 16 * line + 8, name, f'style="fill:{colour}"')
+        left += max((LETTER * len(name) for name, _ in names), default=0)
+    size = f'viewBox="0 0 {left} {HEIGHT + 2 * TOP}" width="{left}" height="{HEIGHT + 2 * TOP}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{STYLE}</style>{body}</svg>\n'
 
-    file = io.StringIO()
-    with rc_context(PAGE_STYLE):
-        figure = Figure(figsize=(PAGE_WIDTH, PAGE_HEIGHT), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.subplots()
-        panel.draw(axes)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    for pattern, new in REPLACED:
-        text = pattern.sub(new, text)
-    return text
+
+def svg_panel(panel: LinePanel, left: int, width: int) -> str:
+    """One panel: a title, a grid of values, and each series with its marks."""
+    parts = [label(left, TOP - 16, panel.title or panel.y, 'class="t"')]
+    points = [point for each in panel.series for point in each.points]
+    if not points:
+        return parts[0]
+    scale: Callable[[float], float] = math.log2 if panel.ticks else float
+    first, last = (scale(end(x for x, _ in points)) for end in (min, max))
+    reached = [y for _, y in points] + [spread.high for each in panel.series for spread in each.spreads]
+    high = 1.05 * max(*reached, panel.level or 0.0) or 1.0
+
+    def place(x: float | int, y: float | int) -> tuple[float, float]:
+        across = (scale(x) - first) / (last - first) if last > first else 0.5
+        return round(left + width * across, 1), round(TOP + HEIGHT * (1 - y / high), 1)
+
+    for share in (0.0, 0.5, 1.0):
+        _, y = place(points[0][0], share * high)
+        parts.append(f'<line class="g" x1="{left}" y1="{y}" x2="{left + width}" y2="{y}"/>')
+        parts.append(label(left - 6, y + 4, f"{share * high:.3g}", 'text-anchor="end"'))
+    if panel.level is not None:
+        _, y = place(points[0][0], panel.level)
+        parts.append(f'<line class="l" x1="{left}" y1="{y}" x2="{left + width}" y2="{y}"/>')
+    ticks = panel.ticks or sorted({end(x for x, _ in points) for end in (min, max)})
+    below = [*((place(tick, 0)[0], 16, f"{tick:g}") for tick in ticks), (left + width / 2, 34, panel.x)]
+    parts += [label(x, TOP + HEIGHT + down, text, 'text-anchor="middle"') for x, down, text in below]
+    return "".join([*parts, *(svg_series(each, place) for each in panel.series)])
+
+
+def svg_series(each: Series, place: Callable[[float, float], tuple[float, float]]) -> str:
+    """A line, a mark at every point, and a bar from quartile to quartile."""
+    at, parts = [place(*point) for point in each.points], list[str]()
+    if "-" in each.form:
+        line = " ".join(f"{x},{y}" for x, y in at)
+        parts.append(f'<polyline fill="none" stroke="{each.colour}" stroke-width="1.6" points="{line}"/>')
+    mark = next((mark for mark in MARKS if mark in each.form), "")
+    parts += [label(x, y + 4, MARKS[mark], f'text-anchor="middle" style="fill:{each.colour}"') for x, y in at if mark]
+    for (x, _), spread in zip(each.points, each.spreads, strict=False):
+        (across, low), (_, high) = place(x, spread.low), place(x, spread.high)
+        parts.append(f'<line stroke="{each.colour}" x1="{across}" y1="{low}" x2="{across}" y2="{high}"/>')
+    return "".join(parts)
+
+
+def label(x: float | int, y: float | int, text: str, more: str) -> str:
+    """Some text at a place."""
+    return f'<text x="{x}" y="{y}" {more}>{escape(text)}</text>'

@@ -43,9 +43,6 @@ class TuneOptions(MeasurementOptions):
     ] = "{}"
     time_limit: Annotated[float | None, typer.Option(help="Seconds after which nothing new is measured.")] = None
     out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path("tuned")
-    html: Annotated[
-        bool, typer.Option("--html", help="Stop where the page would have no charts, for want of matplotlib.")
-    ] = False
 
 
 @with_options(EXAMPLES)
@@ -72,7 +69,6 @@ def tune(
     with importing():
         from rich.console import Console
 
-        from forerun.bench.chart import require_charts
         from forerun.bench.material import Template, mixed_passages
         from forerun.progress import LoadingBar
         from forerun.tune.page import html_page
@@ -80,8 +76,6 @@ def tune(
         from forerun.tune.show import tune_card
         from forerun.tune.tune import Subject
         from forerun.tune.tune import tune as run
-    if options.html:
-        require_charts("--html", "report")
     names = [*(drafts or ()), *(more or ())]
     candidates_of(names, 2)  # refused before anything is read
     prompts = mixed_passages(options.prompts, options.replay)

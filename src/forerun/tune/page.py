@@ -11,7 +11,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 from rich.text import Text
 
-from forerun.bench.chart import COLOURS, LinePanel, Series, can_draw, svg
+from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.tune.report import TuneReport
 from forerun.tune.show import (
     WORTH,
@@ -25,6 +25,7 @@ from forerun.tune.show import (
 )
 from forerun.tune.study import Studied
 
+WIDTH = 640  # pixels of a chart without its legend
 NAME = 24  # characters of a drafter's name; of longer ones the end is shown
 FASTER = "times as fast as plain decoding"
 PAGE = """\
@@ -81,10 +82,6 @@ pre { background: var(--box); border-radius: .5rem; padding: .6rem .9rem; overfl
 <p class="{{ tone(line) }}">{{ line.plain }}</p>
 {% endfor %}
 </div>
-{% if not can_draw %}
-<p class="bad">Charts need matplotlib, which is not installed: pip install 'forerun[report]', and run the command
-again.</p>
-{% endif %}
 {% for title, charts, tables in sections %}
 <h2>{{ title }}</h2>
 {{ figures(charts) }}{% for each in tables %}{{ table(each) }}{% endfor %}
@@ -122,7 +119,6 @@ def html_page(report: TuneReport) -> str:
         sections=sections,
         facts=list(facts_of(report)),
         template=template_line(report.about["prompts"]),
-        can_draw=can_draw(),
         tone=tone,
         br=Markup("<br>"),
     )
@@ -137,14 +133,14 @@ def tone(value: str | Text) -> str:
 def speed_charts(report: TuneReport, temperature: float) -> Iterator[tuple[Markup, str]]:
     """Charts of speed at a temperature, with their captions."""
     first = report.settings.batches[0]
-    if can_draw() and any(each.cell(first, temperature) for each in report.studied):
+    if any(each.cell(first, temperature) for each in report.studied):
         yield chart(batch_panel(report, temperature)), "Measured speed-up with quartiles"
         yield chart(depth_panel(report, first, temperature)), f"Speed-up by depth, batch {first}"
 
 
 def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
     """How often a guess is accepted where those before it were, by depth, with captions."""
-    for temperature in report.temperatures if can_draw() else ():
+    for temperature in report.temperatures:
         series = [
             Series(shortened(each), list(enumerate(rates, start=1)), colour_of(report, each))
             for each in report.studied
@@ -157,7 +153,7 @@ def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
 
 def chart(panel: LinePanel) -> Markup:
     """A chart that the page takes as it is."""
-    return Markup(svg(panel))
+    return Markup(svg([panel], WIDTH))
 
 
 def colour_of(report: TuneReport, each: Studied) -> str:
