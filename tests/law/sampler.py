@@ -66,7 +66,7 @@ def law_of(model: Tensor, params: SamplingParams) -> Tensor:
     rows = [RowSampling(0, params, 0, 0, [0], 1)]
     draws = Draws(rows, model.shape[1])
     at = draws.roots()
-    return torch.cat([draws.law(row[None].double(), at) for row in model]).exp()
+    return torch.cat([draws.probs(row[None].double(), at) for row in model])
 
 
 def transitions(text: Tensor, root: int, position: int, vocab: int) -> Tensor:

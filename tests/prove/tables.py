@@ -49,7 +49,7 @@ class Pair:
     def cells(self, params: SamplingParams, num_texts: int) -> Cells:
         """The cells of texts behind the root, from the target's own law."""
         draws = Draws([RowSampling(0, params, 0, 0, [ROOT], 1)], VOCAB)
-        laws = torch.cat([draws.law(row[None].double(), draws.roots()) for row in self.target]).exp()
+        laws = torch.cat([draws.probs(row[None].double(), draws.roots()) for row in self.target])
         return choose_cells(lambda texts: laws[[text[-1] if text else ROOT for text in texts]], num_texts)
 
 

@@ -83,15 +83,15 @@ def test_rows_have_the_bits_they_would_have_alone(
     guesses = [[(row.tokens[-1] + 1) % VOCAB, row.tokens[0]] for row in rows]
     at = draws.nodes(chains(rows, guesses))
     logits = random_logits(len(at.row), seed, torch.float32, vocab)
-    law, drawn, kids = draws.law(logits, at), draws.draw(logits, at), draws.children(logits, at, 2)
-    recovered, coins = draws.recover(law, at), draws.coins(at, drawn)
+    law, drawn, kids = draws.probs(logits, at), draws.draw(logits, at), draws.children(logits, at, 2)
+    recovered, coins = draws.recover(law.log(), at), draws.coins(at, drawn)
     for i, row in enumerate(rows):
         own = at.row == i
         alone = Draws([row], vocab, rejection=rejection, num_ids=vocab - 1)
         there = alone.nodes(chains([row], [guesses[i]]))
-        assert torch.equal(alone.law(logits[own], there), law[own])
+        assert torch.equal(alone.probs(logits[own], there), law[own])
         assert torch.equal(alone.draw(logits[own], there), drawn[own])
-        assert torch.equal(alone.recover(law[own], there), recovered[own])
+        assert torch.equal(alone.recover(law[own].log(), there), recovered[own])
         assert torch.equal(alone.coins(there, drawn[own]), coins[own])
         kids_alone = alone.children(logits[own], there, 2)
         assert torch.equal(kids_alone.tokens, kids.tokens[own])
@@ -147,8 +147,8 @@ def test_greedy_children_fall_in_logits_with_ties_by_id() -> None:
 def test_bfloat16_logits_are_judged_in_float32() -> None:
     draws = single()
     logits = random_logits(1, 0, torch.float32, 50).bfloat16()
-    assert draws.law(logits, draws.roots()).dtype == torch.float32
-    assert torch.equal(draws.law(logits, draws.roots()), draws.law(logits.float(), draws.roots()))
+    assert draws.probs(logits, draws.roots()).dtype == torch.float32
+    assert torch.equal(draws.probs(logits, draws.roots()), draws.probs(logits.float(), draws.roots()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -164,4 +164,4 @@ def test_a_round_that_draws_nothing() -> None:
     draws = Draws([], VOCAB)
     at = draws.roots()
     assert draws.draw(torch.empty(0, VOCAB), at).shape == (0,)
-    assert draws.law(torch.empty(0, VOCAB), at).shape == (0, VOCAB)
+    assert draws.probs(torch.empty(0, VOCAB), at).shape == (0, VOCAB)

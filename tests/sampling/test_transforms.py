@@ -89,10 +89,10 @@ def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int
     draws = Draws(rows, VOCAB, num_ids=num_ids)
     logits = random_logits(len(rows), seed)
     before = logits.clone()
-    law = draws.law(logits, draws.roots())
+    law = draws.probs(logits, draws.roots())
     assert torch.equal(logits, before), "the caller's logits were changed"
     assert law.dtype == torch.float64
-    for row, own, got in zip(rows, logits.tolist(), law.exp().tolist(), strict=True):
+    for row, own, got in zip(rows, logits.tolist(), law.tolist(), strict=True):
         assert got == pytest.approx(oracle(own, row, num_ids), abs=1e-9)
 
 
@@ -110,12 +110,12 @@ def test_nodes_have_the_law_of_their_path_committed(
     draws = Draws(rows, VOCAB)
     at = draws.nodes(tree)
     logits = random_logits(len(at.row), seed, torch.float32)
-    law, drawn = draws.law(logits, at), draws.draw(logits, at)
+    law, drawn = draws.probs(logits, at), draws.draw(logits, at)
     for node, (index, path) in enumerate(zip(at.row.tolist(), at.drawn.tolist(), strict=True)):
         row = rows[index]
         text = [*row.tokens, *(token for token in path if token >= 0)]
         fresh = Draws([replace(row, tokens=text)], VOCAB)
-        assert torch.equal(fresh.law(logits[node : node + 1], fresh.roots())[0], law[node])
+        assert torch.equal(fresh.probs(logits[node : node + 1], fresh.roots())[0], law[node])
         assert torch.equal(fresh.draw(logits[node : node + 1], fresh.roots())[0], drawn[node])
 
 
@@ -205,6 +205,6 @@ def test_processors_cannot_change_the_round() -> None:
 
     row = RowSampling(0, SamplingParams(logits_processors=[rude]), 0, 0, [1, 2], 1)
     draws, logits = Draws([row], 4), torch.ones(1, 4)
-    draws.law(logits, draws.roots())
+    draws.probs(logits, draws.roots())
     assert logits.tolist() == [[1.0] * 4]
     assert row.tokens == [1, 2]

@@ -102,7 +102,7 @@ def test_draws_and_single_guesses_are_those_of_all_noise(shape: str, rejection: 
     assert torch.equal(wide.tokens, narrow.tokens)
     if wide.law is not None and narrow.law is not None:
         assert torch.equal(wide.law, narrow.law)
-        law = draws.law(logits.nan_to_num(nan=0.0), at)
+        law = draws.probs(logits.nan_to_num(nan=0.0), at).log()
         assert torch.equal(draws.recover(law, at), draws._perturb(law, at, Purpose.RECOVER).argmax(1))
 
 

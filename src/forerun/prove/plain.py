@@ -51,7 +51,7 @@ def law_after(
     """The exact law of the token after each text, all transforms applied, in float64."""
     logits = last_logits(llm, texts).double()
     draws = draws_after(llm, texts, num_prompt, params)
-    return draws.law(logits, draws.roots()).exp()
+    return draws.probs(logits, draws.roots())
 
 
 def scores_after(

@@ -141,16 +141,12 @@ class Draws:
             row = torch.arange(len(self.rows), device=self.device).repeat_interleave(levels)
             self._noise.prepare(absorb(self.row_keys(purpose)[row], position))
 
-    def law(self, logits: Logits, at: PathState) -> Logits:
-        """The log-law of the token after each node, all transforms applied; float32, or float64 for float64.
-
-        Temperature 0 is the point mass at the largest transformed logit, the lowest id among equals.
-        """
-        shaped, narrowed = self._transformed(logits, at)
-        return self._choose(at, lambda: self._point(shaped, 0.0, -math.inf), lambda: softmax(narrowed, log=True))
-
     def probs(self, logits: Logits, at: PathState) -> Logits:
-        """The law as probabilities: by softmax, whose bits do not depend on other rows as those of `exp` do."""
+        """The law of the token after each node, all transforms applied; float32, or float64 for float64.
+
+        Temperature 0 is the point mass at the largest transformed logit, the lowest id among equals. By softmax, whose
+        bits do not depend on other rows as those of `exp` do.
+        """
         return self._probs(*self._transformed(logits, at), at)
 
     def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
@@ -210,21 +206,6 @@ class Draws:
         chance = None if chance is None else torch.where(offered, chance, 0.0)
         return Children(torch.where(offered, tokens, -1), chance, law)
 
-    def guess(self, logits: Logits, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Sequence[int]:
-        """The one token that `children` gives after these guesses behind the roots of `rows`, on the host."""
-        kernels, laws = self.kernels, self._laws_for(logits)
-        if kernels is None or laws is None or self.rejection:
-            return self.children(logits, self._behind(rows, paths), 1, survival=False).tokens[:, 0].tolist()
-        masks = self._masks(rows, paths, logits)
-        tokens = kernels.choose(logits.float().contiguous(), rows, paths, laws, masks)
-        if -1 in tokens:
-            left = [i for i, token in enumerate(tokens) if token < 0]
-            alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
-            children = alone.children(logits[left], at, 1, survival=False)
-            for i, token in zip(left, children.tokens[:, 0].tolist(), strict=True):
-                tokens[i] = token
-        return tokens
-
     def offer(
         self,
         logits: Logits,
@@ -243,15 +224,21 @@ class Draws:
             children = self.children(logits, self._behind(rows, paths), width, survival=survival)
             chances = None if children.survival is None else children.survival.tolist()
             return HostChildren(children.tokens.tolist(), chances, children.law)
-        masks = self._masks(rows, paths, logits)
-        offered = self.kernels.offer(logits.float().contiguous(), rows, paths, laws, width, masks)
-        if left := offered.undecided:
+        masks, contiguous = self._masks(rows, paths, logits), logits.float().contiguous()
+        if survival or width > 1:
+            offered = self.kernels.offer(contiguous, rows, paths, laws, width, masks)
+            drawn, chances, left = offered.tokens, offered.survival, offered.undecided
+        else:  # a draw alone costs the least
+            drawn = [[token] for token in self.kernels.choose(contiguous, rows, paths, laws, masks)]
+            chances, left = None, [i for i, (token,) in enumerate(drawn) if token < 0]
+        if left:
             alone, at = self._alone([rows[i] for i in left], [paths[i] for i in left])
-            children = alone.children(logits[left], at, width)
-            assert children.survival is not None, "it was asked for"
-            for i, row_tokens, chances in zip(left, children.tokens.tolist(), children.survival.tolist(), strict=True):
-                offered.tokens[i], offered.survival[i] = row_tokens, chances
-        return HostChildren(offered.tokens, offered.survival)
+            children = alone.children(logits[left], at, width, survival=chances is not None)
+            for place, i in enumerate(left):
+                drawn[i] = children.tokens[place].tolist()
+                if chances is not None and children.survival is not None:
+                    chances[i] = children.survival[place].tolist()
+        return HostChildren(drawn, chances)
 
     def verdict(
         self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
@@ -326,13 +313,13 @@ class Draws:
         return shaped, shaped if self.transforms.all_greedy else self.transforms.narrow(shaped, at)
 
     def _probs(self, shaped: Logits, narrowed: Logits, at: PathState) -> Logits:
-        return self._choose(at, lambda: self._point(shaped, 1.0, 0.0), lambda: softmax(narrowed))
+        return self._choose(at, lambda: self._point(shaped), lambda: softmax(narrowed))
 
-    def _point(self, shaped: Logits, inside: float, outside: float) -> Logits:
+    def _point(self, shaped: Logits) -> Logits:
         """The law of greedy rows: all on the largest logit, the lowest id among equals; NaN there if that is none."""
         first = first_largest(shaped)
-        there = torch.where(shaped.gather(1, first) > -math.inf, inside, math.nan).to(shaped.dtype)
-        return torch.full_like(shaped, outside).scatter_(1, first, there)
+        there = torch.where(shaped.gather(1, first) > -math.inf, 1.0, math.nan).to(shaped.dtype)
+        return torch.zeros_like(shaped).scatter_(1, first, there)
 
     def _choose(self, at: PathState, greedy: Callable[[], Tensor], sampled: Callable[[], Tensor]) -> Tensor:
         """One of two by each node's row; what no row wants is not computed."""

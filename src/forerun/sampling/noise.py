@@ -48,7 +48,6 @@ class Purpose(IntEnum):
     DRAFT = 1  # rejection modes from here on: keyed by the round's root position too
     ACCEPT = 2
     RECOVER = 3
-    PROBE = 4
 
 
 def mix(words: Sequence[int]) -> int:

@@ -97,11 +97,6 @@ def draw_level(
     """Draw the children for these places and add them to their trees."""
     rows = [place.row for place in places]
     paths = paths_to(growing, places)
-    if not survival and not draws.rejection:  # chains
-        for (row, node, _), token in zip(places, draws.guess(logits, rows, paths), strict=True):
-            if token >= 0:
-                growing[row].add(node, 0, token, 1.0)
-        return
     width = 1 + max(place.ranks[-1] for place in places)
     offer = draws.offer(logits, rows, paths, width, survival=survival)
     chances = offer.survival
