@@ -45,6 +45,7 @@ class Traffic:
     def __init__(self, bench: Bench, num_tokens: int, seed: int, options: EngineOptions) -> None:
         self.bench, self.rng, self.requests = bench, random.Random(seed), bench.requests()
         self.engine = bench.engine(None, num_tokens, options=options)
+        self.plain = bench.engine(None, 1024, options=EngineOptions(1, 512, prefix_cache=False))
         self.live: dict[int, LiveText] = {}
         self.past = {"a": [SYSTEM], "b": [SYSTEM]}
         self.counts = Counter[str]()
@@ -78,13 +79,12 @@ class Traffic:
     def ask(self) -> None:
         """One more request; what it will be answered is decoded first."""
         request = self.request()
-        engine = self.bench.engine(None, 1024, options=EngineOptions(1, 512, prefix_cache=False))
         alone, expected = self.requests.sequences(replace(request, speculation=False)), list[list[TokenLogprobs]]()
         for text in alone:
-            engine.submit(text)
+            self.plain.submit(text)
             expected.append([])
-            while engine.has_work:
-                expected[-1].extend(logprob for delta in engine.step() for logprob in delta.logprobs)
+            while self.plain.has_work:
+                expected[-1].extend(logprob for delta in self.plain.step() for logprob in delta.logprobs)
         samples = self.requests.sequences(request)
         for live in map(LiveText, samples, alone, expected):
             self.live[live.sample.id] = live
