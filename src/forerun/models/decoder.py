@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.device import upload
@@ -22,7 +22,7 @@ from forerun.models.backends.base import Backend, DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
-from forerun.models.packing import LayerMaker, MakeLinear, Take, TakeGroups, centred, gains, shifted
+from forerun.models.packing import LayerMaker, Take, TakeGroups, centred, gains, shifted
 from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
@@ -84,7 +84,7 @@ class Decoder:
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms, attention and what
     chooses experts are of `dtype`. Weights that `take_groups` yields are kept as they are stored. Under a `host` these
-    layers are read from its states: embedding and head are the host's own.
+    layers are read from its states: embedding and head are the host's own. A `head` goes before the checkpoint's.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Decoder:
         quantize: Quantization | None = None,
         host: Decoder | None = None,
         take_groups: TakeGroups | None = None,
+        head: Linear | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -108,20 +109,12 @@ class Decoder:
         self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(dtype), config.from_one)
         if config.logits_scale != 1:
             self.norm = self.norm.float() * config.logits_scale
-        shift = take(FINAL_NORM_BIAS, (config.hidden,)).to(dtype) if config.norm_bias else None
 
-        def make_head(weight: Tensor) -> Linear:
-            bias = None if shift is None else shifted(weight, None, shift)
-            return backend.linear(weight, bias, quantize="int8" if quantize else None)
+        def take_again(name: str, shape: tuple[int, ...]) -> Tensor:
+            return self.embedding if name == EMBEDDING else take(name, shape).to(dtype)
 
-        stays = take_groups is not None and host is None and shift is None
-        groups = take_groups(EMBEDDING if config.tied else HEAD, table) if take_groups and stays else None
-        if groups is not None:
-            self.head: Linear = backend.grouped(groups)
-        else:
-            self.head = host.head if host else self.make_head(take, make_head)
-        if config.logits_cap is not None and host is None:
-            self.head = backend.capped(self.head, config.logits_cap)
+        head = host.head if host else head
+        self.head: Linear = head or make_head(config, backend, take_again, take_groups, quantize)
         if config.embedding_scale != 1 and host is None:  # behind the head, which may be of the same numbers
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
         if config.centred and host is None:
@@ -129,12 +122,6 @@ class Decoder:
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope)
         self.executor = backend.executor(parts)
-
-    def make_head(self, take: Take, make: MakeLinear) -> Linear:
-        """The head, the embedding's weights packed once more where the two are tied."""
-        c = self.config
-        weight = self.embedding if c.tied else take(HEAD, (c.vocab_size, c.hidden))
-        return make(weight.to(self.dtype))
 
     @property
     def stream(self) -> torch.dtype:
@@ -186,3 +173,24 @@ class Decoder:
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given: only those that are judged need be."""
         return self.executor.logits(hidden)
+
+
+def make_head(
+    config: ModelConfig,
+    backend: Backend,
+    take: Take,
+    take_groups: TakeGroups | None,
+    quantize: Quantization | None,
+    ids: Int[Tensor, " ids"] | None = None,
+) -> Linear:
+    """The output layer of all tokens, or of these alone: the embedding's numbers once more where the two are tied."""
+    c, rows = config, slice(None) if ids is None else ids
+    name, shape = EMBEDDING if c.tied else HEAD, (c.vocab_size, c.hidden)
+    groups = take_groups(name, shape) if take_groups is not None and not c.norm_bias else None
+    if groups is not None:
+        head = backend.grouped(groups[rows])
+    else:
+        weight = take(name, shape)[rows]
+        bias = shifted(weight, None, take(FINAL_NORM_BIAS, (c.hidden,))) if c.norm_bias else None
+        head = backend.linear(weight, bias, quantize="int8" if quantize else None)
+    return head if c.logits_cap is None else backend.capped(head, c.logits_cap)

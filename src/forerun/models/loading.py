@@ -29,12 +29,11 @@ from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.native import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
-from forerun.models.decoder import Decoder
+from forerun.models.decoder import Decoder, make_head
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
-from forerun.models.packing import shifted
-from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, count_parameters, num_idle
+from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
@@ -250,17 +249,13 @@ class Blueprint:
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
         """The output layer for these tokens alone, which gives what the whole one does, held as that one is."""
-        c, checkpoint, backend = self.config, self.checkpoint(self.dtype), self.backend()
-        name, shape = EMBEDDING if c.tied else HEAD, (c.vocab_size, c.hidden)
-        groups = checkpoint.groups(name, shape) if self.as_stored and not c.norm_bias else None
-        if groups is not None:
-            head = backend.grouped(groups[ids])
-        else:
-            weight, bias = checkpoint.take(name, shape)[ids].to(self.placement.device), None
-            if c.norm_bias:
-                bias = shifted(weight, None, checkpoint.take(FINAL_NORM_BIAS, (c.hidden,)))
-            head = backend.linear(weight, bias, quantize="int8" if self.quantize else None)
-        return head if c.logits_cap is None else backend.capped(head, c.logits_cap)
+        checkpoint = self.checkpoint(self.dtype)
+
+        def take(name: str, shape: tuple[int, ...]) -> Tensor:
+            return checkpoint.take(name, shape).to(self.placement.device)
+
+        groups = checkpoint.groups if self.as_stored else None
+        return make_head(self.config, self.backend(), take, groups, self.quantize, ids)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""

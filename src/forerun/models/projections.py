@@ -174,14 +174,10 @@ class LayerTable:
 
 def gated(config: ModelConfig, prefix: str, neurons: int, bias: bool) -> GatedTable:
     """An MLP by Llama's names, or by those of a family whose MLPs gate nothing."""
-    if config.plain_mlp:
-        names, sizes, last = (f"{prefix}.{config.plain_mlp[0]}",), (neurons,), f"{prefix}.{config.plain_mlp[1]}"
-        return GatedTable(
-            Projection(names, sizes, config.hidden, bias), Projection((last,), (config.hidden,), neurons, bias)
-        )
-    both = (f"{prefix}.gate_up_proj",) if config.fused_gate_up else (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-    down = Projection((f"{prefix}.down_proj",), (config.hidden,), neurons, bias)
-    return GatedTable(Projection(both, (neurons, neurons), config.hidden, bias), down)
+    *names, last = config.plain_mlp or ("gate_proj", "up_proj", "down_proj")
+    sizes, names = (neurons,) * len(names), ["gate_up_proj"] if config.fused_gate_up else names
+    first = Projection(tuple(f"{prefix}.{name}" for name in names), sizes, config.hidden, bias)
+    return GatedTable(first, Projection((f"{prefix}.{last}",), (config.hidden,), neurons, bias))
 
 
 def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTable:

@@ -45,7 +45,6 @@ from forerun.heads.vocabulary import exchange_of
 from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear
-from forerun.models.packing import MakeLinear, Take
 from forerun.models.rows import product, rms_norm
 from forerun.sampling.winners import largest
 
@@ -67,18 +66,17 @@ class BlockDecoder(Decoder):
             name = name.removeprefix("model.")
             return folder.checkpoint.take(name, shapes[name]) if name in shapes else target.embedding
 
-        self.shared_head = None if tensors.own_head else folder.shared_head(ids, target)
-        self.head_shape = (tensors.draft_vocab, tensors.config.layers.hidden)
-        super().__init__(tensors.config.layers, take, target.dtype, folder.backend, folder.target.quantize)
+        quantize = folder.target.quantize
+        if tensors.own_head:
+            head = folder.backend.linear(take(HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
+        else:
+            head = folder.shared_head(ids, target)
+        super().__init__(tensors.config.layers, take, target.dtype, folder.backend, quantize, head=head)
         self.heads = BlockHeads.load(tensors, folder, exchange_of(ids, tensors.config.layers.vocab_size).spread)
         self.fc = folder.make(take(MAP, ()))
         self.hidden_norm = take(MAP_NORM, ())
         mask_id = self.block.mask_id
         self.mask = take(MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
-
-    def make_head(self, take: Take, make: MakeLinear) -> Linear:
-        """The target's, unless the folder has one."""
-        return self.shared_head or make(take(HEAD, self.head_shape).to(self.dtype))
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The target's states as context: joined, mapped to one, and normed."""
