@@ -18,7 +18,7 @@ from forerun.bench.plan import CHOSEN, depth_name
 from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
-from forerun.figure_table import Cell, FigureTable, fact_table
+from forerun.figure_table import Cell, FigureTable, counted, fact_table
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
@@ -123,13 +123,12 @@ def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:
 
 def machine_line(machine: Mapping[str, Any], kernels: str) -> str:
     """Where and by what it was computed."""
-    threads = f"{machine['num_threads']} thread{'s' * (machine['num_threads'] > 1)}"
-    return f"{machine['processor']}, {threads}, {kernels}"
+    return f"{machine['processor']}, {counted(machine['num_threads'], 'thread')}, {kernels}"
 
 
 def medians(repeats: int) -> str:
     """How figures were formed."""
-    return f"medians of {repeats} repetition{'s' * (repeats > 1)}"
+    return f"medians of {counted(repeats, 'repetition')}"
 
 
 def verdict(report: BenchReport) -> Text:

@@ -18,6 +18,7 @@ from forerun.bench.lane import Clock
 from forerun.cache.plan import size
 from forerun.demo.material import DemoPrompt
 from forerun.demo.race import RaceSetup, RaceStep, Score
+from forerun.figure_table import counted
 from forerun.machine import peak_rss_bytes, processor
 from forerun.sampling.params import SamplingParams
 
@@ -90,7 +91,7 @@ class Comparison:
     def facts(self, num_races: int) -> list[tuple[str, str]]:
         """What is worth knowing beside the figures, by name."""
         llm, num_threads = self.setup.llm, torch.get_num_threads()
-        machine = f"{num_threads} thread{'s' * (num_threads > 1)}, {llm.kernels}, {llm.format}"
+        machine = f"{counted(num_threads, 'thread')}, {llm.kernels}, {llm.format}"
         lines = [("processor", processor()), ("machine", machine), ("seed", str(self.seed))]
         if llm.measured:
             lines.append(("computed by", llm.measured))

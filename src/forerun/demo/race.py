@@ -16,6 +16,7 @@ from typing import Any
 
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
+from forerun.bench.figures import over
 from forerun.bench.lane import Clock, Lane, Pace
 from forerun.draft.base import Drafter
 from forerun.engine.engine import Engine
@@ -116,7 +117,7 @@ class Score:
     @property
     def speed_up(self) -> float:
         """How many times as fast speculation decodes; 0 before there is something to compare."""
-        return self.speculative.tokens_per_s / self.plain.tokens_per_s if self.plain.tokens_per_s else 0.0
+        return over(self.speculative.tokens_per_s, self.plain.tokens_per_s) or 0.0
 
     @property
     def pays(self) -> bool:
@@ -127,22 +128,6 @@ class Score:
     def same_tokens(self) -> bool:
         """Whether both sides gave the same tokens, all of them."""
         return self.plain.token_ids == self.speculative.token_ids
-
-    @property
-    def pass_cost(self) -> float:
-        """A drafted pass in units of a plain one; 0 before there is something to compare."""
-        return self.speculative.pass_s / self.plain.pass_s if self.plain.pass_s else 0.0
-
-    @property
-    def pass_tokens(self) -> float:
-        """Tokens in a drafted pass, on average: the root and its guesses."""
-        stats = self.speculative.stats
-        return 1 + stats.num_drafted / stats.num_rounds if stats.num_rounds else 1.0
-
-    @property
-    def draft_share(self) -> float:
-        """The drafter's part of the speculative side's time."""
-        return self.speculative.stats.draft_s / self.speculative.decode_s if self.speculative.decode_s else 0.0
 
     @property
     def verdict(self) -> str:
@@ -156,10 +141,13 @@ class Score:
     @property
     def costs(self) -> str:
         """What a round costs and gives: a drafted pass against a plain one, the drafter's share, the tokens."""
+        stats, drafted = self.speculative.stats, self.speculative
+        tokens = 1 + (over(stats.num_drafted, stats.num_rounds) or 0.0)
+        times, share = over(drafted.pass_s, self.plain.pass_s) or 0.0, over(stats.draft_s, drafted.decode_s) or 0.0
         return (
-            f"a pass over {self.pass_tokens:.1f} tokens takes {self.pass_cost:.2f} times as long as over one, "
-            f"the drafter {self.draft_share:.0%} of the time; "
-            f"a round gives {self.speculative.stats.tokens_per_round or 0:.2f} tokens"
+            f"a pass over {tokens:.1f} tokens takes {times:.2f} times as long as over one, "
+            f"the drafter {share:.0%} of the time; "
+            f"a round gives {stats.tokens_per_round or 0:.2f} tokens"
         )
 
     def as_object(self) -> dict[str, Any]:
@@ -174,7 +162,5 @@ class Score:
             "tokens_per_round": stats.tokens_per_round,
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_at_depth": list(stats.acceptance_at_depth),
-            "pass_cost": self.pass_cost,
-            "pass_tokens": self.pass_tokens,
-            "draft_share": self.draft_share,
+            "costs": self.costs,
         }

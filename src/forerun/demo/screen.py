@@ -171,13 +171,12 @@ def row(name: str, temperature: str, score: Score) -> list[str | Text]:
 
 def facts(total: Score, about: Sequence[tuple[str, str]]) -> Table:
     """What lies behind the table, as two columns."""
-    grid = fact_table()
     rates = " ".join(f"{rate:.2f}" for rate in total.speculative.stats.acceptance_at_depth)
-    grid.add_row("acceptance by depth", rates or "nothing drafted")
-    grid.add_row("a drafted round", total.costs)
     waits = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
     reads = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for reading the prompts"
-    grid.add_row("time in all", f"{waits}; {reads}")
-    for name, text in about:
-        grid.add_row(name, text)
-    return grid
+    known = [
+        ("acceptance by depth", rates or "nothing drafted"),
+        ("a drafted round", total.costs),
+        ("time in all", f"{waits}; {reads}"),
+    ]
+    return fact_table([*known, *about])

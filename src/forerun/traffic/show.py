@@ -15,7 +15,7 @@ from rich.text import Text
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, png
 from forerun.bench.show import number, speed_up_cells
-from forerun.figure_table import Cell, FigureTable
+from forerun.figure_table import Cell, FigureTable, counted
 from forerun.traffic.figures import TrafficFigures, capacity
 from forerun.traffic.plan import LoadKind
 from forerun.traffic.report import TrafficReport
@@ -116,7 +116,7 @@ def notes(report: TrafficReport) -> Iterator[Text]:
         yield Text("the server tells no usage: tokens are the chunks of a stream that had text", "yellow")
     errors = sum((Counter(each.errors) for each in report.figures), Counter[str]())
     for error, num_failed in list(errors.items())[:MOST_ERRORS]:
-        yield Text(f"{num_failed} request{'s' * (num_failed > 1)} failed: {error}", "red")
+        yield Text(f"{counted(num_failed, 'request')} failed: {error}", "red")
 
 
 def carried(best: TrafficFigures) -> str:
