@@ -40,14 +40,6 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_library(server: Running,
     assert_valid({**answer, "choices": [{**choice, "logprobs": None}]}, "CreateCompletionResponse")
 
 
-def test_token_texts_and_offsets_point_into_the_text(server: Running) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
-    (choice,) = server.post("/v1/completions", **body).json()["choices"]
-    lists = choice["logprobs"]
-    for token, offset in list(zip(lists["tokens"], lists["text_offset"], strict=True))[2:]:
-        assert choice["text"][offset:].startswith(token)
-
-
 def test_ids_are_told_as_text_and_every_sample_begins_with_its_prompt(server: Running) -> None:
     ids = [plain().get_tokenizer().encode(text) for text in TEXTS[:2]]
     body: dict[str, Any] = {"prompt": ids, "max_tokens": 3, "seed": 5, "n": 2}

@@ -20,12 +20,10 @@ import pytest
 from forerun.engine.engine import Engine, RoundPlan
 from forerun.errors import InvalidRequest
 from forerun.serve.access import ApiKeys
-from forerun.serve.gate import Gate, OpenRequest
-from forerun.serve.problems import ApiError
 from forerun.serve.settings import require_certificate
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.engines import PATIENCE_S
-from kit.servers import ENDLESS, OK, Running, drafting, expected, head, httpx, openai, posted, running, serving, until
+from kit.servers import ENDLESS, OK, Running, drafting, expected, httpx, openai, posted, running, serving, until
 
 HOUR_S = 3600.0
 server = serving()
@@ -111,36 +109,6 @@ def test_a_full_queue_says_when_to_come_back(paced: Paced) -> None:
         paced.let_go()
         assert [each.result().json()["choices"][0]["text"] for each in asked] == [expected()] * 3
         assert server.post("/v1/completions", **OK).status_code == 200
-
-
-def test_tenants_take_turns_and_each_has_a_queue_of_its_own() -> None:
-    async def work() -> None:
-        gate, order = Gate(num_requests=2, num_places=2, max_queue=4), []
-
-        async def ask(tenant: str, visit: OpenRequest) -> None:
-            await gate.place(visit, 1)
-            order.append(tenant)
-            await asyncio.sleep(0)
-            gate.leave(visit)
-
-        first = [gate.enter("busy") for _ in range(6)]
-        with pytest.raises(ApiError, match="no more may wait") as error:
-            gate.enter("busy")
-        assert error.value.status == 429
-        later = [gate.enter(name) for name in ("calm", "calm", "shy")]
-        tasks = [asyncio.create_task(ask(visit.tenant, visit)) for visit in (*first, *later)]
-        await asyncio.gather(*tasks)
-        assert order[:2] == ["busy", "busy"]
-        assert set(order[2:5]) == {"busy", "calm", "shy"}
-        assert order[-2:] == ["busy", "busy"]
-        assert not gate.visits.total() + gate.held.total() + gate.num_waiting
-        gate.drain()
-        assert gate.empty.is_set()
-        with pytest.raises(ApiError) as error:
-            gate.enter("calm")
-        assert error.value.status == 503
-
-    asyncio.run(work())
 
 
 def test_a_broken_round_fails_its_own_request_and_the_server_goes_on(
@@ -380,23 +348,6 @@ def test_a_key_and_a_certificate_that_cannot_be_used_are_named(tmp_path: Path) -
     ):
         with pytest.raises(InvalidRequest, match=said):
             require_certificate(*files)
-
-
-def test_a_body_that_does_not_arrive_and_a_client_that_leaves_before_it_hold_nothing(
-    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    half = head("/v1/completions", 99) + b"{"
-    gate, uploads = server.server.service.gate, server.server.service.uploads
-    with server.raw(half):
-        until(lambda: uploads.under_way)
-        assert not gate.visits.total(), "what has not been read takes no place"
-    until(lambda: not uploads.under_way)
-    monkeypatch.setattr(uploads, "most_s", 0.05)
-    with server.raw(half) as sock:
-        assert sock.recv(4096).startswith(b"HTTP/1.1 408")
-    assert not uploads.under_way
-    assert not uploads.num_bytes
-    assert "answered with 5" not in caplog.text
 
 
 def test_a_request_has_its_time_waiting_included(paced: Paced, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,39 +76,6 @@ def test_the_request_that_needs_too_much_is_told_so_alone(
             assert http.get("/health").status_code == http.get("/ready").status_code == 200
 
 
-def test_a_batch_that_does_not_fit_is_answered_in_smaller_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is told of it, and nobody is answered otherwise."""
-    honest = Runner.read
-    num_raised = 0
-
-    def read(runner: Runner, reads: Seq[Read], *args: Any, **kwargs: Any) -> States:
-        nonlocal num_raised
-        if len(reads) > 2 and num_raised < 20:
-            num_raised += 1
-            raise MemoryError
-        return honest(runner, reads, *args, **kwargs)
-
-    monkeypatch.setattr(Runner, "read", read)
-    with drafting() as llm, running(llm) as server:
-        found = side_by_side(server, [{**body, "n": 3} for body in BODIES])
-        assert [said(each) for each in found] == [solo(body, n=3) for body in BODIES]
-        assert num_raised > 0
-
-
-def test_a_server_without_memory_to_recover_says_so_and_answers_when_there_is_some(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with drafting() as llm, running(llm) as server:
-        with monkeypatch.context() as patch:
-            lacking(patch, MemoryError, lambda read: True)
-            patch.setattr(Runner, "clear", lambda runner: bytearray(2**62))
-            for answer in side_by_side(server, BODIES):
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
-            with server.http() as http:
-                assert http.get("/health").status_code == 200
-        assert [said(each) for each in side_by_side(server, BODIES)] == [solo(body) for body in BODIES]
-
-
 def test_a_body_that_cannot_be_read_for_lack_of_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with drafting() as llm, running(llm) as server:
         with monkeypatch.context() as patch:
@@ -116,16 +83,3 @@ def test_a_body_that_cannot_be_read_for_lack_of_memory_fails_alone(monkeypatch: 
             failed = server.post("/v1/completions", **BODIES[0])
             assert (failed.status_code, failed.json()["error"]["code"]) == (503, "out_of_memory")
         assert said(server.post("/v1/completions", **BODIES[0])) == solo(BODIES[0])
-
-
-def test_what_can_never_fit_is_refused_and_what_waits_for_memory_is_answered() -> None:
-    """A cache for hardly more than one text: samples that do not fit beside each other wait or are read again."""
-    options: dict[str, Any] = {"max_model_len": 96, "speculation": 3}
-    with drafting(max_num_seqs=1, **options) as llm:
-        least = llm.plan.num_bytes
-    with drafting(max_num_seqs=8, memory_bytes=least, **options) as llm, running(llm) as server:
-        assert llm.plan.num_sequences_plain < 8
-        refused = server.post("/v1/completions", prompt=[410] * 200)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-        bodies = [{**body, "n": 4, "max_tokens": 60, "ignore_eos": True} for body in BODIES]
-        assert [said(each) for each in side_by_side(server, bodies)] == [solo(body) for body in bodies]

@@ -71,6 +71,9 @@ class Crowd:
             assert not full, "too many samples wait"
             assert visit is next(each for each in self.asked if each.tenant == visit.tenant), "others came first"
             assert self.asked.pop(visit) == visit.num_places
+            others = {each.tenant for each in self.asked} - {visit.tenant}
+            fewest = min((self.held(tenant) for tenant in others), default=0)
+            assert not others or self.held(visit.tenant) <= fewest, "tenants take turns"
             self.left[visit] = num_sequences
         except (ApiError, asyncio.CancelledError):
             self.leave(visit)
@@ -84,15 +87,17 @@ class Crowd:
         if visit in self.tasks:
             self.tasks[visit].cancel()
 
+    def held(self, tenant: str) -> int:
+        """The sequences of a tenant that the engine has."""
+        return sum(number for visit, number in self.left.items() if visit.tenant == tenant)
+
     def counted(self, visit: OpenRequest) -> bool:
         """Whether the engine has still to do with it."""
         return self.left.get(visit) != 0
 
     def check(self) -> None:
         """Every count is that of the histories, and nobody waits for a place that is free, or before who came first."""
-        held: Counter[str] = Counter()
-        for visit, number in self.left.items():
-            held[visit.tenant] += number
+        held = Counter({tenant: self.held(tenant) for tenant in TENANTS})
         assert +self.gate.held == +held
         assert +self.gate.visits == Counter(visit.tenant for visit in self.inside if self.counted(visit))
         assert (self.gate.num_in, self.gate.num_waiting) == (len(self.inside), len(self.asked))
