@@ -1,8 +1,9 @@
 """How much faster decoding will be: what held-out drafts give, and what rounds with this drafter take on this machine.
 
 The untrained student is written to a folder and drafts for the target in an engine over the target's own runner: what
-rounds take depends on the network's shape and not on its weights. They are measured as a tuning measures them
-(`tune/passes.py`), one sequence at a time, drafted rounds by turns with plain ones.
+rounds take depends on the network's shape and not on its weights. They are measured by a tuning's meter
+(`tune/passes.py`), one sequence at a time, drafted rounds by turns with plain ones; of each the shortest round counts,
+since neighbours on the same cores only make times longer.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ def round_costs(
     stage = Stage(llm, {texts.name: texts}, num_tokens, drafter=drafter, controller=FixedDepth())
     meter = PassMeter(stage, Group(texts.name, 1, temperature), None, deepest, REPEATS)
     try:
-        return meter.measure(sizes_at(1, depths), progress)
+        meter.measure(sizes_at(1, depths), progress)
     except DraftError:
         return None
+    plain_s = meter.shortest_s[0]
+    return RowCosts(plain_s, {1 + depth: taken_s / plain_s for depth, taken_s in meter.shortest_s.items()}, {})
 
 
 def costs_of_student(

@@ -179,6 +179,7 @@ class PassMeter:
     repeats: int
     ratios: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)  # size: depth, pass, drafting
     plain: list[float] = field(default_factory=list)
+    shortest_s: dict[int, float] = field(default_factory=dict)  # round by depth, 0 for plain ones
     reading: list[tuple[int, float, int]] = field(default_factory=list)  # prompt tokens, seconds, depth
 
     def measure(self, sizes: Sequence[int], report: ProgressCallback) -> RowCosts:
@@ -228,6 +229,8 @@ class PassMeter:
 
     def learn(self, rounds: Sequence[Timed]) -> int:
         """Compare each round with guesses with the plain ones beside it; how many there are."""
+        for each in rounds:
+            self.shortest_s[each.depth] = min(each.step_s, self.shortest_s.get(each.depth, each.step_s))
         for before, drafted, after in zip(rounds[::2], rounds[1::2], [*rounds[2::2], *rounds[-2:-1]], strict=False):
             beside_s = statistics.fmean(each.step_s for each in (before, after) if not each.depth)
             self.plain.append(before.step_s)
