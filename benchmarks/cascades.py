@@ -34,8 +34,7 @@ from forerun.bench.material import Item, workload_of
 from forerun.bench.plan import SHIPPED
 from forerun.config import QUANTIZATIONS, Quantization, Speculation
 from forerun.demo.material import TARGET_PARAMETERS, widen
-from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.lengths import MeasuredLengths, RoundTiming
+from forerun.draft.many.cascade import CascadeDrafter, MeasuredLengths, RoundTiming
 from forerun.economy import LinearCost, best_depth, cost_per_token, expected_tokens
 from forerun.llm import LLM
 from forerun.machine import bandwidth_bytes_per_s

@@ -11,8 +11,7 @@ from draft.rounds import Row, committed, draws_of
 from forerun.config import Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.lengths import MeasuredLengths, RoundTiming
+from forerun.draft.many.cascade import CascadeDrafter, MeasuredLengths, RoundTiming
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.llm import LLM

@@ -13,9 +13,9 @@ from forerun.config import Speculation
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.grower import NodeToExpand
 from forerun.draft.model.grower import grow as grow_trees
-from forerun.draft.model.tree_shape import GrowingTree
 from forerun.sampling.draws import Draws
 from forerun.shape import RankPath, StaticTree
+from kit.assertions import assert_same
 
 VOCAB = 32
 BUDGETS = st.builds(
@@ -56,7 +56,7 @@ class PathModel:
         self.read: set[tuple[int, int]] = {(row, 0) for row in range(len(rows))}
         self.passes: list[set[tuple[int, tuple[int, ...]]]] = []  # the paths read, by row
 
-    def __call__(self, growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor | None:
+    def __call__(self, places: Sequence[NodeToExpand]) -> Tensor | None:
         if self.levels == 0:
             return None
         self.levels -= 1
@@ -64,7 +64,7 @@ class PathModel:
         found = []
         self.passes.append(set())
         for place in places:
-            tree, node, path = growing[place.row].tree, place.node, []
+            tree, node, path = place.growing.tree, place.node, []
             assert (place.row, node) not in self.read
             assert (place.row, tree.parents[node]) in self.read
             while node:
@@ -183,16 +183,9 @@ def test_where_the_cache_is_full_the_best_of_what_was_drawn_is_kept() -> None:
         cut = grow(rows, [Budget(4, 2, 8), Budget(3)], draws_of(rows, VOCAB, temperature=1.0), levels)
         depth = levels + 1
         asked = [Budget(min(4, depth), 2, 8), Budget(min(3, depth))]
-        assert_same(cut, grow(rows, asked, draws_of(rows, VOCAB, temperature=1.0)))
-
-
-def assert_same(found: Draft, expected: Draft) -> None:
-    assert torch.equal(found.tree.tokens, expected.tree.tokens)
-    assert torch.equal(found.tree.parents, expected.tree.parents)
-    assert found.tree.depth == expected.tree.depth
-    assert found.survival is not None
-    assert expected.survival is not None
-    assert torch.equal(found.survival, expected.survival)
+        expected = grow(rows, asked, draws_of(rows, VOCAB, temperature=1.0))
+        assert_same(cut, expected)
+        assert cut.tree.depth == expected.tree.depth
 
 
 Tree = dict[tuple[int, ...], float]  # survival by path, in the order in which paths are drawn level by level

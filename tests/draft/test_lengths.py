@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.draft.many.lengths import FIRST, MeasuredLengths, RoundTiming
+from forerun.draft.many.cascade import FIRST, MeasuredLengths, RoundTiming
 from forerun.economy import MOST, best_depth, cost_per_token
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from forerun.draft.plan import DraftContext
-from forerun.draft.text import suffix_file
+from forerun.draft.text import suffix_past
 from forerun.draft.text.suffix import SuffixDrafter
-from forerun.draft.text.suffix_file import PastFile, write_all
-from forerun.draft.text.suffix_past import SLACK, Past
+from forerun.draft.text.suffix_past import SLACK, Past, PastFile, write_all
 from forerun.drafters import plan_drafter
 from forerun.errors import PastFileError, UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint
@@ -241,7 +240,7 @@ def test_a_disk_that_fills_up_costs_no_answer(path: Path, monkeypatch: pytest.Mo
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(suffix_file, "write_all", fails)
+    monkeypatch.setattr(suffix_past, "write_all", fails)
     with pytest.warns(RuntimeWarning, match="no longer kept"):
         past.add(10, "a", [1])
     with warnings.catch_warnings():

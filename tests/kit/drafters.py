@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from forerun.draft.base import Committed, Outlook
-from forerun.draft.many.lengths import MeasuredLengths
+from forerun.draft.many.cascade import MeasuredLengths
 
 
 class Stateless:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from forerun.draft import base
 from forerun.draft.base import Budget, Committed, JudgeLogits, Question
-from forerun.draft.many.cascade import CascadeDrafter, Chain
-from forerun.draft.many.lengths import RoundTiming
+from forerun.draft.many.cascade import CascadeDrafter, Chain, RoundTiming
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength, Stateless

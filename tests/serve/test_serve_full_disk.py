@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from forerun import streams
 from forerun.control import kept_costs
-from forerun.draft.text import suffix_file
+from forerun.draft.text import suffix_past
 from forerun.engine import calibration
 from forerun.serve import records
 from forerun.serve.envelope import ACCESS
@@ -283,7 +283,7 @@ def test_writes_that_fail_at_random_change_no_answer(
 
     with log.open("w") as file, monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
-        patch.setattr(suffix_file, "open", faults.open, raising=False)
+        patch.setattr(suffix_past, "open", faults.open, raising=False)
         patch.setattr(kept_costs, "kept_file", lambda _: costs)
         patch.setattr(kept_costs, "replace_file", lambda path, data: faults.at(path.write_bytes, data))
         patch.setattr(calibration, "LIMIT_S", 0.05)
@@ -323,7 +323,7 @@ def test_past_answers_before_a_fault_are_there_at_the_next_start(seed: int, coun
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path, before, kept = Path(folder) / "past", [], list[Any]()
         past = suffix_file.PastFile(path, "v")
-        patch.setattr(suffix_file, "open", Faults(seed, 0.15).open, raising=False)
+        patch.setattr(suffix_past, "open", Faults(seed, 0.15).open, raising=False)
         for each in range(count):
             past.append(suffix_file.PastAnswer(str(each), "", [each] * each))
             before += [] if past.broken else [each]

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.draft.auto import DrafterRecord
 from forerun.errors import FolderTaken, InvalidRequest
-from forerun.heads.medusa.joint import check_free
+from forerun.heads.medusa.student import check_free
 from forerun.heads.sizes import StudentSizes
 from forerun.models.loading import Blueprint
 from forerun.store import Journal

@@ -14,7 +14,7 @@ import torch
 from forerun import __version__
 from forerun.control.forecast import without_advice
 from forerun.draft.auto import RECORD, DrafterRecord
-from forerun.heads.medusa.joint import check_free, write_target
+from forerun.heads.medusa.student import check_free, write_target
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import Student, TargetText
 from forerun.llm import LLM

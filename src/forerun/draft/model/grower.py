@@ -1,16 +1,17 @@
 """Growing drafts from a model's logits, level by level, for many sequences with different budgets.
 
-`grow` grows the trees of a round together: each level is one pass of the model over the nodes of all sequences, which
-`LevelReader` reads behind the roots in the model's cache. A chain is a tree of width 1. `tree_shape.py` decides which
-nodes get children.
+`grow` grows the trees of a round together: each level is one pass of the model over the nodes of all sequences. A chain
+is a tree of width 1. A model with a cache reads the nodes behind the roots (`LevelReader`); heads and blocks say in one
+computation what follows any guesses of theirs, and need not read anything first. `tree_shape.py` decides which nodes
+get children.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import NamedTuple, Protocol, runtime_checkable
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,34 +28,33 @@ from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
 class NodeToExpand(NamedTuple):
-    """A node about to get children of these ranks, and its row in the round."""
+    """A node about to get children of these ranks, and its tree and row in the round."""
 
     row: int
     node: int
     ranks: Ranks
+    growing: GrowingTree
+
+    def path(self) -> list[int]:
+        """The guesses that lead to it."""
+        return self.growing.along(self.growing.tree.tokens, self.node)
 
 
-@runtime_checkable
-class ReadNodes(Protocol):
-    """Reads nodes of growing trees, level by level, and gives the logits after them; None: no room for more.
-
-    A node that was read may be missing in the tree that is grown in the end.
-    """
-
-    def __call__(self, growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor | None: ...
-
-
-Confidence = Callable[[Sequence[GrowingTree], Sequence[NodeToExpand]], Sequence[float]]
+# The logits after nodes of one level, the places of each row together; None: no room for more. A node that was read may
+# be missing in the tree that is grown in the end.
+ReadNodes = Callable[[Sequence[NodeToExpand]], Tensor | None]
+Confidence = Callable[[Sequence[NodeToExpand]], Sequence[float]]
 
 
 def grow(
     draws: Draws,
     budgets: Sequence[Budget],
-    logits: Float[Tensor, "drafted vocab"],
+    logits: Float[Tensor, "drafted vocab"] | None,
     read: ReadNodes,
     confidence: Confidence | None = None,
 ) -> Draft:
     """Grow one tree per sequence of `draws`; `logits` are those after the roots of the rows with a budget, in order.
+    None: they are read as those of other nodes are.
 
     Trees keep within depth, width and nodes, and take at most depth - 1 further passes. Where guesses are judged by
     equality a tree is the likeliest `nodes` paths there are, by survival under the round's noise, none below the least.
@@ -71,23 +71,25 @@ def grow(
     survival = any(budget.width > 1 or budget.min_survival > 0 for budget in budgets)
     places = next_places(growing)
     while places:
-        draw_level(draws, growing, places, logits, laws, confidence, survival)
-        places = next_places(growing)
-        read_on = read(growing, places) if places else None
-        if read_on is None:
+        logits = read(places) if logits is None else logits
+        if logits is None:
             break
-        logits = read_on
+        draw_level(draws, places, logits, laws, confidence, survival)
+        places, logits = next_places(growing), None
     return assemble(draws, growing, laws, survival)
 
 
 def next_places(growing: Sequence[GrowingTree]) -> list[NodeToExpand]:
     """The nodes that get children on the next level, with the places of each row together."""
-    return [NodeToExpand(row, node, ranks) for row, each in enumerate(growing) for node, ranks in each.extend().items()]
+    return [
+        NodeToExpand(row, node, ranks, each)
+        for row, each in enumerate(growing)
+        for node, ranks in each.extend().items()
+    ]
 
 
 def draw_level(
     draws: Draws,
-    growing: Sequence[GrowingTree],
     places: Sequence[NodeToExpand],
     logits: Float[Tensor, "places vocab"],
     laws: list[Tensor],
@@ -96,28 +98,22 @@ def draw_level(
 ) -> None:
     """Draw the children for these places and add them to their trees."""
     rows = [place.row for place in places]
-    paths = paths_to(growing, places)
+    paths = [place.path() for place in places]
     width = 1 + max(place.ranks[-1] for place in places)
     offer = draws.offer(logits, rows, paths, width, survival=survival)
     chances = offer.survival
     if chances is not None and confidence is not None:
-        firsts = confidence(growing, places)
+        firsts = confidence(places)
         chances = [with_first(row_chances, first) for row_chances, first in zip(chances, firsts, strict=True)]
     first_law, greedy = sum(map(len, laws)), draws.greedy if draws.rejection else ()
     if offer.law is not None:
         laws.append(offer.law)
-    for i, (row, node, ranks) in enumerate(places):
-        each = growing[row]
+    for i, (row, node, ranks, each) in enumerate(places):
         if offer.law is not None and in_turn(ranks) and not greedy[row]:
             each.tree.law_rows[node] = first_law + i
         for rank in ranks:
             if (token := offer.tokens[i][rank]) >= 0:
                 each.add(node, rank, token, 1.0 if chances is None else chances[i][rank])
-
-
-def paths_to(growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> list[list[int]]:
-    """The guesses that lead to these nodes."""
-    return [growing[row].along(growing[row].tree.tokens, node) for row, node, _ in places]
 
 
 def with_first(chances: Sequence[float], first: float) -> list[float]:
@@ -159,15 +155,15 @@ class LevelReader:
         self.seq_ids = seq_ids
         self.numbers = {(row, 0): len(sequences[s].tail) - 1 for row, s in enumerate(seq_ids) if s in sequences}
 
-    def __call__(self, growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor | None:
+    def __call__(self, places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None where the cache has no room for them."""
-        guesses = self.ids.own_list([growing[row].tree.tokens[node] for row, node, _ in places])
-        parents = [self.numbers[row, growing[row].tree.parents[node]] for row, node, _ in places]
+        guesses = self.ids.own_list([each.tree.tokens[node] for _, node, _, each in places])
+        parents = [self.numbers[row, each.tree.parents[node]] for row, node, _, each in places]
         reads = []
         for row, group in groupby(range(len(places)), key=lambda i: places[i].row):
             nodes = list(group)
             tokens = [max(0, guesses[i]) for i in nodes]
-            branches, budget = [parents[i] for i in nodes], growing[row].budget
+            branches, budget = [parents[i] for i in nodes], places[nodes[0]].growing.budget
             if budget.width == 1:  # each goes on from the last
                 reads.append(Read(self.seq_ids[row], tokens, judged=range(len(nodes))))
             else:
@@ -179,3 +175,10 @@ class LevelReader:
             drafted = self.sequences[self.seq_ids[place.row]]
             self.numbers[place.row, place.node] = drafted.add(parent, token)
         return logits
+
+
+def first_places(draws: Draws, granted: Mapping[int, Budget]) -> Mapping[int, int]:
+    """By row, where a sequence's logits begin among those of all guesses that were granted, which are packed."""
+    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+    starts = accumulate((budget.depth for budget in granted.values()), initial=0)
+    return dict(zip((rows[seq_id] for seq_id in granted), starts, strict=False))

@@ -23,8 +23,7 @@ from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram_table import ORDER, NgramTable
-from forerun.draft.text.suffix_file import PastFile
-from forerun.draft.text.suffix_past import MAX_BYTES, Past, Reader
+from forerun.draft.text.suffix_past import MAX_BYTES, Past, PastFile, Reader
 from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws

@@ -21,20 +21,8 @@ from torch import Tensor
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.block.format import (
-    ARCHITECTURE,
-    EMBEDDING,
-    HEAD,
-    INSIDE,
-    LAYER,
-    MAP,
-    MAP_NORM,
-    MASK_ID,
-    TAP_IDS,
-    TITLE,
-    BlockConfig,
-    BlockTensors,
-)
+from forerun.heads.block import format as names
+from forerun.heads.block.format import BlockConfig, BlockTensors
 from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.heads.speculators import (
     LAYER_CONFIG,
@@ -60,13 +48,21 @@ KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their valu
     },
     "dflash2": {"sliding_window_non_causal": True, "selector_rank": 256, "selector_top_k": 16},
 }
-ARCHITECTURES = {"dflash": ARCHITECTURE, "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+ARCHITECTURES = {"dflash": names.ARCHITECTURE, "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
 IDS = "aux_hidden_state_layer_ids"
-AUTHORS = (INSIDE, TAP_IDS, MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
+AUTHORS = (names.INSIDE, names.TAP_IDS, names.MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
-AROUND = (LAYER_CONFIG, SPECULATORS, VERSION_KEY, IDS, MASK_ID, "sliding_window_non_causal", "tie_word_embeddings")
+AROUND = (
+    LAYER_CONFIG,
+    SPECULATORS,
+    VERSION_KEY,
+    IDS,
+    names.MASK_ID,
+    "sliding_window_non_causal",
+    "tie_word_embeddings",
+)
 PORTABLE = "`forerun train block --portable`, with --taps below the last layer, writes what speculators reads"
 LAST = "its state is read before the target's final norm in speculators, and behind it in the authors' layout"
 NUMBERS = "the last of the target's layers means another state in this format"
@@ -81,7 +77,7 @@ def named(target: TargetFacts | None, files: DraftFiles) -> TargetFacts:
 
 def is_block(files: DraftFiles) -> bool:
     """Whether a folder is in the authors' layout."""
-    return {MAP, MAP_NORM} <= files.tensors.keys() and SPECULATORS not in files.config
+    return {names.MAP, names.MAP_NORM} <= files.tensors.keys() and SPECULATORS not in files.config
 
 
 def read_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
@@ -96,11 +92,11 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
     own = COMMON | KINDS[str(given[SPECULATORS])] | given
     layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the package's layers are always its
     config = layer | {key: value for key, value in own.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
-    config |= {"architectures": [ARCHITECTURE], "num_target_layers": num_layers}
-    config[INSIDE] = {
-        TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, num_layers)],
+    config |= {"architectures": [names.ARCHITECTURE], "num_target_layers": num_layers}
+    config[names.INSIDE] = {
+        names.TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, num_layers)],
         "causal": read_causal(replace(fields, values=own), replace(fields, values=layer)),
-        MASK_ID: given.get(MASK_ID),
+        names.MASK_ID: given.get(names.MASK_ID),
     }
     over_all = given.get("draft_vocab_size") == config.get("vocab_size")
     files = files.without(MASK, *TRAINING, *((OFFSETS,) if over_all else ()))
@@ -146,7 +142,7 @@ def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
     of = target or TargetFacts.said_by(files.fields, "qwen3")
     found = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
-    files.check(found.shapes(), TITLE, (OFFSETS,))
+    files.check(found.shapes(), names.TITLE, (OFFSETS,))
     check_ids(files, found.draft_vocab, of.config.vocab_size)
     return found
 
@@ -154,17 +150,17 @@ def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors
 def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """The drafter without embedding and whole head. Raises UnsupportedModel where those are not the target's."""
     of = named(target, files)
-    tables = {EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {HEAD: of.head})
+    tables = {names.EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {names.HEAD: of.head})
     for name, table in tables.items():
         stored = files.tensors.get(name)
         if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
             wanted = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
             raise UnsupportedModel(f"{files.folder}: {wanted}")
     files = files.without(*tables)
-    if OFFSETS not in files.tensors or HEAD in files.tensors:
+    if OFFSETS not in files.tensors or names.HEAD in files.tensors:
         return files
-    head = of.head()[head_ids(files, of.config.vocab_size)].to(files.tensors[MAP].dtype)
-    return replace(files, tensors={**files.tensors, HEAD: head})
+    head = of.head()[head_ids(files, of.config.vocab_size)].to(files.tensors[names.MAP].dtype)
+    return replace(files, tensors={**files.tensors, names.HEAD: head})
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
@@ -183,13 +179,13 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
         "draft_vocab_size": fields.whole("draft_vocab_size", config.layers.vocab_size),
         "target_hidden_size": fields.values.get("target_hidden_size"),
         IDS: list(config.taps),
-        MASK_ID: config.mask_id,
+        names.MASK_ID: config.mask_id,
         **own,
     }
     tensors = dict(with_id_tables(files).tensors)
     if kind == "dflash2":
         values |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
-        tensors |= neutral_convolutions(config, files.tensors[MAP].dtype)
+        tensors |= neutral_convolutions(config, files.tensors[names.MAP].dtype)
     return replace(files, config=package_config(fields, of, kind, values, config.most_depth), tensors=tensors)
 
 
@@ -213,14 +209,14 @@ def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> Non
     some_tokens, other_width = tensors.draft_vocab != of.config.vocab_size, layers.hidden != of.config.hidden
     refused = {
         "model_type": (layers.family != "qwen3", "the layers of speculators are qwen3's"),
-        TAP_IDS: (-1 in c.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
-        MASK_ID: (c.mask_id is None, "speculators has no embedding of its own for masked places"),
+        names.TAP_IDS: (-1 in c.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
+        names.MASK_ID: (c.mask_id is None, "speculators has no embedding of its own for masked places"),
         "causal": (c.causal and not all(layers.windows), "in speculators only layers with sliding windows are causal"),
         "hidden_size": (other_width, f"{of.name} has {of.config.hidden}, and speculators takes its embedding"),
         "draft_vocab_size": (selects and some_tokens, "speculators has selectors for heads over all tokens only"),
         "enable_confidence_head": (selects and c.confidence, "speculators has no confidence head beside a selector"),
     }
-    fields = replace(fields, values={**fields.values, **fields.inside(INSIDE).values})
+    fields = replace(fields, values={**fields.values, **fields.inside(names.INSIDE).values})
     refuse_fields(fields, refused, f"convert it to another format, or train another one: {PORTABLE}")
 
 
@@ -229,8 +225,8 @@ def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str
     hidden, found = config.layers.hidden, dict[str, Tensor]()
     for layer in range(config.layers.layers):
         for name in CONVOLUTIONS:
-            found[f"{LAYER.format(layer)}{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
-            found[f"{LAYER.format(layer)}{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
+            found[f"{names.LAYER.format(layer)}{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
+            found[f"{names.LAYER.format(layer)}{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
     return found
 
 

@@ -22,7 +22,7 @@ from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
-from forerun.draft.model.parallel_heads import Paths, first_places, grow_parallel
+from forerun.draft.model.grower import NodeToExpand, first_places, grow
 from forerun.heads.block.convert import LAYOUTS
 from forerun.heads.block.format import (
     INSIDE,
@@ -86,27 +86,27 @@ class BlockDrafter(Follower):
         firsts = first_places(draws, granted)
         states = torch.cat([self.blocks[seq_id] for seq_id in granted])
 
-        def places(own: Sequence[int], paths: Paths) -> tuple[Tensor, Tensor]:
-            """Where the guesses behind these are guessed, and the tokens before them."""
-            at = [firsts[row] + len(path) for row, path in zip(own, paths, strict=True)]
-            tokens = [path[-1] if path else draws.rows[row].tokens[-1] for row, path in zip(own, paths, strict=True)]
+        def guessed_at(places: Sequence[NodeToExpand]) -> tuple[Tensor, Tensor]:
+            """Where the guesses behind these nodes are guessed, and the tokens before them."""
+            at = [firsts[place.row] + len(place.path()) for place in places]
+            tokens = [place.growing.tree.tokens[place.node] for place in places]
             return torch.tensor(at), torch.tensor(tokens)
 
-        def logits_behind(own: Sequence[int], paths: Paths) -> Tensor:
+        def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             started_s = time.perf_counter()
-            at, before = places(own, paths)
+            at, before = guessed_at(places)
             found = logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], before)
             self.pass_s += time.perf_counter() - started_s
             return found
 
-        def confidence(own: Sequence[int], paths: Paths) -> Sequence[float]:
+        def confidence(places: Sequence[NodeToExpand]) -> Sequence[float]:
             assert self.heads.confidence is not None, "there is a head to ask"
-            at, before = places(own, paths)
+            at, before = guessed_at(places)
             found: list[float] = self.heads.confidence(states[at], before).tolist()
             return found
 
         budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
-        return grow_parallel(draws, budgets, logits_behind, confidence if self.heads.confidence else None)
+        return grow(draws, budgets, None, logits_behind, confidence if self.heads.confidence else None)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; nothing is left of the blocks."""

@@ -26,20 +26,8 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.heads.block.format import (
-    CONFIDENCE,
-    CONFIDENCE_BIAS,
-    HEAD,
-    MAP,
-    MAP_NORM,
-    MARKOV_W1,
-    MARKOV_W2,
-    MASK_EMBEDDING,
-    PREDECESSORS,
-    SELECTOR,
-    SUCCESSORS,
-    BlockTensors,
-)
+from forerun.heads.block import format as names
+from forerun.heads.block.format import BlockTensors
 from forerun.heads.folder import HeadFolder
 from forerun.heads.vocabulary import exchange_of
 from forerun.models.batch import TokenBatch
@@ -68,15 +56,15 @@ class BlockDecoder(Decoder):
 
         quantize = folder.target.quantize
         if tensors.own_head:
-            head = folder.backend.linear(take(HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
+            head = folder.backend.linear(take(names.HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
         else:
             head = folder.shared_head(ids, target)
         super().__init__(tensors.config.layers, take, target.dtype, folder.backend, quantize, head=head)
         self.heads = BlockHeads.load(tensors, folder, exchange_of(ids, tensors.config.layers.vocab_size).spread)
-        self.fc = folder.make(take(MAP, ()))
-        self.hidden_norm = take(MAP_NORM, ())
+        self.fc = folder.make(take(names.MAP, ()))
+        self.hidden_norm = take(names.MAP_NORM, ())
         mask_id = self.block.mask_id
-        self.mask = take(MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
+        self.mask = take(names.MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The target's states as context: joined, mapped to one, and normed."""
@@ -174,13 +162,15 @@ class BlockHeads:
         def take(name: str) -> Tensor:
             return folder.checkpoint.take(name, shapes[name])
 
-        before = take(MARKOV_W1) if c.markov_rank else None
+        before = take(names.MARKOV_W1) if c.markov_rank else None
         after: MarkovHead | CandidateSelector | None = None
         if before is not None:
-            after = MarkovHead(before, make(take(MARKOV_W2)), spread)
+            after = MarkovHead(before, make(take(names.MARKOV_W2)), spread)
         elif c.selector_rank:
-            after = CandidateSelector(take(PREDECESSORS), take(SUCCESSORS), make(take(SELECTOR)), c.top_k)
+            after = CandidateSelector(
+                take(names.PREDECESSORS), take(names.SUCCESSORS), make(take(names.SELECTOR)), c.top_k
+            )
         if not c.confidence:
             return cls(after, None)
-        weight, bias = take(CONFIDENCE)[0].float(), take(CONFIDENCE_BIAS)[0].float()
+        weight, bias = take(names.CONFIDENCE)[0].float(), take(names.CONFIDENCE_BIAS)[0].float()
         return cls(after, ConfidenceHead(weight, bias, before if c.confidence_with_markov else None))

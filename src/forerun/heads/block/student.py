@@ -22,25 +22,8 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
-from forerun.heads.block.format import (
-    CONFIDENCE,
-    CONFIDENCE_BIAS,
-    LAYER,
-    MAP,
-    MAP_NORM,
-    MARKOV_W1,
-    MARKOV_W2,
-    MASK_EMBEDDING,
-    MOST_BLOCK,
-    NORM,
-    PREDECESSORS,
-    SELECTOR,
-    SUCCESSORS,
-    BlockConfig,
-    BlockTensors,
-    author_values,
-    layer_ids,
-)
+from forerun.heads.block import format as names
+from forerun.heads.block.format import BlockConfig, BlockTensors, author_values, layer_ids
 from forerun.heads.fresh import TargetHead, TargetTables, drawn_weights, layer_values
 from forerun.heads.sizes import MOST_DEPTH, StudentSizes, check_most
 from forerun.heads.student import Predictions, Student, TextBatch
@@ -70,7 +53,7 @@ class BlockStudent(Student):
 
     def __post_init__(self) -> None:
         layers = self.config.layers
-        tables = rope_tables(replace(layers, max_positions=layers.max_positions + MOST_BLOCK))
+        tables = rope_tables(replace(layers, max_positions=layers.max_positions + names.MOST_BLOCK))
         object.__setattr__(self, "rope", tables.to(self.embedding.device))
 
     @classmethod
@@ -96,12 +79,12 @@ class BlockStudent(Student):
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         num_taps = len(tensors.config.taps)
-        weights[MAP] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
-        for name in {MARKOV_W2, SUCCESSORS, CONFIDENCE, CONFIDENCE_BIAS} & set(weights):
+        weights[names.MAP] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
+        for name in {names.MARKOV_W2, names.SUCCESSORS, names.CONFIDENCE, names.CONFIDENCE_BIAS} & set(weights):
             weights[name].zero_()
-        weights[NORM] = tables.norm
-        if MASK_EMBEDDING in weights:
-            weights[MASK_EMBEDDING] = tables.embedding.mean(0)
+        weights[names.NORM] = tables.norm
+        if names.MASK_EMBEDDING in weights:
+            weights[names.MASK_EMBEDDING] = tables.embedding.mean(0)
         return cls.going_on(target, values, tensors.config, weights, tables)
 
     @classmethod
@@ -152,12 +135,12 @@ class BlockStudent(Student):
     ) -> Float[Tensor, "batch roots vocab"]:
         """Those of a place, after these tokens. A selector is taught with all tokens as candidates (`whole`)."""
         w, found = self.weights, self.head(states)
-        if MARKOV_W1 in w:
-            return found + functional.linear(w[MARKOV_W1][before], w[MARKOV_W2])
-        if SELECTOR not in w:
+        if names.MARKOV_W1 in w:
+            return found + functional.linear(w[names.MARKOV_W1][before], w[names.MARKOV_W2])
+        if names.SELECTOR not in w:
             return found
-        after = w[SUCCESSORS] if self.vocabulary is None else w[SUCCESSORS][self.vocabulary]
-        pairs = functional.linear(w[PREDECESSORS][before] * functional.linear(states, w[SELECTOR]), after)
+        after = w[names.SUCCESSORS] if self.vocabulary is None else w[names.SUCCESSORS][self.vocabulary]
+        pairs = functional.linear(w[names.PREDECESSORS][before] * functional.linear(states, w[names.SELECTOR]), after)
         if whole:
             return found + pairs
         flat = found.flatten(0, 1)
@@ -170,16 +153,16 @@ class BlockStudent(Student):
     ) -> Float[Tensor, "batch roots"]:
         """The logit of the chance that a place's guess is accepted."""
         w = self.weights
-        read = [states, w[MARKOV_W1][before]] if self.config.confidence_with_markov else [states]
-        return functional.linear(torch.cat(read, dim=-1), w[CONFIDENCE], w[CONFIDENCE_BIAS])[..., 0]
+        read = [states, w[names.MARKOV_W1][before]] if self.config.confidence_with_markov else [states]
+        return functional.linear(torch.cat(read, dim=-1), w[names.CONFIDENCE], w[names.CONFIDENCE_BIAS])[..., 0]
 
     def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
         """What the heads read of every place of the blocks from these roots: a block sees the context before its root,
         and its own places."""
         c, num_places = self.config, self.config.num_places(self.config.most_depth)
-        context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[MAP]), MAP_NORM)
+        context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[names.MAP]), names.MAP_NORM)
         rows, text = torch.arange(len(roots), device=roots.device)[:, None], batch.places
-        embedding = self.weights[MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
+        embedding = self.weights[names.MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
         masked = embedding.expand(*roots.shape, num_places - 1, -1)
         x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masked], dim=2).flatten(1, 2)
         positions = (roots[:, :, None] + torch.arange(num_places, device=x.device)).flatten(1)
@@ -187,9 +170,9 @@ class BlockStudent(Student):
         beside = (root == root.mT) & (positions[:, None] <= positions[:, :, None] if c.causal else root == root.mT)
         mask = torch.cat([text[:, None] < root, beside], dim=2)[:, None]
         for index in range(c.layers.layers):
-            layer = TrainedLayer(c.layers, self.weights, LAYER.format(index).removesuffix("."), self.rope)
+            layer = TrainedLayer(c.layers, self.weights, names.LAYER.format(index).removesuffix("."), self.rope)
             x = layer(x, positions, mask, [layer.keys_and_values(context, text)])
-        states: Tensor = self.normed(x, NORM).unflatten(1, (-1, num_places))
+        states: Tensor = self.normed(x, names.NORM).unflatten(1, (-1, num_places))
         return states
 
     def normed(self, x: Tensor, name: str) -> Tensor:

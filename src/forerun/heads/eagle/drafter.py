@@ -18,7 +18,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.parallel_heads import Paths, first_places, grow_parallel
+from forerun.draft.model.grower import NodeToExpand, first_places, grow
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
@@ -98,10 +98,10 @@ class ParallelEagleDrafter(EagleDrafter):
         """Chains or trees, without another pass."""
         firsts = first_places(draws, granted)
 
-        def logits_behind(rows: Sequence[int], paths: Paths) -> Tensor:
-            return logits[[firsts[row] + len(path) for row, path in zip(rows, paths, strict=True)]]
+        def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
+            return logits[[firsts[place.row] + len(place.path()) for place in places]]
 
-        return grow_parallel(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits_behind)
+        return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], None, logits_behind)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; nothing is left of the masked places."""

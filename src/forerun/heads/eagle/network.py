@@ -19,19 +19,8 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.heads.eagle.format import (
-    ALL_NORM,
-    EMBEDDING,
-    HEAD,
-    INPUT_NORM,
-    MAP,
-    MAP_BIAS,
-    MASK_STATE,
-    NORM,
-    STATE_NORM,
-    TAP_NORM,
-    EagleTensors,
-)
+from forerun.heads.eagle import format as names
+from forerun.heads.eagle.format import EagleTensors
 from forerun.heads.folder import HeadFolder
 from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import TokenBatch
@@ -59,24 +48,24 @@ class EagleDecoder(StateDecoder):
             return take(name) if name in shapes else torch.ones(shape, dtype=target.dtype)
 
         super().__init__(tensors.config, fetch, target.dtype, folder.backend, folder.target.quantize, host=target)
-        self.embedding = take(EMBEDDING) if tensors.own_embedding else target.embedding
-        self.head = make(take(HEAD)) if tensors.own_head else folder.shared_head(ids, target)
-        self.map = make(take(MAP), take(MAP_BIAS) if form.fc_bias else None)
+        self.embedding = take(names.EMBEDDING) if tensors.own_embedding else target.embedding
+        self.head = make(take(names.HEAD)) if tensors.own_head else folder.shared_head(ids, target)
+        self.map = make(take(names.MAP), take(names.MAP_BIAS) if form.fc_bias else None)
         self.joined = form.joined
-        self.all_norm = take(ALL_NORM) if form.norm_before_fc else None
-        gains = [take(TAP_NORM.format(tap)) for tap in range(len(form.taps))] if form.fc_norm else None
+        self.all_norm = take(names.ALL_NORM) if form.norm_before_fc else None
+        gains = [take(names.TAP_NORM.format(tap)) for tap in range(len(form.taps))] if form.fc_norm else None
         self.tap_norms = None if gains is None else torch.stack(gains)
-        norm = None if form.joined else take(NORM)
+        norm = None if form.joined else take(names.NORM)
         self.head_norm = None if form.norm_output else norm
         if form.joined:
             self.entry = StateEntry(self.map, None, None, None, reads_stream=True)
         else:
-            gain, state_gain = (take(f"{tensors.place}.{name}") for name in (INPUT_NORM, STATE_NORM))
+            gain, state_gain = (take(f"{tensors.place}.{name}") for name in (names.INPUT_NORM, names.STATE_NORM))
             residual = form.norm_before_residual
             self.entry = StateEntry(None, gain, state_gain, norm if form.norm_output else None, normed_stream=residual)
         self.enters_by(self.entry, self.head_norm, folder.backend)
         masked = form.mask_token is not None
-        self.mask = self.fuse(take(MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
+        self.mask = self.fuse(take(names.MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The target's states, as the layer reads them: in EAGLE-1 the one, as it is, else all of them through the map,

@@ -21,24 +21,12 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.fields import Fields
-from forerun.heads.drafted_layer import DraftedStudent
-from forerun.heads.eagle.format import (
-    ARCHITECTURE,
-    HEAD,
-    INPUT_NORM,
-    MAP,
-    NORM,
-    NORMED_RESIDUAL,
-    PLACES,
-    STATE_NORM,
-    TAP_IDS,
-    EagleForm,
-    EagleTensors,
-    usual_taps,
-)
+from forerun.heads.eagle import format as names
+from forerun.heads.eagle.format import EagleForm, EagleTensors, usual_taps
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values, trainable
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import TextBatch
+from forerun.heads.trained_layer import DraftedStudent
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
@@ -52,7 +40,7 @@ class EagleStudent(DraftedStudent):
     """A layer in training."""
 
     kind: ClassVar[str] = "eagle"
-    place: ClassVar[str] = PLACES[0]
+    place: ClassVar[str] = names.PLACES[0]
     depth_weights: tuple[float, ...] = tuple(DEPTH_WEIGHT**step for step in range(STEPS))
 
     @classmethod
@@ -70,19 +58,19 @@ class EagleStudent(DraftedStudent):
             **layer_values(target, 1, sizes.mlp),
             "vocab_size": of.vocab_size,
             "draft_vocab_size": num_ids,
-            TAP_IDS: list(taps),
-            NORMED_RESIDUAL: True,
+            names.TAP_IDS: list(taps),
+            names.NORMED_RESIDUAL: True,
         }
         config = config_of(Fields(Path("the layer's config.json"), values))
         tensors = EagleTensors(config, EagleForm(taps), cls.place, of.hidden, num_ids, False, not is_shared)
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
-        weights[MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
+        weights[names.MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
         if not is_shared:
-            weights[HEAD] = tables.head.weight[:num_ids]
-        weights[NORM] = tables.norm
+            weights[names.HEAD] = tables.head.weight[:num_ids]
+        weights[names.NORM] = tables.norm
         return cls.begun(
             target,
-            {"architectures": [ARCHITECTURE], **values},
+            {"architectures": [names.ARCHITECTURE], **values},
             weights,
             config=config,
             embedding=tables.embedding,
@@ -94,32 +82,32 @@ class EagleStudent(DraftedStudent):
     @property
     def about(self) -> Mapping[str, Any]:
         """Its configuration, and whether it has a head of its own."""
-        return {**super().about, "shared_head": HEAD not in self.weights}
+        return {**super().about, "shared_head": names.HEAD not in self.weights}
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
         """With these tokens' rows of the target's head."""
         student = super().with_vocabulary(ids)
-        head = trainable({HEAD: student.head.weight}, self.embedding.device) if HEAD in self.weights else {}
+        head = trainable({names.HEAD: student.head.weight}, self.embedding.device) if names.HEAD in self.weights else {}
         return replace(student, weights={**self.weights, **head})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's states, fused."""
-        return functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights[MAP])
+        return functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights[names.MAP])
 
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"]]:
         """The normed state is the stream, and is read beside the token."""
-        residual = self.normed(states, f"{self.place}.{STATE_NORM}")
-        token = self.normed(embedded, f"{self.place}.{INPUT_NORM}")
+        residual = self.normed(states, f"{self.place}.{names.STATE_NORM}")
+        token = self.normed(embedded, f"{self.place}.{names.INPUT_NORM}")
         return residual, torch.cat([token, residual], dim=2)
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """Those of its head, or of the target's."""
-        weight, read = self.weights.get(HEAD), self.normed(states, NORM)
+        weight, read = self.weights.get(names.HEAD), self.normed(states, names.NORM)
         return self.head(read) if weight is None else functional.linear(read, weight)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The layer and, if it has one, its head, and whose tokens the head's are."""
-        every = {OFFSETS: torch.zeros(len(weights[HEAD]), dtype=torch.long)} if HEAD in weights else {}
+        every = {OFFSETS: torch.zeros(len(weights[names.HEAD]), dtype=torch.long)} if names.HEAD in weights else {}
         super().write({**every, **weights}, folder)

@@ -1,9 +1,14 @@
 """Medusa: heads on the target's last hidden state guess, each one token further ahead (2401.10774).
 
-This module decides what the heads are asked and when. They read no text and keep no cache: all that a sequence leaves
-behind is the state after the last token that the target has read. So a draft costs a few matrix products, whatever the
-length of the text. Trees are products of what the heads say, or, where the heads are hydra's, each guess depends on
-those before it.
+This module decides what the heads compute, what they are asked and when. They read no text and keep no cache: all that
+a sequence leaves behind is the state after the last token that the target has read. So a draft costs a few matrix
+products, whatever the length of the text.
+
+Head d maps that state, behind the final norm, to logits of the token d + 1 places behind the next one: through residual
+blocks, each adding the SiLU of a linear layer, and an output matrix, its own or the target's. With `hydra` a head also
+sees the tokens between (2402.05109): the next one, which is final, and the guesses before its own; their embeddings are
+joined with the state and mapped to its width first. Trees are products of what the heads say, or, of hydra's, each
+guess depends on those before it. Device, number format and kernels follow the target's.
 """
 
 from __future__ import annotations
@@ -15,21 +20,60 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.parallel_heads import Paths, grow_parallel
+from forerun.draft.model.grower import NodeToExpand, grow
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
 from forerun.heads.folder import HeadFolder
-from forerun.heads.medusa.format import ADDED, LAYOUTS, SIGNS, MedusaConfig, fitted_heads
-from forerun.heads.medusa.joint import make_medusa
-from forerun.heads.medusa.network import MedusaHeads
+from forerun.heads.medusa import format as names
+from forerun.heads.medusa.format import MedusaConfig, fitted_heads
+from forerun.heads.medusa.student import make_medusa
+from forerun.models.decoder import Decoder
+from forerun.models.layer import Linear
 from forerun.models.loading import HELD_BYTES
+from forerun.models.rows import pad_rows, padded_rows
 from forerun.models.runner import Runner
 from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
+
+
+class MedusaHeads:
+    """The heads, over a target's embedding and head. Rows do not affect each other."""
+
+    def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
+        shapes, device = config.shapes(), target.embedding.device
+
+        def take(name: str) -> Tensor | None:
+            return folder.checkpoint.take(name, shapes[name]).to(device) if name in shapes else None
+
+        def layer(name: str) -> Linear:
+            return folder.make(take(name + names.WEIGHT), take(name + names.BIAS))
+
+        heads, blocks = range(config.num_heads), range(config.num_blocks)
+        self.config = config
+        self.embedding = target.embedding
+        self.dtype = target.stream
+        self.entries = [layer(names.ENTRY.format(head)) if config.hydra else None for head in heads]
+        self.blocks = [[layer(names.BLOCK.format(head, block)) for block in blocks] for head in heads]
+        self.outputs = [layer(names.OUTPUT.format(d, len(blocks))) if config.own_output else target.head for d in heads]
+
+    def logits(
+        self, head: int, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows seen"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """Of one head, in float32. `states` are behind the target's final norm; `tokens` the next one and the guesses
+        before the head's own, which only hydra looks at."""
+        rows, x, entry = len(states), states.to(self.dtype), self.entries[head]
+        if entry is not None:
+            x = torch.cat([x, self.embedding[tokens].flatten(1).to(self.dtype)], dim=1)
+        x = pad_rows(x, padded_rows(rows))
+        x = x if entry is None else entry(x)
+        for block in self.blocks[head]:
+            x = x + functional.silu(block(x))
+        return self.outputs[head](x)[:rows].float()
 
 
 class MedusaDrafter:
@@ -60,21 +104,19 @@ class MedusaDrafter:
         assert tail is None, "text that the target has not read has no states"
         self.pass_s = 0.0
         granted = [self.granted(seq_id, budget) for seq_id, budget in zip(draws.seq_ids, budgets, strict=True)]
-        rows = [row for row, budget in enumerate(granted) if budget.depth]
-        if not rows:
+        if not any(budget.depth for budget in granted):
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
-        states = {row: self.states[draws.seq_ids[row]] for row in rows}
-        roots = {row: draws.rows[row].tokens[-1] for row in rows}
 
-        def logits_behind(rows: Sequence[int], paths: Paths) -> Tensor:
-            started_s = time.perf_counter()
-            seen = torch.tensor([[roots[row], *path] for row, path in zip(rows, paths, strict=True)])
-            rows_states = torch.stack([states[row] for row in rows])
-            found = self.heads.logits(len(paths[0]), rows_states, seen.to(draws.device))
+        def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
+            started_s, paths = time.perf_counter(), [place.path() for place in places]
+            rows = [draws.rows[place.row] for place in places]
+            seen = torch.tensor([[row.tokens[-1], *path] for row, path in zip(rows, paths, strict=True)])
+            states = torch.stack([self.states[row.seq_id] for row in rows])
+            found = self.heads.logits(len(paths[0]), states, seen.to(draws.device))
             self.pass_s += time.perf_counter() - started_s
             return found
 
-        draft = grow_parallel(draws, granted, logits_behind)
+        draft = grow(draws, granted, None, logits_behind)
         return replace(draft, pass_s=self.pass_s)
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:
@@ -125,7 +167,7 @@ class MedusaBlueprint(FolderBlueprint):
         """What their blocks add stays 0 in the new channels."""
         wide = replace(self.config, hidden=plan.wide.hidden)
         fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
-        return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, ADDED)
+        return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, names.ADDED)
 
 
-PARTS = HeadParts(SIGNS, MedusaBlueprint, make_medusa, LAYOUTS)
+PARTS = HeadParts(names.SIGNS, MedusaBlueprint, make_medusa, names.LAYOUTS)

@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.fields import Fields
-from forerun.heads.drafted_layer import DraftedStudent
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.mtp.format import COUNT_KEYS, DRAFT_VOCAB, MtpTensors
 from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import TargetText, TextBatch
+from forerun.heads.trained_layer import DraftedStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
