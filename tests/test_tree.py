@@ -82,19 +82,14 @@ def test_chains_of_texts_are_chains(texts: list[list[int]]) -> None:
     assert (tree.depth, tree.width) == (expected.depth, expected.width)
 
 
-def test_a_bare_tree_is_its_roots() -> None:
-    tree = DraftTree.bare(torch.tensor([4, 2]))
-    assert tree.tokens.tolist() == [[4], [2]]
-    assert tree.depths().tolist() == [[0], [0]]
-    assert tree.paths().tolist() == [[[0]], [[0]]]
-    assert tree.path_tokens().shape == (2, 1, 0)
-    assert tree.children().tolist() == [[[-1]], [[-1]]]
-
-
-def test_chains_of_no_guesses_are_bare() -> None:
-    tree = DraftTree.chains(torch.tensor([4, 2]), torch.empty(2, 0, dtype=torch.int64))
-    assert tree.tokens.tolist() == [[4], [2]]
-    assert tree.depth == 0
+def test_a_bare_tree_and_chains_of_no_guesses_are_roots() -> None:
+    roots = torch.tensor([4, 2])
+    for tree in (DraftTree.bare(roots), DraftTree.chains(roots, torch.empty(2, 0, dtype=torch.int64))):
+        assert tree.tokens.tolist() == [[4], [2]]
+        assert tree.depths().tolist() == [[0], [0]]
+        assert tree.paths().tolist() == [[[0]], [[0]]]
+        assert tree.path_tokens().shape == (2, 1, 0)
+        assert tree.children().tolist() == [[[-1]], [[-1]]]
 
 
 def test_a_sparse_law_is_spread_over_the_vocabulary() -> None:

@@ -1,22 +1,19 @@
 """A cascade drafts what its judge would draft alone, in fewer passes, after any history and in any want of memory."""
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from draft.rounds import Row, committed, draws_of
-from forerun.config import Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter, MeasuredLengths, RoundTiming
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.text.ngram import NgramDrafter
-from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read, Runner
+from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -190,58 +187,6 @@ def test_a_lower_model_reads_what_was_emitted_once(small: Runner, large: Runner)
     assert lower.runner.num_read - read <= 2 * num_rounds  # the root, and what stood in a wrong guess's place
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_after_any_history_it_is_as_if_told_at_once(small: Runner, large: Runner, temperature: float) -> None:
-    """Random rounds, tails among them; caches hold what reading the kept text anew would give."""
-    rng = random.Random(5)
-
-    def fresh() -> CascadeDrafter:
-        return CascadeDrafter(cascade(NgramDrafter(), model(small), 2), model(large), FixedLength(3))
-
-    drafter = fresh()
-    texts = {seq_id: story(5 + 9 * seq_id, seq_id) for seq_id in range(4)}
-    drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
-    for _ in range(8):
-        rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, 4))]
-        budgets = [Budget(rng.randint(0, 6)) for _ in rows]
-        draft = drafter.propose(draws_of(rows, VOCAB, temperature=temperature), budgets)
-        expected = told(fresh(), rows).propose(draws_of(rows, VOCAB, temperature=temperature), budgets)
-        assert guesses(draft) == guesses(expected)
-        if rng.random() < 0.5:
-            behind_a_tail(drafter, fresh, rows, rng)
-        for row, chain in zip(rows, guesses(draft), strict=True):
-            texts[row.seq_id] += [*chain[1 : 1 + rng.randint(0, len(chain))], rng.randrange(3, VOCAB)]
-        news = [Row(row.seq_id, texts[row.seq_id]) for row in rows]
-        drafter.observe(committed(news, [len(row.text) - 1 for row in rows]))
-        for member, loaded in ((drafter.judge, large), (drafter.lower.judge, small)):
-            check_cache(member, loaded, texts)
-
-
-def behind_a_tail(
-    drafter: CascadeDrafter, fresh: Callable[[], CascadeDrafter], rows: Sequence[Row], rng: random.Random
-) -> None:
-    longer = [Row(row.seq_id, [*row.text, *story(rng.randint(1, 12), rng.randrange(99))]) for row in rows]
-    tail = committed(longer, [len(row.text) - 1 for row in rows])
-    found = drafter.propose(draws_of(longer, VOCAB, temperature=1.0), [Budget(5)] * len(rows), tail)
-    expected = told(fresh(), longer).propose(draws_of(longer, VOCAB, temperature=1.0), [Budget(5)] * len(rows))
-    assert guesses(found) == guesses(expected)
-
-
-def check_cache(member: ModelDrafter, loaded: Runner, texts: dict[int, list[int]]) -> None:
-    """K and V of what is kept are those of the text read in one go."""
-    member.runner.cache.check()
-    for seq_id, text in texts.items():
-        length = member.runner.length(seq_id)
-        if not length:
-            continue
-        runner = Runner.of(loaded.decoder, 512)
-        runner.read([Read(0, text[:length])])
-        runner.keep([0], [range(length)])
-        cache, start = member.runner.cache, member.runner.cache.start(seq_id)
-        for own, other in ((cache.keys, runner.cache.keys), (cache.values, runner.cache.values)):
-            assert torch.equal(own[:, :, start : start + length], other[:, :, :length])
-
-
 def test_it_keeps_within_its_judges_context(small: Runner, large: Runner) -> None:
     """As deep as the judge alone, with a tail and without; the lower member's own limit counts where that is 0."""
     judge = model(small)  # 256 positions
@@ -299,35 +244,6 @@ def test_without_a_judge_it_drafts_what_the_lower_member_would_alone(small: Runn
             longer = [Row(3, [*rows[3].text, 5, 6])]
             tail, late = committed(longer, [len(rows[3].text) - 1]), draws_of(longer, VOCAB, rejection=rejection)
             assert guesses(drafter.propose(late, [Budget(3)], tail)) == guesses(alone.propose(late, [Budget(3)], tail))
-
-
-@pytest.mark.short("0-coupled", "64-token", "256-block")
-@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
-@pytest.mark.parametrize("num_tokens", [0, 64, 256])
-def test_an_engine_short_of_memory_says_the_same(
-    small: Runner, large: Runner, verification: Verification, num_tokens: int
-) -> None:
-    """At temperature 0, where every rule must give the tokens of plain decoding."""
-    prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The"]
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    plain = LLM(str(TARGET), dtype="float32").generate(prompts, params)
-    drafter = CascadeDrafter(cascade(NgramDrafter(), model(small), 2), model(large, num_tokens))
-    llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
-    for wish in (Speculation(5), Speculation(3, 2, 6)):
-        found = llm.generate(prompts, params, speculation=wish)
-        assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
-    assert llm.stats.num_drafted > 0
-    assert (llm.stats.num_accepted == llm.stats.num_drafted) == (num_tokens == 256)  # else not all is judged by itself
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_in_rejection_modes_a_cascade_of_the_target_is_always_accepted(verification: Verification) -> None:
-    """Its law is the target's own, whoever guessed: so every declared q equals p, and every ratio is 1."""
-    spec = f"cascade[ngram,model:{SMALL},model:{TARGET}]"
-    llm = LLM(str(TARGET), spec, dtype="float32", verification=verification)
-    params = SamplingParams(temperature=1.0, max_tokens=40, seed=2, ignore_eos=True)
-    llm.generate(["Once upon a time", "The"], params, speculation=Speculation(6))
-    assert llm.stats.num_accepted == llm.stats.num_drafted > 40
 
 
 def test_guesses_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: Runner) -> None:

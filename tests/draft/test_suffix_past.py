@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from draft.test_suffix_tree import counted, stored
 from forerun.draft.many.cascade import CascadeDrafter
 from forerun.draft.text.suffix_past import Past, Reader
-from forerun.draft.text.suffix_tree import TOKEN_BYTES
 from forerun.llm import LLM
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked
@@ -76,25 +75,6 @@ def test_nobody_goes_before_there_is_need(monkeypatch: pytest.MonkeyPatch) -> No
     check(past)
     assert len(sizes) > 50
     assert min(sizes) > past.max_bytes
-
-
-def test_the_same_answer_again_and_again_does_not_grow_for_ever() -> None:
-    """It adds no context, but it is kept all the same: its tokens count."""
-    past = Past(DEPTH, 100 * 20 * TOKEN_BYTES)
-    for seq_id in range(300):
-        past.add(seq_id, "a", list(range(20)))
-    assert 50 < len(past.answers) <= 100
-    check(past)
-
-
-def test_an_answer_that_is_too_large_for_all_room_is_not_kept() -> None:
-    past = Past(DEPTH, 20_000)
-    past.add(0, "a", [1, 2, 3])
-    past.add(1, "b", [])
-    assert [kept.tokens for kept in past.answers.values()] == [[1, 2, 3]]
-    past.add(2, "b", list(range(1000)))
-    assert not past.answers
-    check(past)
 
 
 @settings(max_examples=100, deadline=None)

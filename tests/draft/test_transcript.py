@@ -112,16 +112,6 @@ def test_with_seams_the_tokens_are_those_of_the_whole_text(pair: tuple[str, str]
     assert own == way.own.front + way.own.cut(whole, starts=True)
 
 
-def test_without_seams_it_is_closed_all_the_same() -> None:
-    for pair in [pair for pair in PAIRS if {*pair} & {"stories", "ab"}]:
-        way = transcriber(pair)
-        for text in ("你好世界今日は" * 40, "ab" * 200, "\n" * 300, " " * 300):
-            tokens = way.target.cut(text, starts=True)
-            _, own = told(way, [tokens])
-            if not pair[1].endswith(LOSSY):
-                assert spelled(way.own, own) == spelled(way.target, tokens)
-
-
 def test_a_long_text_is_encoded_once_and_a_step_only_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     way, encoded = transcriber(("stories", "bytes")), []
     cut_text = Vocabulary.cut
@@ -142,24 +132,6 @@ def test_a_long_text_is_encoded_once_and_a_step_only_what_is_open(monkeypatch: p
             way.extend(transcript, [token])
             way.ending(transcript)
         assert max(encoded) <= LONGEST
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_a_character_in_pieces_is_bytes_until_it_is_whole(pair: tuple[str, str]) -> None:
-    """Emoji, Chinese and combining marks, cut anywhere: the model reads the bytes so far, then the characters."""
-    way = transcriber(pair)
-    for text in ("x 👩‍👧 y", "x 你好 z", "x e\u0301a\u0308\u0323 z", "🎉", "é"):
-        data = text.encode()
-        single = [way.target.ids.get(bytes([byte])) for byte in data]
-        if None in single:
-            continue
-        for count in range(1, len(data) + 1):
-            tokens = [token for token in single[:count] if token is not None]
-            transcript, own = told(way, [[token] for token in tokens])
-            begin = data[: way.target.lead] if data.startswith(b" ") else b""
-            assert way.own.spell(own).endswith(data[len(begin) : count])
-            assert (transcript.unfinished == b"") == (data[:count].decode(errors="ignore").encode() == data[:count])
-        assert own == way.own.front + way.own.cut(text, starts=True)
 
 
 def test_special_tokens_are_what_they_are_for_and_end_a_word() -> None:

@@ -155,23 +155,6 @@ def test_what_is_read_is_the_committed_text_in_any_history(
     assert max(cuts) < 8, "more was forgotten than what might change"
 
 
-def test_shared_guesses_are_the_models_best_among_shared_tokens(
-    context: DraftContext, small: Blueprint, way: Transcriber
-) -> None:
-    ids = shared_ids(way.target, way.own)
-    for seed in range(4):
-        row = Row(seed, some_text(20 + 15 * seed, seed, context))
-        drafter = make(small, way, shared=True)
-        drafter.observe(committed([row]))
-        tree = drafter.propose(draws_of([row], VOCAB), [Budget(4)]).tree
-        own, expected = own_tokens(way, row.text), []
-        for _ in range(4):
-            logits = read_plainly(small, own)[-1]
-            expected.append(max(sorted(ids), key=lambda token: float(logits[ids[token]])))
-            own.append(ids[expected[-1]])
-        assert tree.tokens[0].tolist() == [row.text[-1], *expected]
-
-
 def test_declared_laws_are_the_models_on_shared_tokens(
     context: DraftContext, small: Blueprint, way: Transcriber
 ) -> None:

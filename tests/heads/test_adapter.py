@@ -180,14 +180,6 @@ def test_tokens_are_those_of_plain_decoding(
     assert drafter.adapter.cache.num_rows == 0
 
 
-@pytest.mark.parametrize("num_tokens", [0, 64, 192])
-def test_an_adapter_short_of_memory_changes_nothing(bench_of: Benches, num_tokens: int, tmp_path: Path) -> None:
-    bench, spec = bench_of("float32"), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(2, 3))}"
-    engine = engine_of(bench, spec, 4096, num_tokens)
-    assert run(engine, some_texts(bench, engine, 5, MIXED), lambda: beside(bench, spec)) == plain(bench, 5, MIXED)
-    assert (engine.stats.num_drafted > 0) == (num_tokens > 0)
-
-
 def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) -> None:
     """In the adapter's cache, with room for so many tokens more than the text; and in its positions."""
     bench, text = bench_of("float32"), random_text(60, 0)

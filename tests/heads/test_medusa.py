@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forerun.errors import ModelNotFound, UnknownDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa.drafter import MedusaBlueprint
 from forerun.llm import LLM
@@ -56,13 +55,6 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
     together = heads.logits(2, some, tokens)
     for i in range(rows):
         assert torch.equal(heads.logits(2, some[i : i + 1], tokens[i : i + 1])[0], together[i])
-
-
-def test_what_is_spelt_wrong_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound):
-        LLM(str(TARGET), f"medusa:{tmp_path / 'nothing'}")
-    with pytest.raises(UnknownDrafter, match="cannot judge"):
-        LLM(str(TARGET), f"cascade[ngram,medusa:{silent(tmp_path / 'heads')}]")
 
 
 def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Path, tmp_path: Path) -> None:
