@@ -22,8 +22,7 @@ from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.folder import find_heads
 from forerun.heads.fresh import save_config
 from forerun.heads.kinds import HEADS
-from forerun.heads.layouts import FETCHED, PICKLES, DraftFiles, DraftLayout, DraftMethod, TargetFacts
-from forerun.heads.speculators import SPECULATORS
+from forerun.heads.layouts import FETCHED, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.store import names_in, whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)

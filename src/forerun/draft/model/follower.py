@@ -26,9 +26,8 @@ from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beg
 from forerun.cache.blocks import OutOfBlocks
 from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.chain_steps import unseen_chains
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
-from forerun.draft.model.grower import LevelReader, grow
+from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import ShownText, UnreadStates
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import States

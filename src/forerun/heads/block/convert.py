@@ -23,12 +23,15 @@ from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.block import format as names
 from forerun.heads.block.format import BlockConfig, BlockTensors
-from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
-from forerun.heads.speculators import (
+from forerun.heads.layouts import (
     LAYER_CONFIG,
     SPECULATORS,
     TRAINING,
     VERSION_KEY,
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    TargetFacts,
     of_speculators,
     package_config,
     package_layer,

@@ -23,18 +23,9 @@ from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.follower import Follower
 from forerun.draft.model.grower import NodeToExpand, first_places, grow
+from forerun.heads.block import format as names
 from forerun.heads.block.convert import LAYOUTS
-from forerun.heads.block.format import (
-    INSIDE,
-    MAP,
-    MASK_EMBEDDING,
-    RANKED,
-    SIGNS,
-    TAP_IDS,
-    TITLE,
-    BlockTensors,
-    layer_ids,
-)
+from forerun.heads.block.format import BlockTensors, layer_ids
 from forerun.heads.block.network import MASKED, BlockDecoder
 from forerun.heads.block.student import BlockStudent
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
@@ -129,7 +120,7 @@ class BlockBlueprint(FolderBlueprint):
         folder.refuse_devices("block drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
-        folder.check(tensors.shapes(), TITLE, (OFFSETS, MASK))
+        folder.check(tensors.shapes(), names.TITLE, (OFFSETS, MASK))
         size = target.config.vocab_size
         return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, size))
 
@@ -161,9 +152,11 @@ class BlockBlueprint(FolderBlueprint):
         wide = replace(
             tensors, config=replace(tensors.config, layers=layers, taps=taps), target_hidden=plan.wide.hidden
         )
-        inside = {**self.folder.fields.inside(INSIDE).values, TAP_IDS: layer_ids(taps, plan.wide.layers)}
-        shapes, writers = (tensors.shapes(), wide.shapes()), (MAP, MASK_EMBEDDING)
-        return WideDrafter.of_layers(self.folder, shapes, layers, {INSIDE: inside}, writers, inner=(*ADDING, *RANKED))
+        inside = {**self.folder.fields.inside(names.INSIDE).values, names.TAP_IDS: layer_ids(taps, plan.wide.layers)}
+        shapes, writers = (tensors.shapes(), wide.shapes()), (names.MAP, names.MASK_EMBEDDING)
+        return WideDrafter.of_layers(
+            self.folder, shapes, layers, {names.INSIDE: inside}, writers, inner=(*ADDING, *names.RANKED)
+        )
 
 
-PARTS = HeadParts(SIGNS, BlockBlueprint, BlockStudent.fresh, LAYOUTS)
+PARTS = HeadParts(names.SIGNS, BlockBlueprint, BlockStudent.fresh, LAYOUTS)

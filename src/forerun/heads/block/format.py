@@ -30,7 +30,7 @@ from typing import Any
 
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
-from forerun.heads.speculators import SPECULATORS
+from forerun.heads.layouts import SPECULATORS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import Shapes, layer_tensors
 

@@ -22,23 +22,12 @@ from forerun.draft.model.grower import NodeToExpand, first_places, grow
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
-from forerun.heads.eagle.format import (
-    EMBEDDING,
-    LAYOUTS,
-    MAP,
-    MAP_BIAS,
-    MASK_STATE,
-    SIGNS,
-    TAP_IDS,
-    TITLE,
-    EagleForm,
-    EagleTensors,
-    fitted_tensors,
-)
+from forerun.heads.eagle import format as names
+from forerun.heads.eagle.format import EagleForm, EagleTensors, fitted_tensors
 from forerun.heads.eagle.network import EagleDecoder
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import HeadFolder
-from forerun.heads.speculators import SPECULATORS
+from forerun.heads.layouts import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
@@ -123,14 +112,14 @@ class EagleBlueprint(FolderBlueprint):
         folder.refuse_devices("EAGLE drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
-        folder.check(tensors.shapes(), TITLE, () if tensors.form.joined else (OFFSETS, MASK))
+        folder.check(tensors.shapes(), names.TITLE, () if tensors.form.joined else (OFFSETS, MASK))
         return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, target.config.vocab_size))
 
     @property
     def memory(self) -> ModelMemory:
         """What it takes once loaded."""
         shared = 0 if self.tensors.own_head else len(self.ids)
-        return self.folder.memory(self.tensors.config, self.tensors.shapes(), (EMBEDDING,), shared)
+        return self.folder.memory(self.tensors.config, self.tensors.shapes(), (names.EMBEDDING,), shared)
 
     def load(self, max_model_len: int, target: Decoder) -> EagleDecoder:
         """The layers, for texts of `max_model_len` at most."""
@@ -155,9 +144,9 @@ class EagleBlueprint(FolderBlueprint):
             raise InvalidRequest("draft", f"{name} is in the layout of speculators: {layout}.")
         config = widened_layers(tensors.config, plan, name)
         shapes = tensors.shapes(), replace(tensors, config=config, target_hidden=plan.wide.hidden).shapes()
-        taps = {} if tensors.form.joined else {TAP_IDS: [widened_tap(plan, tap) for tap in tensors.form.taps]}
-        writers = (MAP, MAP_BIAS, MASK_STATE)
-        return WideDrafter.of_layers(self.folder, shapes, config, taps, writers, readers=(MASK_STATE,))
+        taps = {} if tensors.form.joined else {names.TAP_IDS: [widened_tap(plan, tap) for tap in tensors.form.taps]}
+        writers = (names.MAP, names.MAP_BIAS, names.MASK_STATE)
+        return WideDrafter.of_layers(self.folder, shapes, config, taps, writers, readers=(names.MASK_STATE,))
 
 
-PARTS = HeadParts(SIGNS, EagleBlueprint, EagleStudent.fresh, LAYOUTS)
+PARTS = HeadParts(names.SIGNS, EagleBlueprint, EagleStudent.fresh, names.LAYOUTS)

@@ -23,11 +23,14 @@ import torch
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
-from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
-from forerun.heads.speculators import (
+from forerun.heads.layouts import (
     KEPT,
     LAYER_CONFIG,
     SPECULATORS,
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    TargetFacts,
     of_speculators,
     package_config,
     package_layer,

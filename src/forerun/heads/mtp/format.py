@@ -21,12 +21,15 @@ from forerun.annotations import Int
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
-from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
-from forerun.heads.speculators import (
+from forerun.heads.layouts import (
     KEPT,
     LAYER_CONFIG,
     SPECULATORS,
     TRAINING,
+    DraftFiles,
+    DraftLayout,
+    DraftMethod,
+    TargetFacts,
     number_format,
     of_speculators,
     package_config,
