@@ -322,12 +322,12 @@ def token_ids(answer: str) -> list[int]:
 def test_past_answers_before_a_fault_are_there_at_the_next_start(seed: int, count: int) -> None:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path, before, kept = Path(folder) / "past", [], list[Any]()
-        past = suffix_file.PastFile(path, "v")
+        past = suffix_past.PastFile(path, "v")
         patch.setattr(suffix_past, "open", Faults(seed, 0.15).open, raising=False)
         for each in range(count):
-            past.append(suffix_file.PastAnswer(str(each), "", [each] * each))
+            past.append(suffix_past.PastAnswer(str(each), "", [each] * each))
             before += [] if past.broken else [each]
         patch.undo()
-        suffix_file.PastFile(path, "v").restore(kept.extend)
+        suffix_past.PastFile(path, "v").restore(kept.extend)
     assert [int(each.name) for each in kept] == before
     assert past.broken == (len(before) < count)
