@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -107,38 +108,24 @@ class Metrics:
     def __init__(self, llm: LLM, gate: Gate) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineReader(llm, gate))
-        times = {
-            "time_to_first_token_seconds": ("From a request's arrival to the first token of any sample.", LONG_S),
-            "inter_token_latency_seconds": (
-                "Between tokens of a sample: the time between rounds, shared out over the tokens of the round.",
-                SHORT_S,
-            ),
-            "request_queue_time_seconds": ("From a request's arrival to a place in the batch.", LONG_S),
-            "e2e_request_latency_seconds": ("From a request's arrival to its last token.", LONG_S),
-        }
-        self.first, self.between, self.queue, self.total = (
-            Histogram(f"forerun:{name}", text, buckets=buckets, registry=self.registry)
-            for name, (text, buckets) in times.items()
-        )
-        self.depth = Histogram(
-            "forerun:spec_decode_num_draft_tokens_per_round",
-            "Guesses that the controller chose for a sample in a round; none is a round of plain decoding.",
-            buckets=GUESSES,
-            registry=self.registry,
-        )
-        self.accepted = Histogram(
-            "forerun:request_acceptance_rate",
-            "Guesses accepted over guesses drafted, by sample.",
-            buckets=SHARES,
-            registry=self.registry,
-        )
-        self.accepted_at = Histogram(
-            "forerun:request_acceptance_rate_per_pos",
-            "Guesses accepted over guesses judged, by sample and position.",
-            ["position"],
-            buckets=SHARES,
-            registry=self.registry,
-        )
+
+        def histogram(name: str, text: str, buckets: Seq[float], *labels: str) -> Histogram:
+            return Histogram(f"forerun:{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        text = "From a request's arrival to the first token of any sample."
+        self.first = histogram("time_to_first_token_seconds", text, LONG_S)
+        text = "Between tokens of a sample: the time between rounds, shared out over the tokens of the round."
+        self.between = histogram("inter_token_latency_seconds", text, SHORT_S)
+        text = "From a request's arrival to a place in the batch."
+        self.queue = histogram("request_queue_time_seconds", text, LONG_S)
+        text = "From a request's arrival to its last token."
+        self.total = histogram("e2e_request_latency_seconds", text, LONG_S)
+        text = "Guesses that the controller chose for a sample in a round; none is a round of plain decoding."
+        self.depth = histogram("spec_decode_num_draft_tokens_per_round", text, GUESSES)
+        text = "Guesses accepted over guesses drafted, by sample."
+        self.accepted = histogram("request_acceptance_rate", text, SHARES)
+        text = "Guesses accepted over guesses judged, by sample and position."
+        self.accepted_at = histogram("request_acceptance_rate_per_pos", text, SHARES, "position")
         ProcessCollector(registry=self.registry)
         self.finished = Counter(
             "forerun:request_success", "Samples finished, by reason.", ["finished_reason"], registry=self.registry
