@@ -25,6 +25,7 @@ from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
+from kit.engines import plain
 from kit.oracles import Oracle, never, seen
 
 DEPTH = 4
@@ -43,11 +44,6 @@ class Say:
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         return torch.where(torch.arange(len(logits)) == self.token, 99.0, -99.0) if len(tokens) == self.at else logits
-
-
-@cache
-def plain() -> LLM:
-    return LLM(str(TARGET), dtype="float32", max_num_seqs=32)
 
 
 def num_tokens(prompt: str) -> int:

@@ -91,23 +91,6 @@ def test_a_draw_depends_on_seed_sample_and_position_and_on_no_id() -> None:
     assert len({drawn(), drawn(seed=2), drawn(sample=1), drawn(length=5)}) == 4
 
 
-def test_rejection_noise_is_fresh_in_every_round() -> None:
-    """The same position, drafted from another root, has other coins and draws."""
-    flat = torch.zeros(1, VOCAB)
-    text = [1, 2, 3]
-    rounds = [
-        Draws([RowSampling(0, SamplingParams(), 5, 0, text[:length], 1)], VOCAB, rejection=True) for length in (3, 2)
-    ]
-    states = [r.roots() for r in rounds]
-    states[1] = rounds[1].advance(states[1], torch.tensor([0]), torch.tensor([3]))
-    assert [s.position.item() for s in states] == [3, 3]
-    token = torch.tensor([3])
-    assert len({r.coins(s, token).item() for r, s in zip(rounds, states, strict=True)}) == 2
-    assert len({r.recover(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 2
-    assert len({r.children(flat, s, 1).tokens.item() for r, s in zip(rounds, states, strict=True)}) == 2
-    assert len({r.draw(flat, s).item() for r, s in zip(rounds, states, strict=True)}) == 1
-
-
 def test_rounds_inside_rounds_share_noise_of_positions_and_no_other() -> None:
     """Behind one root, an inner round of another round, of another level, or of none has noise of its own."""
     flat, text = torch.zeros(1, VOCAB), [1, 2, 3, 4]
