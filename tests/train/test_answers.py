@@ -283,6 +283,31 @@ def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSour
             assert torch.allclose(logits, every[torch.arange(len(places))[:, None], places], atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_first_guesses_alone_are_those_of_whole_drafts_from_every_root_of_a_text(
+    source: AnswerSource, kind: str
+) -> None:
+    """Those that begin in a prompt are compared with the target's law there. In a part of the vocabulary that is the
+    law of all tokens, made to sum to 1 among them."""
+    student = stirred(make_student(kind, Blueprint.of(str(TARGET)), SERVED[f"{kind}, some tokens"], 0))
+    student = student.with_vocabulary(SOME_IDS)
+    small = source_of(source.data, SETTINGS, student)
+    batch, objective = TextBatch.of([text.whole for text in small.of_step(0, quiet)]), small.objective
+    assert batch.first_root == 0 < small.of_step(0, quiet)[0].num_prompt - 1
+    first = student.of_first_guesses()
+    assert first.weights is student.weights
+    predicted = first.predict(batch, torch.Generator().manual_seed(0))
+    assert len(predicted.logits) == 1
+    assert torch.equal(predicted.roots, batch.roots)
+    assert torch.allclose(predicted.logits[0], student.predict(batch, None).logits[0], atol=1e-4)
+    exact = objective.target_law(batch, student.vocabulary)
+    draft = objective.draft_law(student, batch)
+    small.llm.close()
+    assert draft is not None
+    assert exact.exp().sum(-1).min() < 0.9
+    assert torch.allclose(draft, exact.log_softmax(-1), atol=1e-3)
+
+
 def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(
     source: AnswerSource, adapter: Student
 ) -> None:

@@ -52,6 +52,7 @@ class TargetTables:
     embedding: Float[Tensor, "vocab hidden"]
     head: TargetHead
     norm: Float[Tensor, " hidden"]
+    scale: Float[Tensor, " hidden"] | None = None  # the norm's gains, where it is an RMS norm without a bias
 
     @classmethod
     def of(cls, target: Blueprint) -> TargetTables:
@@ -63,7 +64,8 @@ class TargetTables:
         norm = gains(checkpoint.take(FINAL_NORM, (c.hidden,)), c.from_one) * c.logits_scale
         embedding = embedding if c.embedding_scale == 1 else embedding * c.embedding_scale
         head = TargetHead(weight, bias, c.logits_cap)
-        return cls(centred(embedding, 1) if c.centred else embedding, head, norm.to(device))
+        scale = None if c.norm_bias or c.centred else norm.to(device)
+        return cls(centred(embedding, 1) if c.centred else embedding, head, norm.to(device), scale)
 
 
 def stored_dtype(target: Blueprint) -> torch.dtype:

@@ -8,7 +8,7 @@ survives a kill, what is measured on held-out text, and the report. No code asks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -46,6 +46,11 @@ class TargetText:
     def roots(self) -> range:
         """Places from which a draft may begin: the prompt's last token, and all of the answer but its last token."""
         return range(self.num_prompt - 1, len(self.tokens) - 1)
+
+    @property
+    def whole(self) -> TargetText:
+        """The text with every token as a part of the answer, so that drafts may begin in its prompt too."""
+        return replace(self, num_prompt=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,14 @@ class Student:
         Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
         """
         raise NotImplementedError
+
+    def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
+        """The target's logits of the ids in `vocabulary` alone, behind its last layer; None where all are as cheap."""
+        return None
+
+    def of_first_guesses(self) -> Student:
+        """This student, with these weights, where it predicts the first guess of a draft alone."""
+        return self
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Put a checkpoint with these weights, and the ids of its tokens, into an empty folder; what the target has is

@@ -170,7 +170,7 @@ class StackStudent(Student):
 @dataclass(frozen=True, kw_only=True)
 class DraftedStudent(Student):
     """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, the latter of the
-    ids in `vocabulary`, and stay as they are. Drafts are of as many steps as `depth_weights`.
+    ids in `vocabulary`, and stay as they are, as `target_norm` does. Drafts are of as many steps as `depth_weights`.
 
     At step 0 each place reads what belongs to the text. At step s every place is a root whose draft is s tokens long:
     what it reads stands s positions further on, and sees the text up to its root, and of the later steps its own tokens
@@ -182,6 +182,7 @@ class DraftedStudent(Student):
     config: ModelConfig
     embedding: Float[Tensor, "vocab hidden"]
     head: TargetHead
+    target_norm: Float[Tensor, " hidden"] | None = None  # before the head; None where it does more than scale
     layer: TrainedLayer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -225,6 +226,16 @@ class DraftedStudent(Student):
             states = states if step else states[rows, places]
             logits.append(self.logits(states.masked_fill((roots == 0)[..., None], 0.0)))
         return Predictions(logits, roots)
+
+    def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
+        """By the rows of the target's head that the draft has."""
+        if self.vocabulary is None or self.target_norm is None:
+            return None
+        return self.head(rms_norm(last, self.target_norm, self.config.norm_eps))
+
+    def of_first_guesses(self) -> DraftedStudent:
+        """Every place is a root then: that takes as long as all steps from one root in so many."""
+        return replace(self, depth_weights=self.depth_weights[:1])
 
     def step(
         self,

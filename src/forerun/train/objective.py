@@ -51,10 +51,14 @@ class Objective:
     target_logits: LogitsOf
     num_ids: int
 
-    def depths(self, student: Student, predictions: Predictions, batch: TextBatch) -> Iterator[DepthLaws]:
-        """The laws of both at each depth that the student predicts."""
+    def depths(
+        self, student: Student, predictions: Predictions, batch: TextBatch, is_exact: bool = True
+    ) -> Iterator[DepthLaws]:
+        """The laws of both at each depth that the student predicts. Where they need not be exact, the target's may be
+        one of the draft's vocabulary alone, which its whole head is not read for."""
         roots = predictions.roots
-        log_p = self.target_law(batch, student.vocabulary, predictions.target)
+        log_p = None if is_exact else self.draft_law(student, batch)
+        log_p = self.target_law(batch, student.vocabulary, predictions.target) if log_p is None else log_p
         chosen = self.places_of(batch.tokens, student.vocabulary)
         rows = torch.arange(len(batch.texts), device=roots.device)[:, None]
         for depth, logits in enumerate(predictions.logits, start=1):
@@ -80,9 +84,14 @@ class Objective:
         with torch.no_grad():
             last = batch.last[:, batch.first_root :]
             logits = self.target_logits(last.flatten(0, 1)) if tuned is None else tuned.flatten(0, 1)
-            law: Tensor = self.law_of(logits.float())
-            law = law.view(*last.shape[:2], -1)
-            return law if vocabulary is None else law.index_select(-1, vocabulary)
+            law: Tensor = self.law_of(logits, vocabulary)
+            return law.view(*last.shape[:2], -1)
+
+    def draft_law(self, student: Student, batch: TextBatch) -> Float[Tensor, "batch places ids"] | None:
+        """The target's log-law among the draft's tokens, as if there were no others, at the places of `target_law`."""
+        with torch.no_grad():
+            logits = student.target_logits(batch.last[:, batch.first_root :])
+            return None if logits is None else (logits.float() / self.settings.law_temperature).log_softmax(-1)
 
     def tuned_distance(
         self, batch: TextBatch, tuned: Float[Tensor, "batch places vocab"]
@@ -94,9 +103,14 @@ class Objective:
         distance, loss = (p * (old - new)).sum(-1), -(p * old).sum(-1)
         return distance[counted].mean(), loss[counted].mean()
 
-    def law_of(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows ids"]:
-        """Log-probabilities at the temperature of the training; ids that no token has are left out."""
-        return (logits[:, : self.num_ids].float() / self.settings.law_temperature).log_softmax(-1)
+    def law_of(
+        self, logits: Float[Tensor, "rows vocab"], vocabulary: Int[Tensor, " ids"] | None = None
+    ) -> Float[Tensor, "rows ids"]:
+        """Log-probabilities at the temperature of the training, of all ids that a token has or of these."""
+        heated = logits[:, : self.num_ids].float() / self.settings.law_temperature
+        if vocabulary is None:
+            return heated.log_softmax(-1)
+        return heated.index_select(-1, vocabulary) - heated.logsumexp(-1, keepdim=True)
 
     def places_of(self, tokens: Int[Tensor, "batch longest"], vocabulary: Int[Tensor, " ids"] | None) -> Tensor:
         """The tokens by their places in the draft's vocabulary; -1 outside of it."""
@@ -111,7 +125,7 @@ class Objective:
     ) -> tuple[Float[Tensor, ""], StepFigures]:
         """The mean loss of the places that count, by their weights, with gradients; and what the batch gave."""
         predictions = student.predict(batch, dice)
-        found = list(self.depths(student, predictions, batch))
+        found = list(self.depths(student, predictions, batch, is_exact=False))
         weights = self.weights(student, found)
         total = torch.stack([own.sum() for own in weights]).sum().clamp(min=1e-9)
         losses = [

@@ -139,13 +139,15 @@ class Trainer:
         step, settings = self.state.step, self.settings
         share = self.share_done
         texts = self.source.of_step(step, self.report)
+        texts = [text.whole for text in texts] if settings.whole else texts
+        student = self.student.of_first_guesses() if share < settings.first_share else self.student
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
         found = []
         (num_places,) = self.team.sums([float(sum(len(text.roots) for text in texts))])
         for part in self.parts(texts):
             batch, name = TextBatch.of(part), settings.loss_at(share)
             with torch.autocast(batch.last.device.type, torch.bfloat16, enabled=settings.bfloat16):
-                loss, figures = self.objective.loss(self.student, batch, dice, name)
+                loss, figures = self.objective.loss(student, batch, dice, name)
             if not math.isfinite(figures.loss):
                 raise TrainingDiverged(
                     f"the loss of step {step + 1} is {figures.loss}: train again with a lower --rate than "

@@ -75,6 +75,7 @@ class EagleStudent(DraftedStudent):
             config=config,
             embedding=tables.embedding,
             head=tables.head,
+            target_norm=tables.scale,
             taps=taps,
             vocabulary=None if sizes.draft_vocab is None else torch.arange(num_ids, device=tables.embedding.device),
         )
