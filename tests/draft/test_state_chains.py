@@ -123,18 +123,24 @@ def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
 def test_a_round_reads_its_text_once_and_draws_in_one_call(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What became final is read with the root behind it, so that guesses need no pass of the root's before them."""
+    """What became final is read with the root behind it in the very call that draws; a prompt in a pass before."""
     llm, guesses = watched(FORMS[form](tmp_path / "heads"), True, monkeypatch, speculation=Speculation(4))
     drafter = llm.drafter
     assert isinstance(drafter, StateFollower)
-    reading, passes = drafter.runner.read, list[int]()
+    reading, drawing, passes, texts = drafter.runner.read, drafter.runner.draw_chains, list[int](), list[int]()
 
     def read(reads: Sequence[Read], **options: Any) -> States:
         passes.append(sum(len(read.tokens) for read in reads))
         return reading(reads, **options)
 
+    def draw_chains(*arguments: Any) -> Chains | None:
+        texts.append(sum(len(text) for text in arguments[-1].tokens) if len(arguments) == 7 else 0)
+        return drawing(*arguments)
+
     monkeypatch.setattr(drafter.runner, "read", read)
+    monkeypatch.setattr(drafter.runner, "draw_chains", draw_chains)
     llm.generate(STARTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    assert len(passes) == len(guesses) > 20
-    assert sum(passes) == max(map(len, guesses)) - 1  # but for the text's first token
+    assert len(texts) == len(guesses) > 20
+    assert len(passes) == texts.count(0) == 1
+    assert sum(passes) + sum(texts) == max(map(len, guesses)) - 1  # but for the text's first token
     llm.close()

@@ -1,5 +1,7 @@
 // A drafter's chains in one call: draw a token of every row, read them, draw again. A small model's step is so short that
 // going back to Python between steps would take a good part of it.
+#include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "decoder.hpp"
@@ -28,7 +30,10 @@ struct Chains {
   const int64_t* head_ids;  // of each of the head's outputs; null: they are numbered by id
   const float* norm;        // or null
   const Entry* entry;       // null: tokens are read alone
-  const float* before;      // the states behind the roots, [num_rows, hidden]; null without an entry
+  const float* before;      // the states behind the roots, [num_rows, hidden]; null without an entry, and with texts
+  const int64_t *text_counts, *text_tokens;  // of each row: tokens to be read first, one at least; packed; or null
+  const float* text_states;                  // beside these tokens, [total, hidden]
+  float* roots;                              // [num_rows, hidden], out: the states behind the texts
   float norm_eps, slack;
   const float* min_survival;  // of each row: the least survival of a guess that is worth having; null: all are
   int64_t* tokens;      // [num_rows, depth], out; -1 where there are none
@@ -46,20 +51,23 @@ void embed(const Chains& c, int64_t token, float* x) {
 
 class Step {  // the tokens that are read in one pass, and the states behind all rows
  public:
-  Step(const Chains& chains)
-      : c(chains), e(chains.entry), x(c.num_rows * c.hidden) {
+  Step(const Chains& chains, int64_t most)  // tokens of a pass
+      : c(chains), e(chains.entry), x(most * c.hidden) {
     if (!e) return;
     joined_width = e->map ? 2 * c.hidden : padded(2 * c.hidden);
-    joined.resize(c.num_rows * joined_width), own.resize(padded(c.hidden)), state.resize(padded(c.hidden));
-    states.assign(c.before, c.before + c.num_rows * c.hidden);
-    if (e->map) mapped.resize(c.num_rows * e->map->width);
+    joined.resize(most * joined_width), own.resize(padded(c.hidden)), state.resize(padded(c.hidden));
+    states.resize(c.num_rows * c.hidden);
+    if (c.before) memcpy(states.data(), c.before, states.size() * sizeof(float));
+    if (e->map) mapped.resize(most * e->map->width);
   }
 
-  void take(int64_t i, int64_t token, int64_t row) {
+  void take(int64_t i, int64_t token, int64_t row) { take(i, token, states.data() + row * c.hidden); }
+
+  void take(int64_t i, int64_t token, const float* beside) {
     float* const stream = x.data() + i * c.hidden;
     if (!e) return embed(c, token, stream);
     embed(c, token, own.data());
-    copy(states.data() + row * c.hidden, state.data());
+    copy(beside, state.data());
     copy(state.data(), stream);
     if (e->token_norm) norm_row(own.data(), e->token_norm, c.norm_eps, c.hidden, own.data());
     if (e->state_norm) norm_row(state.data(), e->state_norm, c.norm_eps, c.hidden, state.data());
@@ -86,6 +94,8 @@ class Step {  // the tokens that are read in one pass, and the states behind all
     copy(stream, states.data() + row * c.hidden);
   }
 
+  void move(int64_t i, int64_t to) { memmove(x.data() + to * c.hidden, behind(i), c.hidden * sizeof(float)); }
+
   const float* behind(int64_t i) const { return x.data() + i * c.hidden; }
 
  private:
@@ -106,7 +116,8 @@ using namespace forerun;
 extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pass* frame) {
   const Chains& c = *chains;
   const int64_t width = c.head->width;
-  Step step(c);
+  const int64_t num_text = c.text_counts ? std::accumulate(c.text_counts, c.text_counts + c.num_rows, int64_t{0}) : 0;
+  Step step(c, std::max(c.num_rows, num_text));
   std::vector<float> logits(c.num_rows * width), spread(c.head_ids ? c.num_rows * c.stride : 0, -INFINITY);
   std::vector<int64_t> rows, chosen(c.num_rows), first_guesses, lengths, positions, slots, starts, order;
   const std::vector<int64_t> whole(c.num_rows, int64_t{1} << 62), none(c.num_rows, 0);
@@ -115,6 +126,43 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   const float* given = c.logits;
   int64_t stride = c.stride;
   std::fill(c.tokens, c.tokens + c.num_rows * c.depth, -1);
+  const auto read = [&] {  // the tokens that were taken, of which `order` says the path
+    Pass pass = *frame;
+    pass.num_tokens = positions.size(), pass.num_paths = starts.size();
+    pass.first_layer = 0, pass.end_layer = c.num_layers;
+    step.enter(pass);
+    pass.positions = pass.last_key = positions.data();
+    pass.slots = slots.data(), pass.path_of = order.data(), pass.first_slots = starts.data();
+    pass.num_plain = whole.data(), pass.source_ends = pass.sources = none.data();
+    forerun_forward(decoder, &pass);
+  };
+  const auto score = [&](int64_t count) {  // what follows the states of the first so many
+    forerun_multiply(c.head, step.behind(0), count, c.norm, c.norm_eps, logits.data(), frame->num_threads);
+    given = logits.data(), stride = width;
+    if (!c.head_ids) return;
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t n = 0; n < c.head->outputs; n++) spread[i * c.stride + c.head_ids[n]] = logits[i * width + n];
+    given = spread.data(), stride = c.stride;
+  };
+  if (num_text) {
+    for (int64_t row = 0, i = 0; row < c.num_rows; row++) {
+      starts.push_back(c.starts[row]);
+      for (int64_t left = c.text_counts[row]; left > 0; left--, i++) {
+        step.take(i, c.text_tokens[i], c.text_states + i * c.hidden);
+        order.push_back(row);
+        positions.push_back(c.positions[row] - left);
+        slots.push_back(c.starts[row] + positions.back());
+      }
+    }
+    read();
+    for (int64_t row = 0, last = -1; row < c.num_rows; row++) {
+      last += c.text_counts[row];
+      step.leave(last, row);
+      step.move(last, row);
+      memcpy(c.roots + row * c.hidden, step.behind(row), c.hidden * sizeof(float));
+    }
+    score(c.num_rows);
+  }
   for (int64_t row = 0; row < c.num_rows; row++)
     if (c.depths[row] > 0) rows.push_back(row);
   for (int64_t level = 0; !rows.empty(); level++) {
@@ -146,23 +194,11 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     }
     rows = ahead;
     if (rows.empty()) return;
-    Pass pass = *frame;
-    pass.num_tokens = pass.num_paths = rows.size();
-    pass.first_layer = 0, pass.end_layer = c.num_layers;
-    step.enter(pass);
-    pass.positions = pass.last_key = positions.data();
-    pass.slots = slots.data(), pass.path_of = order.data(), pass.first_slots = starts.data();
-    pass.num_plain = whole.data(), pass.source_ends = pass.sources = none.data();
-    forerun_forward(decoder, &pass);
+    read();
     for (size_t i = 0; i < rows.size(); i++) {
       if (c.states) memcpy(c.states + (rows[i] * c.depth + level) * c.hidden, step.behind(i), c.hidden * sizeof(float));
       step.leave(i, rows[i]);
     }
-    forerun_multiply(c.head, step.behind(0), rows.size(), c.norm, c.norm_eps, logits.data(), frame->num_threads);
-    given = logits.data(), stride = width;
-    if (!c.head_ids) continue;
-    for (size_t i = 0; i < rows.size(); i++)
-      for (int64_t n = 0; n < c.head->outputs; n++) spread[i * c.stride + c.head_ids[n]] = logits[i * width + n];
-    given = spread.data(), stride = c.stride;
+    score(rows.size());
   }
 }

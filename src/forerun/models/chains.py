@@ -35,6 +35,18 @@ class Start:
     min_survival: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadTexts:
+    """Text of each start that is to be read before its chain is drawn, one token at least, beside these states.
+
+    `roots` gets what the layers make of the last token of each text.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    states: Float[Tensor, "total hidden"]
+    roots: Float[Tensor, "starts hidden"]
+
+
 @runtime_checkable
 class IdExchange(Protocol):
     """How a model's ids and the target's are exchanged: guesses are drawn and told as the target's."""

@@ -22,7 +22,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.models.backends.base import ChainStarts
 from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
-from forerun.models.chains import Chains, IdExchange, Start
+from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
 from forerun.tree import HostTree
@@ -213,19 +213,27 @@ class Runner:
         self,
         draws: Draws,
         starts: Sequence[Start],
-        logits: Float[Tensor, "starts vocab"],
+        logits: Float[Tensor, "starts vocab"] | None,
         ids: IdExchange,
         states: bool = False,
         before: Float[Tensor, "starts hidden"] | None = None,
+        texts: UnreadTexts | None = None,
     ) -> Chains | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
 
         `logits` are those after the tails' last nodes, over the target's ids, and `before` the states there, for
         decoders that read states. None, with nothing changed, where there is no such call for the decoder, these ids or
         these draws, or no room in the cache. `states`: whether to give those of the guesses that are read.
+
+        With `texts` these are read and kept first, in the same call, which finds logits and states itself; the guesses
+        behind them are forgotten again.
         """
-        seq_ids, counts = [start.seq_id for start in starts], [max(0, start.depth - 1) for start in starts]
-        draw = self.decoder.executor.chain_drawer(draws, before is not None) if ids.same else None
+        seq_ids, lengths = [start.seq_id for start in starts], [0] * len(starts)
+        if texts is not None:
+            lengths = [len(text) for text in texts.tokens]
+        counts = [length + max(0, start.depth - 1) for start, length in zip(starts, lengths, strict=True)]
+        reads_states = before is not None or texts is not None
+        draw = self.decoder.executor.chain_drawer(draws, reads_states) if ids.same else None
         if draw is None or not self.cache.can_reserve(seq_ids, counts):
             return None
         tails = [self.tails.setdefault(seq_id, Tail(0)) for seq_id in seq_ids]
@@ -234,10 +242,15 @@ class Runner:
         begin = ChainStarts(
             starts=starts,
             slots=[self.cache.start(seq_id) for seq_id in seq_ids],
-            positions=[self.length(seq_id) + len(tail.parents) for seq_id, tail in zip(seq_ids, tails, strict=True)],
+            positions=[
+                self.length(seq_id) + len(tail.parents) + length
+                for seq_id, tail, length in zip(seq_ids, tails, lengths, strict=True)
+            ],
+            vocab_size=ids.vocab_size,
             logits=logits,
             states=before,
             head_ids=ids.head_ids,
+            texts=texts,
         )
         hidden = (
             torch.empty(len(starts), max(start.depth for start in starts), self.decoder.config.hidden)
@@ -247,13 +260,17 @@ class Runner:
         drawn, survival = draw(begin, self.cache, hidden)
         trees = [HostTree.of_root(row.tokens[-1]) for row in draws.rows]
         chains = Chains(trees, {}, priced=survival is not None, states=hidden)
-        ended = []  # rows that end before their depth: of their room some was not used
-        for i, (start, guesses, count) in enumerate(zip(starts, drawn, counts, strict=True)):
-            num_read = chains.num_read[start.seq_id] = min(len(guesses), count)
+        for i, (start, guesses) in enumerate(zip(starts, drawn, strict=True)):
             trees[start.row].extend(guesses, [] if survival is None else survival[i])
-            self.tails[start.seq_id].grow(None, num_read)
+        if texts is not None:
+            self.keep(seq_ids, [range(length) for length in lengths])
+            return chains
+        ended = []  # rows that end before their depth: of their room some was not used
+        for seq_id, guesses, count in zip(seq_ids, drawn, counts, strict=True):
+            num_read = chains.num_read[seq_id] = min(len(guesses), count)
+            self.tails[seq_id].grow(None, num_read)
             if num_read < count:
-                ended.append(start.seq_id)
+                ended.append(seq_id)
         self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
         return chains
 

@@ -175,6 +175,9 @@ class Follower:
         self.pass_s = 0.0
         rows = self.draft_rows(draws.seq_ids, budgets, tail)
         self.cut_tails(rows)
+        chains = self.draw_behind_text(draws, rows)
+        if chains is not None:
+            return Draft(chains.tree(draws), chains.survival(), pass_s=self.pass_s)
         passed = self.read_roots(self.catch_up(rows, 0 if self.taps else TAIL_TOKENS))
         granted = {row.seq_id: row.budget for row in passed.rows}
         if not granted:
@@ -194,6 +197,10 @@ class Follower:
         tails = {seq_id: self.sequences[seq_id] for seq_id in granted}
         reader = LevelReader(tails, read_on, self.ids, draws.seq_ids)
         return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
+
+    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
+        """Chains by one call of the runner that reads the final text before them too; None where there is none."""
+        return None
 
     def draw_chains(
         self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]

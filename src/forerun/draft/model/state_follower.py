@@ -22,10 +22,11 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.follower import Follower
-from forerun.models.chains import IdExchange, Start
+from forerun.draft.model.follower import TAIL_TOKENS, Follower
+from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
+from forerun.sampling.draws import Draws
 
 
 class StateFollower(Follower, ABC):
@@ -94,6 +95,31 @@ class StateFollower(Follower, ABC):
         logits = self.runner.decoder.logits(torch.stack([self.outputs[row.seq_id][0] for row in rows]))
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.spread(logits))
+
+    @torch.inference_mode()
+    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
+        """Where little text of each row is not read, as behind a round: the states beside it are there."""
+        texts, numbers = [self.unread(row.seq_id) for row in rows], {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
+        if draws.rejection or not draws.on_host or any(row.guesses or row.budget.width > 1 for row in rows):
+            return None
+        if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):
+            return None
+        if any(row.late or row.seq_id not in self.runner.cache for row in rows):
+            return None
+        starts = [
+            Start(numbers[row.seq_id], row.seq_id, min(row.budget.depth, row.budget.nodes), row.budget.min_survival)
+            for row in rows
+        ]
+        started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
+        states = self.inputs(reads, self.states.of(reads))
+        read = UnreadTexts(texts, states, torch.empty(len(rows), states.shape[1]))
+        chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read)
+        self.pass_s += time.perf_counter() - started_s
+        if chains is not None:
+            for row, text, root in zip(rows, texts, read.roots, strict=True):
+                self.outputs[row.seq_id] = [root]
+                self.states.drop(row.seq_id, len(text))
+        return chains
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
         """The model's outputs there."""

@@ -73,6 +73,9 @@ class ParallelEagleDrafter(EagleDrafter):
         assert self.decoder.mask is not None, "it has masked places"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
+    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> None:
+        """No: masked places are read behind the text."""
+
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read masked places. Gives the rows that had room, and the logits of all of their guesses."""
         masks = {row.seq_id: [self.mask_token] * (row.budget.depth - 1) for row in rows}

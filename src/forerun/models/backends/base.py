@@ -17,7 +17,7 @@ from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.batch import QueryRule, TokenBatch
-from forerun.models.chains import Start
+from forerun.models.chains import Start, UnreadTexts
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Bias, Layer, Linear, StateEntry, WeightMatrix
 from forerun.models.rope import RopeTables
@@ -48,16 +48,18 @@ class ChainStarts:
     """Where the chains of these `starts` begin and where in the cache they go.
 
     `slots` are the first slots of their sequences, `positions` where their first guesses stand. `logits` are those
-    after the roots, and `states` those behind the roots, for layers with an entry; `head_ids` the ids of a head over
-    some of them.
+    after the roots, over `vocab_size` ids, and `states` those behind the roots, for layers with an entry; `head_ids` the
+    ids of a head over some of them. With `texts` that are read first, there are neither logits nor states yet.
     """
 
     starts: Sequence[Start]
     slots: Sequence[int]
     positions: Sequence[int]
-    logits: Float[Tensor, "rows vocab"]
+    vocab_size: int
+    logits: Float[Tensor, "rows vocab"] | None
     states: Float[Tensor, "rows hidden"] | None
     head_ids: Int[Tensor, " head_vocab"] | None
+    texts: UnreadTexts | None = None
 
 
 # Draws guesses of each start and reads them, all but a chain's last one, into the cache, which has room. A chain ends

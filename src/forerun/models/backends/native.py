@@ -368,8 +368,13 @@ class NativeExecutor:
         laws, embedding, head_ids = laws.some([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
         depths, least = [s.depth for s in begin.starts], array("f", [s.min_survival for s in begin.starts])
         least = least if any(least) else least[:0]
-        before = None if begin.states is None else begin.states.float().contiguous()
-        deepest, logits = max(depths), begin.logits.float().contiguous()
+        before, logits = (None if each is None else each.float().contiguous() for each in (begin.states, begin.logits))
+        deepest, texts, read = max(depths), begin.texts, {}
+        if texts is not None:
+            counts, unread = array("q", map(len, texts.tokens)), array("q", itertools.chain(*texts.tokens))
+            beside = texts.states.float().contiguous()
+            read = {"text_counts": address(counts), "text_tokens": address(unread)}
+            read |= {"text_states": beside.data_ptr(), "roots": texts.roots.data_ptr()}
         tables = [array("q", numbers) for numbers in (depths, begin.slots, begin.positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
         survival = array("f", bytes(4 * len(tokens) if least else 0))
@@ -377,9 +382,9 @@ class NativeExecutor:
             num_rows=len(depths),
             depth=deepest,
             **{n: address(t) for n, t in zip(("depths", "starts", "positions"), tables, strict=True)},
-            logits=logits.data_ptr(),
-            stride=logits.shape[1],
-            num_ids=min(laws.num_ids, logits.shape[1], self.head.outputs if head_ids is None else logits.shape[1]),
+            logits=None if logits is None else logits.data_ptr(),
+            stride=begin.vocab_size,
+            num_ids=min(laws.num_ids, begin.vocab_size, self.head.outputs if head_ids is None else begin.vocab_size),
             laws=addressof(laws.rows),
             embedding=embedding.data_ptr(),
             embedding_format=FORMATS[embedding.dtype],
@@ -396,6 +401,7 @@ class NativeExecutor:
             tokens=address(tokens),
             survival=address(survival) if least else None,
             states=None if states is None else states.data_ptr(),
+            **read,
         )
         self.lib.forerun_chains(self.pointer, chains, self.frame(cache))
         rows = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]

@@ -86,7 +86,7 @@ class CChains(Structure):
         *((name, c_int64) for name in ("embedding_format", "hidden", "num_layers")),
         *((name, c_void_p) for name in ("head", "head_ids", "norm")),
         ("entry", POINTER(CEntry)),
-        ("before", c_void_p),
+        *((name, c_void_p) for name in ("before", "text_counts", "text_tokens", "text_states", "roots")),
         *((name, c_float) for name in ("norm_eps", "slack")),
         *((name, c_void_p) for name in ("min_survival", "tokens", "survival", "states")),
     ]
