@@ -23,7 +23,7 @@ from forerun.heads.mtp.drafter import MtpDrafter
 from forerun.heads.mtp.network import MtpDecoder
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from heads.modules import NAMES, apart, shipped_with
@@ -195,6 +195,7 @@ def test_guesses_and_logits_are_those_of_transformers_own_modules(
     llm = LLM(str(tmp_path), "mtp", dtype="float32", speculation=Speculation(count), max_model_len=128)
     found, judged = watched(llm, monkeypatch), list[Tensor]()
     plain = MtpDecoder.logits
+    monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, where logits are seen
 
     def judging(own: MtpDecoder, hidden: Tensor) -> Tensor:
         judged.append(plain(own, hidden))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forerun.annotations import Int
 from forerun.cache.plan import ModelMemory
+from forerun.config import Quantization
 from forerun.errors import MissingWeights, ModelNotFound, UnsupportedModel
 from forerun.fields import Fields, read_fields, short
 from forerun.models.backends.base import Backend
@@ -85,9 +86,14 @@ class HeadFolder:
         return self.target.backend()
 
     @property
+    def quantize(self) -> Quantization | None:
+        """How layers of heads are held: as the target's, or in 8 bits where these stay in groups of few bits."""
+        return self.target.quantize or ("int8" if self.target.as_stored else None)
+
+    @property
     def make(self) -> MakeLinear:
         """How a linear layer is made of weights."""
-        return partial(self.backend.linear, quantize=self.target.quantize)
+        return partial(self.backend.linear, quantize=self.quantize)
 
     def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
         """The target's head, or its rows for these tokens where they are not all in their order."""
@@ -113,7 +119,7 @@ class HeadFolder:
         """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them."""
         size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
         return Blueprint(
-            spec=self.target.spec.beside(self.name),
+            spec=replace(self.target.spec.beside(self.name), quantize=self.quantize),
             name=self.name,
             folder=self.path,
             config=replace(config, vocab_size=0),

@@ -90,7 +90,12 @@ class TrainSettings:
         require_whole("seed", self.seed, 0)
         if self.draft_depth > MOST_DEPTH:
             raise InvalidRequest("draft_depth", f"{self.draft_depth} must be at most {MOST_DEPTH}.")
-        for name, least, most in (("kl_share", 0.0, 1.0), ("first_share", 0.0, 1.0), ("decay", 1e-3, 1.0), ("rate", 1e-9, 10.0)):
+        for name, least, most in (
+            ("kl_share", 0.0, 1.0),
+            ("first_share", 0.0, 1.0),
+            ("decay", 1e-3, 1.0),
+            ("rate", 1e-9, 10.0),
+        ):
             real(name, getattr(self, name), f"use a number from {least:g} to {most:g}", least, most)
         if self.hours is not None:
             real("hours", self.hours, "use a number of hours above 0", 1e-9)

@@ -99,7 +99,8 @@ class StateFollower(Follower, ABC):
     @torch.inference_mode()
     def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
         """Where little text of each row is not read, as behind a round: the states beside it are there."""
-        texts, numbers = [self.unread(row.seq_id) for row in rows], {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
+        texts = [self.unread(row.seq_id) for row in rows]
+        numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
         if draws.rejection or not draws.on_host or any(row.guesses or row.budget.width > 1 for row in rows):
             return None
         if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):

@@ -54,7 +54,7 @@ class BlockDecoder(Decoder):
             name = name.removeprefix("model.")
             return folder.checkpoint.take(name, shapes[name]) if name in shapes else target.embedding
 
-        quantize = folder.target.quantize
+        quantize = folder.quantize
         if tensors.own_head:
             head = folder.backend.linear(take(names.HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
         else:

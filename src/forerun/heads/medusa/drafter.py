@@ -156,7 +156,7 @@ class MedusaBlueprint(FolderBlueprint):
     def memory(self) -> ModelMemory:
         """What they take once loaded: weights, and no cache."""
         target, size = self.folder.target, sum(map(math.prod, self.config.shapes().values()))
-        each, _ = HELD_BYTES.get(target.quantize, (target.dtype.itemsize, 0))
+        each, _ = HELD_BYTES.get(self.folder.quantize, (target.dtype.itemsize, 0))
         return ModelMemory(int(size * each), 0, 0, target.config.max_positions)
 
     def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:

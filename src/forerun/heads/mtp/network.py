@@ -54,7 +54,7 @@ class MtpDecoder(StateDecoder):
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
-        shapes, naming, backend, quantize = tensors.shapes(), tensors.naming, folder.backend, folder.target.quantize
+        shapes, naming, backend, quantize = tensors.shapes(), tensors.naming, folder.backend, folder.quantize
 
         def take(name: str) -> Tensor:
             return folder.checkpoint.take(name, shapes[name])

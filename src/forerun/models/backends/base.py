@@ -48,8 +48,8 @@ class ChainStarts:
     """Where the chains of these `starts` begin and where in the cache they go.
 
     `slots` are the first slots of their sequences, `positions` where their first guesses stand. `logits` are those
-    after the roots, over `vocab_size` ids, and `states` those behind the roots, for layers with an entry; `head_ids` the
-    ids of a head over some of them. With `texts` that are read first, there are neither logits nor states yet.
+    after the roots, over `vocab_size` ids, and `states` those behind the roots, for layers with an entry; `head_ids`
+    the ids of a head over some of them. With `texts` that are read first, there are neither logits nor states yet.
     """
 
     starts: Sequence[Start]

@@ -30,7 +30,7 @@ from forerun.device import upload
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for, power_of_two
-from forerun.models.chains import Chains, IdExchange, Start
+from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail
 from forerun.sampling.draws import Draws
@@ -98,13 +98,16 @@ class GraphRunner(Runner):
         self,
         draws: Draws,
         starts: Sequence[Start],
-        logits: Float[Tensor, "starts vocab"],
+        logits: Float[Tensor, "starts vocab"] | None,
         ids: IdExchange,
         states: bool = False,
         before: Float[Tensor, "starts hidden"] | None = None,
+        texts: UnreadTexts | None = None,
     ) -> Chains | None:
         """The same as a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
         assert before is None, "it reads tokens alone"
+        assert texts is None, "it reads tokens alone"
+        assert logits is not None, "roots are read"
         assert not states, "a graph leaves no states"
         if self.chain_graph is None:
             self.chain_graph = ChainGraph(self, ids)
