@@ -25,6 +25,10 @@ class StateDecoder(Decoder):
         """The rows behind this norm; as they are without a gain."""
         return x if gain is None else rms_norm(x, gain, self.config.norm_eps)
 
+    def behind(self, x: Float[Tensor, "total hidden"], gain: Tensor | None) -> Float[Tensor, "total hidden"]:
+        """Rows of the stream behind this norm, to the bit as in whole chains; as they are without a gain."""
+        return x if gain is None else self.executor.norm_rows(x, gain)
+
     def enters_by(self, entry: StateEntry, norm: Float[Tensor, " hidden"] | None, backend: Backend) -> None:
         """Have whole chains computed with this entry, and this norm before the head."""
         parts = DecoderParts(self.config, self.embedding, self.layers, norm, self.head, self.rope, entry)
@@ -41,11 +45,11 @@ class StateDecoder(Decoder):
     ) -> Float[Tensor, "total hidden"]:
         """What these layers, and the norm behind them, make of tokens beside states."""
         states = states.to(self.stream)
-        token, state = self.normed(embedded.to(self.stream), entry.token_norm), self.normed(states, entry.state_norm)
+        token, state = self.behind(embedded.to(self.stream), entry.token_norm), self.behind(states, entry.state_norm)
         joined = torch.cat([state, token] if entry.state_first else [token, state], dim=1)
         if entry.map is None:
             x = self.executor.run(layers, state if entry.normed_stream else states, batch, cache, joined)
         else:
             x = product(entry.map, joined)
             x = self.executor.run(layers, x, batch, cache, x if entry.reads_stream else None)
-        return self.normed(x, entry.output_norm)
+        return self.behind(x, entry.output_norm)

@@ -86,7 +86,7 @@ class EagleDecoder(StateDecoder):
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """The layer's outputs, as the head reads them."""
-        return self.normed(hidden, self.head_norm)
+        return self.behind(hidden, self.head_norm)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of the rows given, over the head's vocabulary."""

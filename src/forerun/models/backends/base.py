@@ -97,6 +97,10 @@ class Executor(Protocol):
         """The head's, in float32, of rows of the stream."""
         ...
 
+    def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
+        """Rows of the stream behind an RMS norm, as chains that are drawn by this executor have them."""
+        ...
+
     def lower(self, num_layers: int) -> Executor:
         """The first layers under the same norm and head; the same tensors, no copies."""
         ...

@@ -62,6 +62,7 @@ class NativeBackend:
         lib.forerun_multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64]
         lib.forerun_decoder.argtypes = [POINTER(CShape), POINTER(CLayer), c_int64]
         lib.forerun_forward.argtypes = [c_void_p, POINTER(CPass)]
+        lib.forerun_norm.argtypes = [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]
         lib.forerun_chains.argtypes = [c_void_p, POINTER(CChains), POINTER(CPass)]
         lib.forerun_free_linear.argtypes = lib.forerun_free_decoder.argtypes = [c_void_p]
         self.instructions = lib.forerun_instructions().decode()
@@ -409,6 +410,14 @@ class NativeExecutor:
         if not least:
             return guesses, None
         return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
+
+    def norm_rows(self, x: Float[Tensor, "rows hidden"], gain: Float[Tensor, " hidden"]) -> Float[Tensor, "rows hidden"]:
+        """Rows behind a norm, to the bit as whole chains have them."""
+        rows, gains = padded_to_width(x), padded_gains(gain)
+        normed = torch.empty_like(rows)
+        places = rows.data_ptr(), gains.data_ptr(), self.norm_eps, len(x), x.shape[1], normed.data_ptr()
+        self.lib.forerun_norm(*places)
+        return normed[:, : x.shape[1]]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """The head's, in float32, of normed rows."""

@@ -73,6 +73,10 @@ class TorchExecutor:
         self.query_rule = rule
         self.num_experts_read = 0
 
+    def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
+        """Rows behind a norm."""
+        return rms_norm(x, gain, self.parts.config.norm_eps)
+
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
