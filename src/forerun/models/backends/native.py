@@ -411,7 +411,7 @@ class NativeExecutor:
             return guesses, None
         return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
 
-    def norm_rows(self, x: Float[Tensor, "rows hidden"], gain: Float[Tensor, " hidden"]) -> Float[Tensor, "rows hidden"]:
+    def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
         """Rows behind a norm, to the bit as whole chains have them."""
         rows, gains = padded_to_width(x), padded_gains(gain)
         normed = torch.empty_like(rows)
