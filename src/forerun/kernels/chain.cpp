@@ -202,3 +202,9 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     score(rows.size());
   }
 }
+
+// The norm of each row, as chains compute it; rows and gain have zeros up to their padded width.
+extern "C" void forerun_norm(const float* x, const float* gain, float eps, int64_t num_rows, int64_t size, float* out) {
+  for (int64_t row = 0; row < num_rows; row++)
+    norm_row(x + row * padded(size), gain, eps, size, out + row * padded(size));
+}

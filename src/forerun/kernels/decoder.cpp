@@ -394,12 +394,6 @@ Linear* forerun_grouped(const Groups* groups, int64_t outputs, int64_t inputs, c
 
 void forerun_free_linear(Linear* linear) { delete linear; }
 
-// The norm of each row, as passes compute it; rows and gain have zeros up to their padded width.
-void forerun_norm(const float* x, const float* gain, float eps, int64_t num_rows, int64_t size, float* out) {
-  for (int64_t row = 0; row < num_rows; row++)
-    norm_row(x + row * padded(size), gain, eps, size, out + row * padded(size));
-}
-
 // From now on the layer's outputs are softly bounded, where it is multiplied by itself: a model's head.
 void forerun_cap(Linear* linear, float limit) { linear->cap = limit; }
 

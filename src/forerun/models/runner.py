@@ -252,11 +252,8 @@ class Runner:
             head_ids=ids.head_ids,
             texts=texts,
         )
-        hidden = (
-            torch.empty(len(starts), max(start.depth for start in starts), self.decoder.config.hidden)
-            if states
-            else None
-        )
+        shape = len(starts), max(start.depth for start in starts), self.decoder.config.hidden
+        hidden = torch.empty(shape) if states else None
         drawn, survival = draw(begin, self.cache, hidden)
         trees = [HostTree.of_root(row.tokens[-1]) for row in draws.rows]
         chains = Chains(trees, {}, priced=survival is not None, states=hidden)
@@ -265,13 +262,10 @@ class Runner:
         if texts is not None:
             self.keep(seq_ids, [range(length) for length in lengths])
             return chains
-        ended = []  # rows that end before their depth: of their room some was not used
-        for seq_id, guesses, count in zip(seq_ids, drawn, counts, strict=True):
-            num_read = chains.num_read[seq_id] = min(len(guesses), count)
-            self.tails[seq_id].grow(None, num_read)
-            if num_read < count:
-                ended.append(seq_id)
-        self.cache.cut(ended, [len(self.tails[seq_id].parents) for seq_id in ended])
+        chains.num_read.update({s: min(len(guesses), n) for s, guesses, n in zip(seq_ids, drawn, counts, strict=True)})
+        for seq_id in seq_ids:
+            self.tails[seq_id].grow(None, chains.num_read[seq_id])
+        self.cache.cut(seq_ids, [len(self.tails[seq_id].parents) for seq_id in seq_ids])  # ended rows leave room
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:

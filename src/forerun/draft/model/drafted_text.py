@@ -6,14 +6,17 @@ text stays when its end turns out to be different.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 from torch import Tensor
 
 from forerun.annotations import Float
+from forerun.device import Download
 from forerun.draft.base import Budget
+from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.runner import Read
 
 
@@ -119,3 +122,21 @@ class RootPass:
     reads: Sequence[Read]
     rows: list[DraftRow]
     logits: Float[Tensor, "judged vocab"]
+
+
+def number_guesses(texts: Mapping[int, DraftedText], ids: IdExchange, chains: Chains, starts: Sequence[Start]) -> None:
+    """Number the guesses that were read into the tails of these texts; unseen ones when the host has seen them."""
+    if chains.guesses is None:
+        for start in starts:
+            read = chains.trees[start.row].tokens[1 : 1 + chains.num_read.get(start.seq_id, 0)]
+            for token in ids.own_list(read):
+                texts[start.seq_id].append(token)
+    elif chains.num_read:
+        download = Download(ids.own(chains.guesses))
+
+        def guesses(row: int, num_read: int) -> Sequence[int]:
+            read: list[int] = download.values()[row][:num_read]
+            return read
+
+        for start in starts:
+            texts[start.seq_id].pending = partial(guesses, start.row, chains.num_read.get(start.seq_id, 0))

@@ -3,10 +3,9 @@
 This module decides what is read and when: committed text lazily, when a sequence is drafted again; guesses one level at
 a time. The keys and values of accepted guesses are kept, so that a round usually starts with the root and at most one
 token more. What is read from the target's states waits with them (`unread_states.py`), so a drafter that rests makes no
-pass. Lack of memory makes drafts shallower and
-is never an error. It also decides in which way guesses grow: as chains, by one call of the runner or step by step, or
-as trees. The drafters decide what goes into their models, and whose text and memory it is; the runner decides where
-tokens lie in the cache.
+pass. Lack of memory makes drafts shallower and is never an error. It also decides in which way guesses grow: as chains,
+by one call of the runner or step by step, or as trees. The drafters decide what goes into their models, and whose text
+and memory it is; the runner decides where tokens lie in the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
@@ -24,9 +22,8 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.blocks import OutOfBlocks
-from forerun.device import Download
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import ShownText, UnreadStates
 from forerun.models.chains import Chains, IdExchange, Start
@@ -219,7 +216,7 @@ class Follower:
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))
         if chains is not None:
-            self.number(chains, starts)
+            number_guesses(self.sequences, self.ids, chains, starts)
         return chains
 
     def draw_at_once(
@@ -232,24 +229,6 @@ class Follower:
         chains = self.runner.draw_chains(draws, starts, logits, self.ids, states, before)
         self.pass_s += time.perf_counter() - started_s
         return chains
-
-    def number(self, chains: Chains, starts: Sequence[Start]) -> None:
-        """Number the guesses that were read into the tails; those that the host has not seen, when it has."""
-        if chains.guesses is None:
-            for start in starts:
-                read = chains.trees[start.row].tokens[1 : 1 + chains.num_read[start.seq_id]]
-                for token in self.ids.own_list(read):
-                    self.sequences[start.seq_id].append(token)
-        elif chains.num_read:
-            download = Download(self.ids.own(chains.guesses))
-
-            def guesses(row: int, num_read: int) -> Sequence[int]:
-                read: list[int] = download.values()[row][:num_read]
-                return read
-
-            for start in starts:
-                pending = partial(guesses, start.row, chains.num_read.get(start.seq_id, 0))
-                self.sequences[start.seq_id].pending = pending
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
         """Reads one more guess of each chain, which only the device knows; None where there is no room."""

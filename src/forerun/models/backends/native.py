@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.annotations import Float, ProgressCallback
 from forerun.cache.paged import PagedCache
@@ -31,10 +30,22 @@ from forerun.kernels.sampling import RowLaws, address
 from forerun.kernels.threads import num_threads
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
 from forerun.models.backends.invariance import cancelling_product
-from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGroups, CLayer, CPass, CShape
+from forerun.models.backends.structures import (
+    CChains,
+    CEntry,
+    CExperts,
+    CGated,
+    CGroups,
+    CLayer,
+    CPass,
+    CShape,
+    padded,
+    padded_gains,
+    padded_to_width,
+)
 from forerun.models.backends.torch_cpu.grouped import FORMS, GroupedLinear, GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, quantize_groups, quantize_rows
-from forerun.models.batch import EACH_ALONE, AttentionPath, TokenBatch
+from forerun.models.batch import EACH_ALONE, TokenBatch
 from forerun.models.layer import Bias, GatedMlp, Layer, Linear, Router, StateEntry, WeightMatrix
 from forerun.sampling.draws import Draws
 
@@ -42,7 +53,6 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
 INT4 = 3  # is handed over as int8, and packed by the library
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
 MAX_HEAD_DIM = 512
-WIDTH = 64  # the kernels read rows with zeros behind them, up to a multiple of this: a width without tails
 
 
 class NativeBackend:
@@ -305,7 +315,7 @@ class NativeExecutor:
         for number, path in enumerate(batch.paths):
             for query, position in zip(path.queries, path.positions, strict=True):
                 path_of[query], last_key[query] = number, position
-            assert holds(path, path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
+            assert path.holds(path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
         copies = [path.copy for path in batch.paths]
         tables = [
             path_of,
@@ -438,25 +448,3 @@ def native(linear: Linear) -> NativeLinear:
     """A layer that this library packed."""
     assert isinstance(linear, NativeLinear), f"a decoder is compiled as a whole; {linear} is not one of its layers"
     return linear
-
-
-def holds(path: AttentionPath, key: int, num_slots: int) -> bool:
-    """Whether this key of a path lies in one of the cache's slots."""
-    if path.copy is None or path.first_slot + key < path.copy.first:
-        return path.first_slot + key < num_slots
-    return path.first_slot + key < path.copy.first + len(path.copy.source)
-
-
-def padded(size: int) -> int:
-    """How wide a row of this size is to the kernels."""
-    return -(-size // WIDTH) * WIDTH
-
-
-def padded_to_width(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows padded"]:
-    """Rows in float32, zeros behind each."""
-    return functional.pad(x.float(), (0, padded(x.shape[1]) - x.shape[1])).contiguous()
-
-
-def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
-    """A norm's gains in float32, zeros behind them."""
-    return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))
