@@ -215,7 +215,6 @@ def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(
         predicted = student.predict(batch, None)
     plain_offer = Draws.offer
     monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, where each pass is seen
-    monkeypatch.setattr(Draws, "guess", lambda *call: told.guesses(*call))
 
     def offer(own: Draws, logits: Tensor, rows: Seq[int], paths: Seq[Seq[int]], *more: int, **by: bool) -> HostChildren:
         found, firsts = plain_offer(own, logits, rows, paths, *more, **by), told.guesses(own, logits, rows, paths)

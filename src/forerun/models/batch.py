@@ -61,12 +61,6 @@ class AttentionPath:
     def padded_queries(self) -> Int[Tensor, " padded"]:
         return self.padded(self.queries)
 
-    def holds(self, key: int, num_slots: int) -> bool:
-        """Whether this key lies in one of a cache's slots."""
-        if self.copy is None or self.first_slot + key < self.copy.first:
-            return self.first_slot + key < num_slots
-        return self.first_slot + key < self.copy.first + len(self.copy.source)
-
     def padded(self, values: Sequence[int]) -> Int[Tensor, " padded"]:
         return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
 

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.annotations import Float
 
 MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits
 BLOCK_ROWS = 8
 EXACT_ROWS = 16  # up to here no row is computed in vain
+WIDTH = 64  # compiled kernels read rows with zeros behind them, up to a multiple of this: a width without tails
 MAX_ROWS = 256  # more are multiplied in pieces, so that every number of rows can be checked
 
 
@@ -57,3 +59,18 @@ def rotate(
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def padded(size: int) -> int:
+    """How wide a row of this size is to compiled kernels."""
+    return -(-size // WIDTH) * WIDTH
+
+
+def padded_to_width(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows padded"]:
+    """Rows in float32, zeros behind each."""
+    return functional.pad(x.float(), (0, padded(x.shape[1]) - x.shape[1])).contiguous()
+
+
+def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
+    """A norm's gains in float32, zeros behind them."""
+    return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))

@@ -30,23 +30,12 @@ from forerun.kernels.sampling import RowLaws, address
 from forerun.kernels.threads import num_threads
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
 from forerun.models.backends.invariance import cancelling_product
-from forerun.models.backends.structures import (
-    CChains,
-    CEntry,
-    CExperts,
-    CGated,
-    CGroups,
-    CLayer,
-    CPass,
-    CShape,
-    padded,
-    padded_gains,
-    padded_to_width,
-)
+from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGroups, CLayer, CPass, CShape
 from forerun.models.backends.torch_cpu.grouped import FORMS, GroupedLinear, GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, quantize_groups, quantize_rows
 from forerun.models.batch import EACH_ALONE, TokenBatch
 from forerun.models.layer import Bias, GatedMlp, Layer, Linear, Router, StateEntry, WeightMatrix
+from forerun.models.rows import padded, padded_gains, padded_to_width
 from forerun.sampling.draws import Draws
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
@@ -197,7 +186,7 @@ class NativeLinear:
         """Hold a layer of the library's, and free it in the end."""
         if not pointer:
             raise MemoryError(f"no memory for a layer of {self.outputs} x {self.inputs} weights")
-        self.pointer = pointer
+        self.pointer, self.width = pointer, padded(self.outputs)
         weakref.finalize(self, self.lib.forerun_free_linear, pointer)
 
     def __call__(
@@ -205,7 +194,7 @@ class NativeLinear:
     ) -> Float[Tensor, "rows outputs"]:
         """`x @ weight.T + bias`, computed from and to float32; of the rows' norm, if its padded gains are given."""
         rows = x.float().contiguous()
-        out = torch.empty(len(x), padded(self.outputs))
+        out = torch.empty(len(x), self.width)
         gains = None if norm is None else norm.data_ptr()
         threads = num_threads(len(x))
         self.lib.forerun_multiply(self.pointer, rows.data_ptr(), len(x), gains, eps, out.data_ptr(), threads)
@@ -315,7 +304,10 @@ class NativeExecutor:
         for number, path in enumerate(batch.paths):
             for query, position in zip(path.queries, path.positions, strict=True):
                 path_of[query], last_key[query] = number, position
-            assert path.holds(path.positions[-1], cache.keys.shape[2]), f"{path} ends before its last query's key"
+            last, copied = path.first_slot + path.positions[-1], path.copy
+            outside = copied is None or last < copied.first
+            end = cache.keys.shape[2] if outside or copied is None else copied.first + len(copied.source)
+            assert last < end, f"{path} ends before its last query's key"
         copies = [path.copy for path in batch.paths]
         tables = [
             path_of,

@@ -1,16 +1,9 @@
-"""What Python hands to the compiled kernels of models: rows, and structures, field by field as in the C++ sources."""
+"""The structures that Python hands to the compiled kernels of models, field by field as the C++ sources have them."""
 
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from typing import ClassVar
-
-from torch import Tensor
-from torch.nn import functional
-
-from forerun.annotations import Float
-
-WIDTH = 64  # the kernels read rows with zeros behind them, up to a multiple of this: a width without tails
 
 
 class CShape(Structure):
@@ -97,18 +90,3 @@ class CChains(Structure):
         *((name, c_float) for name in ("norm_eps", "slack")),
         *((name, c_void_p) for name in ("min_survival", "tokens", "survival", "states")),
     ]
-
-
-def padded(size: int) -> int:
-    """How wide a row of this size is to the kernels."""
-    return -(-size // WIDTH) * WIDTH
-
-
-def padded_to_width(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows padded"]:
-    """Rows in float32, zeros behind each."""
-    return functional.pad(x.float(), (0, padded(x.shape[1]) - x.shape[1])).contiguous()
-
-
-def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
-    """A norm's gains in float32, zeros behind them."""
-    return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))
