@@ -35,16 +35,16 @@ def cache_folder(kind: str) -> Path:
     return base / kind
 
 
-def replace_file(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Put a file in its place, whole and on disk; readable by this user alone, or by whom the one before it was."""
+def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = None) -> None:
+    """Put a file in its place, whole and on disk; readable by this user alone, or by whom `like` is."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, name)
+        if like is not None:
+            shutil.copymode(like, name)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

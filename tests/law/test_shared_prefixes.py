@@ -12,6 +12,7 @@ import pytest
 from drafters import DRAFTERS, built
 from equality import FORMATS
 from fuzz import Bench
+from random_traffic import NO_SHARING, SYSTEM, Traffic
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
@@ -21,7 +22,6 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.texts import story
 from kit.unchecked import unchecked
-from traffic import NO_SHARING, SYSTEM, Traffic
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 from drafters import DRAFTERS, DTYPES, built
 from faulty import Faulty
 from fuzz import Bench, read_anew, rows_of
+from random_traffic import NO_SHARING, Traffic
 from rebuilt import reachable, size_of, without_past
 
 from draft.rounds import Beside, Row, committed, draws_of
@@ -34,7 +35,6 @@ from kit.assertions import assert_same
 from kit.oracles import Oracle
 from kit.texts import story
 from kit.unchecked import unchecked
-from traffic import NO_SHARING, Traffic
 
 NUM_REQUESTS = 24
 ROOM = 4096  # tokens in a drafter's cache that never want for room

@@ -160,7 +160,7 @@ class PastFile:
 
     def replace(self, wanted: Sequence[PastAnswer]) -> None:
         """Replace this file by one with only these answers, completely or not at all."""
-        replace_file(self.path, [self.head(), *(kept.line() for kept in wanted)])
+        replace_file(self.path, [self.head(), *(kept.line() for kept in wanted)], like=self.path)
 
 
 def as_line(entry: dict[str, Any]) -> bytes:
