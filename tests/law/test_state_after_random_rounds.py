@@ -24,7 +24,6 @@ from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Budget, Committed
 from forerun.draft.text.ngram import NgramDrafter
-from forerun.engine.engine import Engine
 from forerun.engine.sequence import Status
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Runner
@@ -181,14 +180,6 @@ def assert_equal(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) ->
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def check_counters(engine: Engine, outcomes: list[object]) -> None:
-    """The counters are the sums of the rounds."""
-    fresh = Stats()
-    for outcome in outcomes:
-        fresh.record(outcome)  # type: ignore[arg-type]
-    assert fresh == engine.stats
-
-
 def resident(process: psutil.Process) -> int:
     """The bytes that the process has in memory, without those that malloc holds back for later."""
     gc.collect()
@@ -202,8 +193,9 @@ def resident(process: psutil.Process) -> int:
 def test_random_rounds_leave_what_the_tokens_alone_would(
     bench: Bench, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traffic, outcomes = Rounds(bench, seed=11), []
-    monkeypatch.setattr(traffic.engine.controller, "record", outcomes.append)
+    monkeypatch.setattr("forerun.draft.model.unread_states.UNREAD_BYTES", 1 << 20)  # full long before half-time
+    traffic, counted = Rounds(bench, seed=11), Stats()
+    monkeypatch.setattr(traffic.engine.controller, "record", counted.record)
     tensors = (traffic.engine.runner.cache.keys, traffic.members[1].runner.cache.keys)
     places, process = [t.data_ptr() for t in tensors], psutil.Process()
     settled = 0
@@ -226,14 +218,14 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
     traffic.engine.tell_drafter()
     check_caches(traffic)
     check_index(traffic)
-    check_counters(traffic.engine, outcomes)
+    assert counted == traffic.engine.stats  # the sums of the rounds
     assert traffic.counts["finished"] > num_rounds // 20
     assert traffic.counts["cancelled"] == num_rounds // 40
     num_preempted = traffic.counts["preempted"] + sum(text.sample.num_preempted for text in traffic.live.values())
     assert num_preempted > num_rounds // 200
     assert traffic.engine.stats.num_accepted > num_rounds * 3 // 10
     assert (traffic.engine.stats.num_prefix_hits > 0) == (traffic.dtype == "float32")
-    assert resident(process) - settled < 16 << 20
+    assert resident(process) - settled < 32 << 20  # single readings are up to 15 MB apart
     assert [t.data_ptr() for t in tensors] == places
     while traffic.live:
         traffic.cancel()
