@@ -146,7 +146,7 @@ def test_a_sample(pair: str, dtype: str) -> None:
     for wish in (CHAINS[4], TREES[len(dtype) % 3]):
         got = decode(bench, chosen, wish, drafter_of(pair, dtype), max_num_seqs=5, chunk_tokens=77)
         assert got.answers == expected, wish
-        assert 20 < got.stats.num_accepted < got.stats.num_drafted
+        assert 10 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.full
