@@ -141,12 +141,12 @@ def drafted(pair: str, dtype: str, part: int, drafter: Drafter, wish: Speculatio
 @every_format
 def test_a_sample(pair: str, dtype: str) -> None:
     """A chain and a tree; of the prompts at least one for each border, or for the second."""
-    bench, chosen = bench_of(pair, dtype), part_of(pair, 0)[8 if "by torch" in dtype else 4 : 10]
+    bench, chosen = bench_of(pair, dtype), part_of(pair, 0)[6 if "by torch" in dtype else 4 : 10]
     expected = decode_plain(bench, chosen)
     for wish in (CHAINS[4], TREES[len(dtype) % 3]):
         got = decode(bench, chosen, wish, drafter_of(pair, dtype), max_num_seqs=5, chunk_tokens=77)
         assert got.answers == expected, wish
-        assert 10 < got.stats.num_accepted < got.stats.num_drafted
+        assert 20 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.full

@@ -75,7 +75,7 @@ def costs_of_student(
     deepest: int,
     progress: ProgressCallback,
 ) -> RowCosts | None:
-    """The same with this student's drafts, at depths up to `deepest`."""
+    """Costs of rounds with this student's drafts, at depths up to `deepest`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "untrained"
         folder.mkdir()
