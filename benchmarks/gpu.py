@@ -64,6 +64,11 @@ class Report:
     gaps: dict[str, float] = field(default_factory=dict)
     widened: list[dict[str, Any]] = field(default_factory=list)
 
+    def add(self, table: str, **row: Any) -> None:
+        """A row, also printed at once: what was measured is not lost with a machine whose time is up."""
+        getattr(self, table).append(row)
+        print(table, json.dumps(row), file=sys.stderr, flush=True)
+
 
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
@@ -145,10 +150,8 @@ def steps(fields: dict[str, Any], placement: Placement, report: Report, runs: in
         round_ms = (time.perf_counter() - started) / runs * 1e3
         single = single or pass_ms
         share = weight_bytes(runner.decoder.config) / pass_ms / 1e6 / report.bandwidth_gb_s
-        report.steps.append(
-            {"one_gemm": placement.one_gemm, "tokens": count, "pass_ms": pass_ms, "v": pass_ms / single,
-             "share_of_bandwidth": share, "with_host_ms": round_ms}
-        )  # fmt: skip
+        report.add("steps", one_gemm=placement.one_gemm, tokens=count, pass_ms=pass_ms, v=pass_ms / single,
+                   share_of_bandwidth=share, with_host_ms=round_ms)  # fmt: skip
     gaps(runner, report, runs)
 
 
@@ -206,11 +209,9 @@ def widened(placement: Placement, report: Report, dry: bool) -> None:
             spent = time.perf_counter() - started
             texts = [tuple(c.token_ids) for r in results for c in r.outputs]
             same = sum(map(operator.eq, texts, plain.setdefault((temperature, batch), texts)))
-            report.widened.append(
-                {"one_gemm": placement.one_gemm, "draft": draft or "plain", "depth": depth, "temperature": temperature,
-                 "batch": batch, "tokens_per_s": sum(map(len, texts)) / spent,
-                 "tokens_per_round": llm.stats.tokens_per_round, "same_as_plain": same}
-            )  # fmt: skip
+            report.add("widened", one_gemm=placement.one_gemm, draft=draft or "plain", depth=depth,
+                       temperature=temperature, batch=batch, tokens_per_s=sum(map(len, texts)) / spent,
+                       tokens_per_round=llm.stats.tokens_per_round, same_as_plain=same)  # fmt: skip
         del llm
 
 

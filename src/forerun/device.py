@@ -134,6 +134,12 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def overwrite(target: Tensor, numbers: Tensor) -> None:
+    """Set a tensor to what a host tensor holds; the host does not wait for the copy."""
+    pinned = numbers if target.device.type == "cpu" else numbers.pin_memory()
+    target.copy_(pinned, non_blocking=True)
+
+
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the host does not wait for the copy."""
     if device.type == "cpu" or tensor.device.type != "cpu":

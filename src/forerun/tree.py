@@ -116,12 +116,16 @@ class HostTree:
         self.parents += range(len(tokens))
         self.survival += survival
 
-    def depth(self) -> int:
-        """Edges of its longest path."""
+    def depths(self) -> list[int]:
+        """Edges between each node and the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
-        return max(depths)
+        return depths
+
+    def depth(self) -> int:
+        """Edges of its longest path."""
+        return max(self.depths())
 
     def paths(self) -> list[tuple[int, ...]]:
         """The guesses that lead to each node."""

@@ -155,7 +155,7 @@ class Engine:
         clock.mark()
         reading = self.read(plan, draft)
         clock.mark()
-        verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification)
+        verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification, self.runner.judge)
         deltas, rows = self.accept(reading, verdict)
         self.record(plan, draft, rows, clock)
         return deltas

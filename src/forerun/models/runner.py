@@ -11,7 +11,7 @@ stored behind them. A chain needs none, because its nodes are already in the slo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
-from forerun.tree import HostTree
+from forerun.tree import DraftTree, HostTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,9 @@ class Tail:
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
         return range(first, first + count)
+
+
+Rule = Callable[[DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch verdict"]]  # of a tree, and what is drawn
 
 
 class Runner:
@@ -208,6 +211,12 @@ class Runner:
             inputs[torch.tensor(rest)] = lower.last
         layers = range(begun.layer, self.decoder.config.layers)
         return self.decoder.forward(batch, self.cache, layers=layers, inputs=inputs, taps=taps)
+
+    def judge(
+        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: Rule
+    ) -> Int[Tensor, "batch verdict"] | None:
+        """What a rule says of the tokens that `draws` draw after all nodes, in one call; None where there is none."""
+        return None
 
     def draw_chains(
         self,

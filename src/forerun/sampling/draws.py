@@ -305,7 +305,7 @@ class Draws:
         """What compiled kernels need for coupled draws; None where there are none."""
         if self.kernels is None:
             return None
-        return row_laws(self.rows, self._host_keys(Purpose.COUPLED), self.num_ids, self.kernels.slack)
+        return row_laws(self.rows, self.host_keys(Purpose.COUPLED), self.num_ids, self.kernels.slack)
 
     def _transformed(self, logits: Logits, at: PathState, *, guessing: bool = False) -> tuple[Logits, Logits]:
         """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
@@ -348,10 +348,11 @@ class Draws:
     def row_keys(self, purpose: Purpose) -> Int[Tensor, " batch"]:
         """Each row's (seed, sample, purpose, level, round), absorbed once on the host; positions are still to be."""
         if purpose not in self._keys:
-            self._keys[purpose] = self._column([signed(key) for key in self._host_keys(purpose)])
+            self._keys[purpose] = self._column([signed(key) for key in self.host_keys(purpose)])
         return self._keys[purpose]
 
-    def _host_keys(self, purpose: Purpose) -> list[int]:
+    def host_keys(self, purpose: Purpose) -> list[int]:
+        """`row_keys` as the host has them, of 64 bits without a sign."""
         return [self._row_key(row, purpose, round_) for row, round_ in zip(self.rows, self.rounds, strict=True)]
 
     def _row_key(self, row: RowSampling, purpose: Purpose, round_: int) -> int:

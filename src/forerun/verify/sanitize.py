@@ -19,6 +19,7 @@ A false `q` that is a valid law cannot be detected.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -76,6 +77,9 @@ def sanitize(
         if seen is not None:
             return DraftTree(tree.tokens, tree.parents, depth, width, known=seen)
     known = _known(tree, len(roots), columns)
+    if known is not None and tree.q is None:
+        counts = [min(d, n, len(read.tokens) - 1) for (d, _, n), read in zip(bounds, known, strict=True)]
+        return _unseen_chains(tree, roots, counts, vocab)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
     parents = tree.parents[:, :columns]
     sound = _sound(tokens, parents, vocab)
@@ -115,6 +119,17 @@ def _known(tree: DraftTree, batch: int, columns: int) -> list[HostTree] | None:
         return None
     counts = [len(known.tokens) for known in tree.known]
     return [HostTree.unseen(min(count, columns) - 1) for count in counts] if min(counts) > 0 else None
+
+
+def _unseen_chains(tree: DraftTree, roots: Int[Tensor, " batch"], counts: Sequence[int], vocab: int) -> DraftTree:
+    """The first `counts` guesses of each chain, up to the first that is none. By few kernels."""
+    longest = max(counts)
+    guesses, step = tree.tokens[:, 1 : 1 + longest], torch.arange(longest, device=roots.device)
+    sound = (guesses >= 0) & (guesses < vocab) & (tree.parents[:, 1 : 1 + longest] == step)
+    if min(counts) < longest:
+        sound &= step < upload(counts, torch.long, roots.device)[:, None]
+    chains = DraftTree.chains(roots, torch.where(sound, guesses, -1))
+    return replace(chains, known=[HostTree.unseen(count) for count in counts], widths=[1] * len(counts))
 
 
 def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:

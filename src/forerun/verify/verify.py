@@ -6,6 +6,7 @@ the verdict.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,21 +16,33 @@ from torch import Tensor
 from forerun.annotations import Bool, Float, Int
 from forerun.config import Verification
 from forerun.device import upload
+from forerun.models.runner import Rule
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
 from forerun.verify.rules import AcceptLaw, Verdict, block_law, follow, token_law, walk
 
+Judge = Callable[[Draws, DraftTree, Float[Tensor, "rows vocab"], Rule], Int[Tensor, "batch verdict"] | None]
 
-def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, rule: Verification) -> Verdict:
+
+def verify(
+    tree: DraftTree,
+    logits: Float[Tensor, "rows vocab"],
+    draws: Draws,
+    rule: Verification,
+    judge: Judge | None = None,
+) -> Verdict:
     """Which guesses become final, and the token after them.
 
     `logits` has one row per node that is read, batch-major, in node order. Sequences of which no guess was drawn from
     a declared law (`tree.q`) are judged by `follow` under every rule, with the noise of plain decoding. `block` judges
     chains; on trees it is `token`. Each sequence's verdict is the one that it would have alone. For `token` and `block`
-    the draws must have been made for rejection, since the drafter must not share the noise of its judge.
+    the draws must have been made for rejection, since the drafter must not share the noise of its judge. `judge` does
+    what `follow` does with these draws in one call on a device, where it can.
     """
     lawful = None if rule == "coupled" else tree.rows_with_law()
     if lawful is None and (judged := draws.verdict(tree, logits)) is not None:  # `follow`, compiled with its draws
+        return Verdict(judged)
+    if lawful is None and judge is not None and (judged := judge(draws, tree, logits, follow_packed)) is not None:
         return Verdict(judged)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
@@ -52,6 +65,11 @@ def verify(tree: DraftTree, logits: Float[Tensor, "rows vocab"], draws: Draws, r
         return rejected
     followed = follow(tree, torch.where(valid, drawn[row], -1))
     return Verdict(torch.where(lawful[:, None], rejected.packed, followed.packed))
+
+
+def follow_packed(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch verdict"]:
+    """`follow` as one tensor."""
+    return follow(tree, drawn).packed
 
 
 def _accept_law(

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
+from forerun.device import overwrite
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
 from forerun.models.decoder import Decoder, States, Tapped
 
@@ -103,24 +104,41 @@ def leading(path: Sequence[int]) -> range:
 class Inputs:
     """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy.
 
-    With an `embedding` there are `states`, as wide as its rows, to be read in place of the tokens' own.
+    With an `embedding` there are `states`, as wide as its rows, to be read in place of the tokens' own. The buffer may
+    be part of a larger one, `flat`, which several passes share.
     """
 
     KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
     COLUMNS = ("tokens", "slots", "starts", *KEY_COLUMNS)
 
-    def __init__(self, shape: Shape, device: torch.device, embedding: Float[Tensor, "v hidden"] | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        embedding: Float[Tensor, "v hidden"] | None = None,
+        flat: Int[Tensor, " numbers"] | None = None,
+    ) -> None:
         self.shape = shape
         self.states = None if embedding is None else embedding.new_zeros(shape.rows, embedding.shape[1])
         rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
-        self.flat = torch.zeros(sum(sizes) + shape.judged + rows * shape.path, dtype=torch.int32, device=device)
+        size = self.size_of(shape)
+        self.flat = torch.zeros(size, dtype=torch.int32, device=device) if flat is None else flat
         *columns, judged, paths = self.flat.split([*sizes, shape.judged, rows * shape.path])
         self.columns = {name: column[:rows] for name, column in zip(self.COLUMNS, columns, strict=True)}
         self.judged = judged
         self.paths = paths.view(rows, shape.path)
 
+    @classmethod
+    def size_of(cls, shape: Shape) -> int:
+        """How many numbers there are."""
+        return len(cls.COLUMNS) * max(ALIGNED, shape.rows) + shape.judged + shape.rows * shape.path
+
     def fill(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> None:
         """Set all tables to a pass's rows, and padding behind them."""
+        overwrite(self.flat, torch.tensor(self.numbers(layout, judged, block_size, spare_slot), dtype=torch.int32))
+
+    def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> list[int]:
+        """What `fill` sets the buffer to."""
         rows, width = self.shape.rows, max(ALIGNED, self.shape.rows)
         starts = [run // block_size for run in layout.starts]
         padding = {"tokens": 0, "positions": -1, "slots": spare_slot}
@@ -133,8 +151,7 @@ class Inputs:
             for path in layout.paths:
                 values += [*path, *[0] * (self.shape.path - len(path))]
             values += [0] * ((rows - len(layout.paths)) * self.shape.path)
-        pinned = self.flat.device.type == "cuda"
-        self.flat.copy_(torch.tensor(values, dtype=torch.int32, pin_memory=pinned), non_blocking=True)
+        return values
 
     def key_map(self, block_size: int) -> KeyMap:
         """Where rows find their keys; each tile's sequence is one run of blocks."""

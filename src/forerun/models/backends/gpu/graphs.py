@@ -20,32 +20,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
-from forerun.device import upload
+from forerun.device import overwrite, upload
 from forerun.models.backends.gpu.capture import Graphs
-from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
+from forerun.models.backends.gpu.fixed import ALIGNED, LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for, power_of_two
+from forerun.models.backends.gpu.verdicts import VerdictGraph, is_plain
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
-from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Rule, Runner, Tail
 from forerun.sampling.draws import Draws
-from forerun.sampling.noise import Purpose, absorb, gumbel
-from forerun.sampling.params import SamplingParams
-from forerun.tree import HostTree
+from forerun.sampling.noise import Purpose, absorb, gumbel, signed
+from forerun.tree import DraftTree, HostTree
 
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
 LEAST_ROWS = 16  # the smallest size
 SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
 CAPTURED_STEP, LARGE_STEP = 64, 128  # the rows of larger passes are multiples of these: captured ones, and others
 LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
-PLAIN = SamplingParams()
-FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
-           "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
 
 
 class GraphRunner(Runner):
@@ -60,6 +58,7 @@ class GraphRunner(Runner):
         self.graphs = Graphs(self.device)
         self.tables: dict[tuple[Shape, bool], Inputs] = {}
         self.chain_graph: ChainGraph | None = None
+        self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
         c = decoder.config
         self.tile = tile_rows(c.heads, c.kv_heads)
         num_slots = cache.blocks.num_blocks * cache.blocks.block_size
@@ -113,6 +112,12 @@ class GraphRunner(Runner):
             self.chain_graph = ChainGraph(self, ids)
         assert self.chain_graph.ids is ids, "a graph is captured with its ids"
         return self.chain_graph.draw(draws, starts, logits)
+
+    def judge(
+        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: Rule
+    ) -> Int[Tensor, "batch verdict"] | None:
+        """The verdict by one graph; None for rounds whose draws need more than a temperature."""
+        return self.verdicts.judge(draws, tree, logits, rule)
 
     def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
         """The reads as rows, and which of them are judged; their room is reserved already."""
@@ -172,15 +177,12 @@ def place(drawn: DeviceTokens, tokens: Tensor) -> None:
     own.copy_(torch.where(source >= 0, known, own))
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Whether draws depend only on a request's temperature and noise."""
-    return all(getattr(params, name) == getattr(PLAIN, name) for name in FILTERS)
-
-
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The tensors of one graph: the first logits, each row's noise and temperature, and every step's tables."""
+    """The tensors of one graph: the first logits, and each row's noise and temperature and every step's tables, which
+    are views of `flat` and filled in one copy."""
 
+    flat: Int[Tensor, " numbers"]
     logits: Float[Tensor, "rows vocab"]
     keys: Int[Tensor, " rows"]
     positions: Int[Tensor, " rows"]
@@ -215,18 +217,22 @@ class ChainGraph:
 
     def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor) -> Buffers:
         """Set the tables of all steps, the deepest chains first: where tokens lie is known before they are."""
-        buffers, device = self.buffers_of(*self.size_of(len(starts), starts[0].depth)), draws.device
-        buffers.logits[: len(starts)] = logits
-        index = upload([start.row for start in starts], torch.long, device)
-        buffers.keys[: len(starts)] = draws.row_keys(Purpose.COUPLED)[index]
-        buffers.positions[: len(starts)] = draws.root_positions[index] + 1
+        buffers, count = self.buffers_of(*self.size_of(len(starts), starts[0].depth)), len(starts)
+        buffers.logits[:count] = logits
+        size = whole_vectors(len(buffers.keys))
+        keys, positions = np.zeros((2, size), dtype=np.int64)
+        heat, noise = np.ones(size, dtype=np.float32), draws.host_keys(Purpose.COUPLED)
+        keys[:count] = [signed(noise[start.row]) for start in starts]
+        positions[:count] = [draws.root_places[start.row] + 1 for start in starts]
         params = [draws.rows[start.row].params for start in starts]
-        heat = [[0.0 if p.greedy else p.temperature] for p in params]
-        buffers.temperatures[: len(starts)] = upload(heat, torch.float32, device)
+        heat[:count] = [0.0 if p.greedy else p.temperature for p in params]
+        numbers = [keys.view(np.int32), positions.view(np.int32), heat.view(np.int32)]
+        block_size, spare_slot = self.runner.cache.blocks.block_size, self.runner.spare_slot
         for level, step in enumerate(buffers.steps, start=1):
             reads = [Read(start.seq_id, [0], judged=[0]) for start in starts if start.depth > level]
-            layout, judged = self.runner.lay_out(reads)
-            step.fill(layout, judged, self.runner.cache.blocks.block_size, self.runner.spare_slot)
+            tables = step.numbers(*self.runner.lay_out(reads), block_size, spare_slot)
+            numbers.append(np.array(tables + [0] * (whole_vectors(len(tables)) - len(tables)), dtype=np.int32))
+        overwrite(buffers.flat, torch.from_numpy(np.concatenate(numbers)))
         return buffers
 
     def size_of(self, rows: int, depth: int) -> tuple[int, int]:
@@ -238,13 +244,18 @@ class ChainGraph:
         """The buffers for this many rows and steps, always the same."""
         if (rows, depth) not in self.buffers:
             device = self.runner.device
-            shape = Shape(rows, 0, rows, self.runner.most_keys)
+            shape, size = Shape(rows, 0, rows, self.runner.most_keys), whole_vectors(rows)
+            step = Inputs.size_of(shape)
+            sizes = [2 * size, 2 * size, size, *[whole_vectors(step)] * (depth - 1)]
+            flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+            keys, positions, heat, *steps = flat.split(sizes)
             self.buffers[rows, depth] = Buffers(
+                flat,
                 logits=torch.zeros(rows, self.ids.vocab_size, device=device),
-                keys=torch.zeros(rows, dtype=torch.long, device=device),
-                positions=torch.zeros(rows, dtype=torch.long, device=device),
-                temperatures=torch.zeros(rows, 1, device=device),
-                steps=[Inputs(shape, device) for _ in range(depth - 1)],
+                keys=keys.view(torch.long)[:rows],
+                positions=positions.view(torch.long)[:rows],
+                temperatures=heat.view(torch.float32)[:rows, None],
+                steps=[Inputs(shape, device, flat=part[:step]) for part in steps],
             )
         return self.buffers[rows, depth]
 
@@ -263,14 +274,22 @@ class ChainGraph:
     def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
         """The rows of the graph as rows of the round, each with the length that was asked for."""
         batch, deepest, device = len(draws.rows), starts[0].depth, draws.device
+        read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1}
+        depth_of = {start.row: start.depth for start in starts}
+        trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(batch)]
+        if [start.row for start in starts] == [*range(batch)] and starts[-1].depth == deepest:
+            return Chains(trees, read, guesses=guesses[:batch, :deepest])
         index = upload([start.row for start in starts], torch.long, device)
         depths = upload([start.depth for start in starts], torch.long, device)
         found = torch.full((batch, deepest), -1, dtype=torch.long, device=device)
         wanted = torch.arange(deepest, device=device) < depths[:, None]
         found[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
-        depth_of = {start.row: start.depth for start in starts}
-        trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(batch)]
-        return Chains(trees, {s.seq_id: s.depth - 1 for s in starts if s.depth > 1}, guesses=found)
+        return Chains(trees, read, guesses=found)
+
+
+def whole_vectors(size: int) -> int:
+    """Four-byte numbers up to the next place where kernels like a table to begin."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def draw_coupled(

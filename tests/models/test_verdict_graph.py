@@ -1,0 +1,123 @@
+"""A verdict by one graph is the verdict of `verify`, to the bit; what the graph cannot judge it leaves to that."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM
+from forerun.device import CPU, Placement
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictGraph, VerdictShape
+from forerun.sampling.draws import Draws, RowSampling
+from forerun.sampling.params import SamplingParams
+from forerun.tree import DraftTree, HostTree
+from forerun.verify.verify import follow_packed, verify
+from kit.checkpoints import SMALL, TARGET
+
+VOCAB = 40
+TEMPERATURES = (0.0, 1.0, 0.7, 1e-3, 3.0)
+
+
+def make() -> VerdictGraph:
+    return VerdictGraph(Graphs(CPU.device), CPU.device, VOCAB)
+
+
+def judged(graph: VerdictGraph, draws: Draws, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor | None:
+    return graph.judge(draws, tree, logits, follow_packed)
+
+
+def random_tree(dice: random.Random, width: int) -> HostTree:
+    tree = HostTree.of_root(dice.randrange(VOCAB))
+    for _ in range(dice.randrange(8)):
+        parent = dice.randrange(max(0, len(tree.tokens) - width), len(tree.tokens))
+        tree.add(dice.randrange(3), parent, 1.0)
+    return tree
+
+
+def round_of(
+    dice: random.Random, width: int, batch: int, num_ids: int = VOCAB
+) -> tuple[Draws, DraftTree, torch.Tensor]:
+    """A round of few likely tokens, so that many guesses are right; now and then a row without a law."""
+    hosts = [random_tree(dice, width) for _ in range(batch)]
+    rows = []
+    for i, host in enumerate(hosts):
+        text = [dice.randrange(VOCAB) for _ in range(dice.randint(0, 5))] + host.tokens[:1]
+        params = SamplingParams(temperature=dice.choice(TEMPERATURES), seed=dice.randrange(9))
+        rows.append(RowSampling(i, params, dice.randrange(2**63), 0, text, len(text)))
+    children = [host.parents.count(node) for host in hosts for node in range(len(host.tokens))]
+    tree = DraftTree.of_hosts(hosts, max(1, *children))
+    logits = torch.randn(len(children), VOCAB, generator=torch.Generator().manual_seed(dice.randrange(99)))
+    logits[:, :3] += 8
+    for row in range(len(logits)):
+        if dice.random() < 0.2:
+            logits[row, dice.randrange(VOCAB)] = dice.choice([float("nan"), float("inf"), -float("inf")])
+        if dice.random() < 0.05:
+            logits[row] = -float("inf")
+    return Draws(rows, VOCAB, num_ids=num_ids), tree, logits
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int) -> None:
+    """One graph object over many rounds, so that tables hold what earlier rounds left in them."""
+    dice, graph, accepted = random.Random(seed), make(), 0
+    for _ in range(80):
+        draws, tree, logits = round_of(dice, width, dice.randint(1, 6), dice.choice([VOCAB, 33]))
+        found, expected = judged(graph, draws, tree, logits), verify(tree, logits, draws, "coupled").packed
+        assert found is not None
+        assert torch.equal(found, expected)
+        accepted += int(expected[:, 0].sum())
+    assert accepted > 50
+    assert len(graph.tables) < 20, "a round is padded to a shape that is there"
+
+
+def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has() -> None:
+    dice, graph = random.Random(0), make()
+    for _ in range(40):
+        draws, tree, logits = round_of(dice, 1, dice.randint(1, 4))
+        hosts = [HostTree.unseen(len(host.tokens) - 1) for host in tree.host()]
+        tokens = tree.tokens.clone()
+        for row in tokens:  # a device may have drawn nothing at some place
+            if len(row) > 1 and dice.random() < 0.3:
+                row[dice.randrange(1, len(row)) :] = -1
+        unseen = replace(tree, tokens=tokens, parents=torch.where(tokens >= 0, tree.parents, -1), known=hosts)
+        found = judged(graph, draws, unseen, logits)
+        assert found is not None
+        assert torch.equal(found, verify(unseen, logits, draws, "coupled").packed)
+
+
+def test_what_the_graph_cannot_judge_is_left_to_the_rules() -> None:
+    draws, tree, logits = round_of(random.Random(1), 1, 2)
+    assert judged(make(), Draws(draws.rows, VOCAB, rejection=True), tree, logits) is None
+    for params in (SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.1), SamplingParams(min_tokens=2)):
+        other = Draws([draws.rows[0], replace(draws.rows[1], params=params)], VOCAB)
+        assert judged(make(), other, tree, logits) is None
+    assert judged(make(), draws, tree, logits.double()) is None
+    assert judged(make(), draws, tree, torch.zeros(MOST_ROWS + 1, VOCAB)) is None
+
+
+def test_rounds_that_shrink_take_the_shape_that_is_there() -> None:
+    graph = make()
+    graph.tables_of(graph.shape_of(VerdictShape(5, 1, 5, 4)))
+    for depth in range(1, 5):
+        assert graph.shape_of(VerdictShape(1 + depth, 1, 1 + depth, depth)) in graph.tables
+    assert graph.shape_of(VerdictShape(1, 1, 1, 0)) not in graph.tables, "a plain round is not padded so far"
+
+
+def test_an_engines_rounds_are_judged_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = []
+    judge = VerdictGraph.judge
+
+    def noted(*words: Any) -> torch.Tensor | None:
+        verdicts.append(judge(*words))
+        return verdicts[-1]
+
+    monkeypatch.setattr(VerdictGraph, "judge", noted)
+    fixed = Placement(torch.device("cpu"), fixed=True)
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", device=fixed, max_model_len=128, speculation=3)
+    llm.generate(["Once upon", "The dog"], SamplingParams(temperature=1, seed=2, max_tokens=12))
+    assert len(verdicts) > 3
+    assert all(packed is not None for packed in verdicts)
