@@ -1,9 +1,11 @@
 """What a GPU does with passes of fixed shape: step time against bandwidth, v(k), gaps between launches, one_gemm.
 
-    python benchmarks/gpu.py            # all of it, on the first GPU; Markdown, then one line of JSON
-    python benchmarks/gpu.py --dry-run  # tiny shapes on a CPU: shows that it runs, measures nothing
+    python benchmarks/gpu.py               # all of it, on the first GPU; Markdown, then one line of JSON
+    python benchmarks/gpu.py steps texts   # some parts of it
+    python benchmarks/gpu.py --dry-run     # tiny shapes on a CPU: shows that it runs, measures nothing
 
-Random weights of the shape of Llama 3 8B in bfloat16, one sequence with 512 tokens of context; then the bundled
+Steps: random weights of the shape of Llama 3 8B in bfloat16, one sequence with 512 tokens of context. Texts: prompts
+read at once, and one token behind long ones, by the same model. Family: the bundled
 family, its target widened to 1 B parameters (the same function at a larger cost), plain against drafted. Bandwidth is
 that of a copy on the same card in the same run, bytes read and written. Times are medians.
 """
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ from forerun.models.widen import Wider, cached_widened
 
 COUNTS = (1, 8, 16, 32, 64, 128, 144)  # up to 16 share a graph
 CONTEXT = 512
+TEXTS = (512, 2048, 7936)  # tokens
+PARTS = ("steps", "texts", "family")
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rms_norm_eps": 1e-5,
@@ -62,6 +67,7 @@ class Report:
     weights_gb: float = 0.0
     steps: list[dict[str, Any]] = field(default_factory=list)
     gaps: dict[str, float] = field(default_factory=dict)
+    texts: list[dict[str, Any]] = field(default_factory=list)
     widened: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, table: str, **row: Any) -> None:
@@ -155,6 +161,28 @@ def steps(fields: dict[str, Any], placement: Placement, report: Report, runs: in
     gaps(runner, report, runs)
 
 
+def texts(fields: dict[str, Any], placement: Placement, report: Report, runs: int) -> None:
+    """Reading a prompt in one pass, and passes of one token and of eight behind it."""
+    runner, device = random_runner(fields, placement), placement.device
+
+    def whole(read: Read) -> None:
+        runner.read([read])
+        runner.drop([0])
+
+    for length in (length for length in TEXTS if length < runner.decoder.config.max_positions):
+        prompt = [7 + i % 100 for i in range(length)]
+        reading = partial(whole, Read(0, prompt, judged=[length - 1]))
+        times = {"prompt_ms": device_ms(reading, device, max(2, runs // 4))}
+        runner.read([Read(0, prompt)])
+        runner.keep([0], [range(length)])
+        for count in (1, 8):
+            read = Read(0, [5] * count, judged=range(count))
+            whole(read)
+            times[f"pass_of_{count}_ms"] = device_ms(replays(runner) or partial(whole, read), device, runs)
+        runner.release([0])
+        report.add("texts", one_gemm=placement.one_gemm, length=length, **times)
+
+
 def replays(runner: GraphRunner) -> Callable[[], object] | None:
     """Replaying the graph that was used last, and nothing else; None where nothing is captured."""
     if not runner.graphs.captured:
@@ -225,6 +253,11 @@ def markdown(report: Report) -> str:
         product = "one_gemm" if s["one_gemm"] else "library"
         lines.append(f"| {product} | {s['tokens']} | {s['pass_ms']:.2f} | {s['v']:.2f} | "
                      f"{s['share_of_bandwidth']:.0%} | {s['with_host_ms']:.2f} |")  # fmt: skip
+    lines += ["", "| product | tokens | prompt, ms | then one token, ms | eight |", "|---|---|---|---|---|"]
+    for t in report.texts:
+        product = "one_gemm" if t["one_gemm"] else "library"
+        lines.append(f"| {product} | {t['length']} | {t['prompt_ms']:.1f} | {t['pass_of_1_ms']:.2f} | "
+                     f"{t['pass_of_8_ms']:.2f} |")  # fmt: skip
     lines += ["", *(f"idle between passes, {name}: {gap:.0f} µs" for name, gap in report.gaps.items()), ""]
     lines += ["| product | draft | depth | temperature | batch | tokens/s | tokens per round | answers as plain |",
               "|---|---|---|---|---|---|---|---|"]  # fmt: skip
@@ -239,7 +272,9 @@ def markdown(report: Report) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure passes of fixed shape on a GPU.")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; measures nothing")
-    dry = parser.parse_args().dry_run
+    parser.add_argument("parts", nargs="*", help="steps, texts, family; all by default")
+    options = parser.parse_args()
+    dry, parts = options.dry_run, options.parts or PARTS
     if not dry and not torch.cuda.is_available():
         print("skipped: torch sees no GPU here (--dry-run runs tiny shapes on the CPU)")
         sys.exit(0)
@@ -247,12 +282,14 @@ def main() -> None:
     card = "dry run, no GPU" if dry else torch.cuda.get_device_name(placement.device)
     report = Report(card, torch.__version__)
     report.bandwidth_gb_s = bandwidth(placement.device, 1 << 20 if dry else 4 << 30)
-    for one_gemm in (False,) if dry else (False, True):
-        steps(TINY if dry else LLAMA_8B, replace(placement, one_gemm=one_gemm), report, 2 if dry else 30)
-        if not dry:
-            torch.cuda.empty_cache()
-    for one_gemm in (False,) if dry else (False, True):
-        widened(replace(placement, one_gemm=one_gemm), report, dry)
+    products = [replace(placement, one_gemm=one_gemm) for one_gemm in ((False,) if dry else (False, True))]
+    for measure in (part for name, part in (("steps", steps), ("texts", texts)) if name in parts):
+        for product in products:
+            measure(TINY if dry else LLAMA_8B, product, report, 2 if dry else 30)
+            if not dry:
+                torch.cuda.empty_cache()
+    for product in products if "family" in parts else ():
+        widened(product, report, dry)
     print(markdown(report))
     print(json.dumps(asdict(report)))
 

@@ -1,5 +1,6 @@
 """Rounds on the GPU: the same tokens up to near ties, to the bit with one_gemm; graphs; one synchronisation."""
 
+import random
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,14 @@ from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.gpu.verdicts import VerdictGraph
 from forerun.models.decoder import States
 from forerun.models.runner import Read
 from forerun.output import RequestOutput
 from forerun.prove.plain import last_logits
 from forerun.request import Request
+from forerun.verify.verify import follow_packed, verify
+from models.random_rounds import VOCAB, round_of
 
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
 NEAR_TIE = 1e-3  # of logits of size 10, in float32
@@ -138,6 +142,19 @@ def test_one_synchronisation_per_round(
                 torch.cuda.set_sync_debug_mode("default")
         waits = [str(w.message) for w in found if "called a synchroniz" in str(w.message)]
         assert len(waits) == 1, waits
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_verdict_by_a_graph_is_that_of_the_rules(width: int) -> None:
+    dice, device = random.Random(width), torch.device("cuda", 0)
+    graph = VerdictGraph(Graphs(device), device, VOCAB)
+    for _ in range(60):
+        draws, tree, logits = round_of(dice, width, dice.randint(1, 6), dice.choice([VOCAB, 33]), "cuda:0")
+        found, expected = graph.judge(draws, tree, logits, follow_packed), verify(tree, logits, draws, "coupled").packed
+        assert found is not None
+        assert torch.equal(found, expected)
+    assert graph.graphs.num_replays == 60
+    assert not graph.graphs.refused
 
 
 def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:
