@@ -31,7 +31,7 @@ from forerun.config import QUANTIZATIONS, KernelChoice
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
 from forerun.kernels.build import NoKernels, attempt, compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.linear import PackedLinear
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.choice import cpu_backend, has_bfloat16_linears

@@ -15,7 +15,7 @@ import torch
 
 import forerun
 from forerun import LLM, SamplingParams
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from forerun.request import Request
 
 SRC = Path(forerun.__file__).parent

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from forerun.bench import measure
 from forerun.cli import app
-from forerun.models.config import expected_distinct
+from forerun.models.experts_config import expected_distinct
 from kit.checkpoints import SMALL
 from kit.unchecked import unchecked
 

@@ -23,7 +23,7 @@ from forerun.control.forecast import (
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
-from forerun.models.config import expected_distinct
+from forerun.models.experts_config import expected_distinct
 
 WORLDS = {
     "pays": World([0.8], [0.002], lambda n: 0.1 + 0.001 * n),

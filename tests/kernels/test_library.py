@@ -17,7 +17,7 @@ from forerun.errors import UnsupportedModel
 from forerun.kernels import build, library
 from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint

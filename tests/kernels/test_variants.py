@@ -17,7 +17,7 @@ from forerun.kernels import build, library, variants
 from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.kernels.variants import VARIANTS, Variant, runnable
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from kit.computer import Computer, forget, restart, script, warnings_of, works
 
 SRC = Path(library.__file__).resolve().parents[2]

@@ -9,8 +9,9 @@ from fuzz import rows_of
 from torch import Tensor
 
 from forerun.models.backends.torch_cpu.backend import TorchBackend
-from forerun.models.config import ExpertsConfig, ModelConfig, read_config
+from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
+from forerun.models.experts_config import ExpertsConfig
 from forerun.models.families import BY_NUMBER
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

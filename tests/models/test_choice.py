@@ -11,7 +11,8 @@ import torch
 
 from forerun.config import QUANTIZATIONS
 from forerun.models import choice
-from forerun.models.backends.native import NativeExecutor, find_kernels
+from forerun.models.backends.native import NativeExecutor
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, fastest
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint

@@ -14,7 +14,7 @@ from forerun.config import KernelChoice, Quantization
 from forerun.device import Placement
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.models import choice as choosing
-from forerun.models.backends.native import checked
+from forerun.models.backends.native_check import checked
 from forerun.models.backends.torch_cpu.linear import make_linear
 from forerun.models.backends.torch_cpu.mlp import choose_experts
 from forerun.models.config import read_config

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from forerun.config import KernelChoice
-from forerun.models.config import Clamp, ModelConfig, read_config
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.experts_config import Clamp
 from forerun.models.loading import Blueprint
 from forerun.models.rope_config import RopeConfig
 from kit.checkpoints import written

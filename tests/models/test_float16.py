@@ -14,7 +14,8 @@ from torch import Tensor
 
 from forerun.device import Placement
 from forerun.models.backends.invariance import cancelling_product
-from forerun.models.backends.native import NativeBackend, checked
+from forerun.models.backends.native import NativeBackend
+from forerun.models.backends.native_check import checked
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint

@@ -14,7 +14,8 @@ from forerun.errors import UnsupportedModel
 from forerun.kernels.variants import VARIANTS
 from forerun.models import choice as choosing
 from forerun.models.backends.invariance import cancelling_product
-from forerun.models.backends.native import NativeBackend, checked, find_kernels
+from forerun.models.backends.native import NativeBackend
+from forerun.models.backends.native_check import checked, find_kernels
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

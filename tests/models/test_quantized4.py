@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.quantized import (
     GROUP,
     LEAST_SCALE,

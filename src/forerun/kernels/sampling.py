@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Array, Structure, addressof, c_float, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,6 +38,14 @@ class CRowLaw(Structure):
         *((name, c_int64) for name in ("ends_from", "num_fixed", "num_ends", "num_counted", "num_words", "num_said")),
         *((name, c_void_p) for name in ("fixed", "ends", "counted", "added", "times", "words", "lengths", "said")),
     ]
+
+    def point_to(self, tables: Mapping[str, array[int] | array[float]]) -> None:
+        """Point to these lists, which the caller keeps alive; those of one length have one count."""
+        for name, table in tables.items():
+            setattr(self, name, address(table))
+        for name in ("fixed", "ends", "counted", "said"):
+            setattr(self, f"num_{name}", len(tables[name]))
+        self.num_words = len(tables["lengths"])
 
 
 @dataclass(frozen=True, slots=True)

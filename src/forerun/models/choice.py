@@ -26,7 +26,7 @@ from forerun.annotations import ProgressCallback
 from forerun.config import KernelChoice, Quantization
 from forerun.machine import order_of_sums
 from forerun.models.backends.base import Backend
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.linear import PackedLinear, packing_available, trusted_rows
 from forerun.models.config import ModelConfig

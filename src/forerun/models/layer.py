@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.models.config import Clamp
+from forerun.models.experts_config import Clamp
 
 WeightMatrix = Float[Tensor, "outputs inputs"]
 Bias = Float[Tensor, " outputs"]

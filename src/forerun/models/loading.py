@@ -26,7 +26,7 @@ from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.backends.native import find_kernels
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder, make_head

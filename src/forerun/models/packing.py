@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
-from forerun.models.config import Clamp, ModelConfig
+from forerun.models.config import ModelConfig
+from forerun.models.experts_config import Clamp
 from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
 from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable, Projection
 

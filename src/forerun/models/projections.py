@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.models.config import ExpertsConfig, ModelConfig
+from forerun.models.config import ModelConfig
+from forerun.models.experts_config import ExpertsConfig
 
 T = TypeVar("T", bound=Any)  # of weights: tensors, or weights in groups
 FINAL_NORM_BIAS = "model.norm.bias"

@@ -18,7 +18,8 @@ from torch import Tensor
 from forerun.annotations import Int
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, UnsupportedModel
-from forerun.models.config import ExpertsConfig, ModelConfig
+from forerun.models.config import ModelConfig
+from forerun.models.experts_config import ExpertsConfig
 from forerun.models.families import FAMILIES, Family
 from forerun.models.projections import LayerTable
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.device import is_cpu, softmax, upload
-from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, SamplingKernels, address
+from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, SamplingKernels
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
 from forerun.sampling.params import GREEDY_BELOW
 from forerun.sampling.transforms import Children, HostChildren, Logits, PathState, RowSampling, Transforms, masks_of
-from forerun.sampling.winners import RoundNoise, first_largest, largest
+from forerun.sampling.winners import RoundNoise, all_on_largest, first_largest, largest, tamed
 from forerun.tree import DraftTree
 
 __all__ = ["Children", "Draws", "HostChildren", "PathState", "RowSampling"]
@@ -313,13 +313,7 @@ class Draws:
         return shaped, shaped if self.transforms.all_greedy else self.transforms.narrow(shaped, at)
 
     def _probs(self, shaped: Logits, narrowed: Logits, at: PathState) -> Logits:
-        return self._choose(at, lambda: self._point(shaped), lambda: softmax(narrowed))
-
-    def _point(self, shaped: Logits) -> Logits:
-        """The law of greedy rows: all on the largest logit, the lowest id among equals; NaN there if that is none."""
-        first = first_largest(shaped)
-        there = torch.where(shaped.gather(1, first) > -math.inf, 1.0, math.nan).to(shaped.dtype)
-        return torch.zeros_like(shaped).scatter_(1, first, there)
+        return self._choose(at, lambda: all_on_largest(shaped), lambda: softmax(narrowed))
 
     def _choose(self, at: PathState, greedy: Callable[[], Tensor], sampled: Callable[[], Tensor]) -> Tensor:
         """One of two by each node's row; what no row wants is not computed."""
@@ -374,13 +368,6 @@ class Draws:
         return upload(values, torch.int64, self.device)
 
 
-def tamed(logits: Logits) -> Logits:
-    """With NaN as -inf and infinity as the largest number, so that only -inf is impossible."""
-    if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
-        return logits
-    return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
-
-
 def row_laws(rows: Sequence[RowSampling], keys: Sequence[int], num_ids: int, slack: float) -> RowLaws:
     """How these rows draw. `keys` are those of their noise, of 64 bits, with the position still to be absorbed."""
     kept: list[object] = []
@@ -406,16 +393,7 @@ def row_law(row: RowSampling, key: int, kept: list[object]) -> CRowLaw:
     )
     edits = row.edits or TextEdits.of(p, row.tokens, row.num_prompt, row.eos_ids, row.bad_words)
     if edits.any:
-        add_tables(law, edits.at(row.tokens).tables(row.tokens), kept)
+        law.point_to(tables := edits.at(row.tokens).tables(row.tokens))
+        kept.append(tables)
         law.ends_from = edits.ends_from
     return law
-
-
-def add_tables(law: CRowLaw, tables: Mapping[str, array[int] | array[float]], kept: list[object]) -> None:
-    """Point to these lists; those of one length have one count."""
-    for name, table in tables.items():
-        setattr(law, name, address(table))
-    for name in ("fixed", "ends", "counted", "said"):
-        setattr(law, f"num_{name}", len(tables[name]))
-    law.num_words = len(tables["lengths"])
-    kept.append(tables)

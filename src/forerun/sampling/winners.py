@@ -34,6 +34,20 @@ def first_largest(scores: Float[Tensor, "rows vocab"]) -> Int[Tensor, "rows 1"]:
     return torch.from_numpy(scores.detach().numpy().argmax(1))[:, None]
 
 
+def all_on_largest(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    """The law of greedy rows: all on the largest logit, the lowest id among equals; NaN there if that is none."""
+    first = first_largest(logits)
+    there = torch.where(logits.gather(1, first) > -math.inf, 1.0, math.nan).to(logits.dtype)
+    return torch.zeros_like(logits).scatter_(1, first, there)
+
+
+def tamed(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    """Logits with NaN as -inf and infinity as the largest number, so that only -inf is impossible."""
+    if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
+        return logits
+    return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+
+
 def largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "nodes width"]:
     """The ids of the `width` largest scores of each row in falling order, ties to the lowest id.
 

@@ -2,10 +2,9 @@
 
 This module decides what is read and when: committed text lazily, when a sequence is drafted again; guesses one level at
 a time. The keys and values of accepted guesses are kept, so that a round usually starts with the root and at most one
-token more. What is read from the target's states waits with them (`unread_states.py`), so a drafter that rests makes no
-pass. Lack of memory makes drafts shallower and is never an error. It also decides in which way guesses grow: as chains,
-by one call of the runner or step by step, or as trees. The drafters decide what goes into their models, and whose text
-and memory it is; the runner decides where tokens lie in the cache.
+token more. Lack of memory makes drafts shallower and is never an error. It also decides in which way guesses grow: as
+chains, by one call of the runner or step by step, or as trees. The drafters decide what goes into their models, and
+whose text and memory it is; the runner decides where tokens lie in the cache.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -25,7 +23,7 @@ from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
-from forerun.draft.model.unread_states import ShownText, UnreadStates
+from forerun.draft.model.unread_states import UnreadStates
 from forerun.models.chains import Chains, IdExchange, Start
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
@@ -41,9 +39,8 @@ TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out t
 class Follower:
     """Follows the target's sequences with a runner, and drafts with it.
 
-    A drafter with `taps` is fed: `inputs` make what its runner reads from the target's states, which are shown once.
     `rereads`: whether the runner's cache is the drafter's own, and a text can be read once more after its keys and
-    values were given up.
+    values were given up. One that reads the target's states is a `FedFollower`.
     """
 
     names: tuple[str, ...]
@@ -57,25 +54,16 @@ class Follower:
         self.states = UnreadStates()
         self.pass_s = 0.0  # in passes since the last call of `propose`
 
-    def inputs(
-        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
-    ) -> Float[Tensor, "total hidden"]:
-        """What a fed drafter's runner reads in place of the embeddings of these tokens, which are packed.
-
-        `features` are the target's states after the tokens of final text; None for roots and guesses, which the target
-        has not read.
-        """
-        raise NotImplementedError
-
     def run(
         self,
         reads: Sequence[Read],
         drawn: DeviceTokens | None = None,
         features: Float[Tensor, "total taps hidden"] | None = None,
     ) -> States:
-        """One pass. Raises OutOfBlocks, with nothing changed, where there is no room."""
-        if self.taps:
-            return self.runner.read(reads, inputs=self.inputs(reads, features))
+        """One pass over these tokens; `features` are the states after those of final text, for who reads them.
+
+        Raises OutOfBlocks, with nothing changed, where there is no room.
+        """
         return self.runner.read(reads, drawn=drawn)
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts hidden"] | None:
@@ -87,11 +75,7 @@ class Follower:
         return draft
 
     def observe(self, news: Committed) -> None:
-        """Remember what became final; guesses that it confirms stay read.
-
-        Raises WrongTarget for text without the states that are to be read. No pass is made as long as the states that
-        wait do not take more than UNREAD_BYTES.
-        """
+        """Remember what became final; guesses that it confirms stay read."""
         for i, (seq_id, tokens, root) in enumerate(news.rows()):
             if seq_id not in self.sequences:
                 self.sequences[seq_id] = DraftedText(salt=news.salts[i] if news.salts else None)
@@ -101,10 +85,6 @@ class Follower:
             drafted.root = root
             drafted.highest = max(drafted.highest, *tokens, root)
         self.confirm(news.seq_ids)
-        if self.taps and news.adopted:
-            self.take_over(news.seq_ids)
-        elif self.taps:
-            self.wait(news)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
         """Keep of the tails what the texts confirm, and forget the rest."""
@@ -139,33 +119,6 @@ class Follower:
             beginning = self.beginning(drafted.text[:most], drafted.salt)
             num_known = begin_row(cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
             self.states.drop(seq_id, num_known)
-
-    def take_over(self, seq_ids: Sequence[int]) -> None:
-        """Begin texts that come without states; one that it does not hold as a whole, read or not, is lost."""
-        for seq_id in seq_ids:
-            self.begin(seq_id)
-            if self.num_unread(seq_id) and not self.states.share(seq_id, self.unread_text(seq_id)):
-                self.lose(seq_id)
-
-    def wait(self, news: Committed) -> None:
-        """Keep the states of these texts until they are read; where they take too much, read the text with most."""
-        for seq_id, (start, end) in zip(news.seq_ids, pairwise(news.offsets), strict=True):
-            drafted = self.sequences[seq_id]
-            if len(drafted.text) > self.window:
-                self.lose(seq_id)
-            count = min(end - start, self.num_unread(seq_id))  # guesses that came true are read
-            if count:
-                states = news.shown(self.names[0])[end - count : end]
-                states = states if len(news.seq_ids) == 1 else states.clone()  # else it holds those of all rows
-                self.states.add(seq_id, self.unread_text(seq_id), [states])
-        while not self.states.fits():
-            fullest = self.states.fullest()
-            self.read_text([DraftRow(fullest, (), NO_DRAFT)], [fullest])
-
-    def unread_text(self, seq_id: int) -> ShownText:
-        """A sequence's text, whose states begin where it is not read."""
-        drafted = self.sequences[seq_id]
-        return ShownText(drafted.salt, drafted.text, self.runner.length(seq_id))
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
@@ -416,20 +369,7 @@ class Follower:
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text, keys and values of these sequences; unknown ones are ignored."""
-        for seq_id in [each for each in seq_ids if each in self.states.waiting]:
-            self.leave_states(seq_id)
         self.release(seq_ids)
         for seq_id in seq_ids:
             self.states.drop(seq_id)
             self.sequences.pop(seq_id, None)
-
-    def leave_states(self, seq_id: int) -> None:
-        """Leave the states of an ending text to texts that begin alike; read what completes a block that was begun."""
-        drafted, size = self.sequences[seq_id], self.runner.cache.blocks.block_size
-        length, num_whole = self.runner.length(seq_id), len(drafted.text) // size * size
-        if drafted.salt is None or length >= num_whole:
-            return
-        if length % size == 0:
-            self.states.end(seq_id)
-        elif len(drafted.text) - length <= CHUNK_TOKENS:
-            self.read_text([DraftRow(seq_id, (), NO_DRAFT)], [seq_id])

@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,17 +21,16 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.follower import TAIL_TOKENS, Follower
+from forerun.draft.model.fed_follower import FedFollower
+from forerun.draft.model.follower import TAIL_TOKENS
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.sampling.draws import Draws
 
 
-class StateFollower(Follower, ABC):
+class StateFollower(FedFollower, ABC):
     """Drafts with a `runner` whose decoder reads embeddings and states side by side."""
-
-    rereads: ClassVar[bool] = False
 
     def __init__(self, runner: Runner, ids: IdExchange) -> None:
         super().__init__(runner, ids)
@@ -78,7 +76,7 @@ class StateFollower(Follower, ABC):
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
         """One pass; the outputs of the text's last token and of guesses are kept, for their children."""
-        states = super().run(reads, drawn, features)
+        states = self.runner.read(reads, inputs=self.inputs(reads, features))
         for read, outputs in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
             if features is not None:
                 self.outputs[read.seq_id] = [outputs[-1].clone()]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from forerun.annotations import Float, ProgressCallback
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Budget, Committed, Draft, Resume
 from forerun.draft.model.drafted_text import DraftRow
-from forerun.draft.model.follower import Follower
+from forerun.draft.model.fed_follower import FedFollower
 from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
@@ -42,14 +41,13 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
-class EarlyExitDrafter(Follower):
+class EarlyExitDrafter(FedFollower):
     """Drafts with the first `layer` layers of `target`, for engines that run on this very runner.
 
     An `adapter` is a runner that reads their states, and has the target's head, in a cache of its own.
     """
 
     names: tuple[str, ...] = ("early-exit",)
-    rereads: ClassVar[bool] = False
 
     def __init__(self, target: Runner, layer: int, adapter: Runner | None = None) -> None:
         self.target = target
@@ -86,9 +84,10 @@ class EarlyExitDrafter(Follower):
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
         """One pass through the lower layers, and the adapter if there is one; through it alone for final text."""
-        states = super().run(reads, drawn, features)
-        if self.adapter is None:
-            self.note(reads, states.hidden)
+        if self.adapter is not None:
+            return self.adapter.read(reads, inputs=self.inputs(reads, features))
+        states = super().run(reads, drawn)
+        self.note(reads, states.hidden)
         return states
 
     def inputs(
@@ -109,7 +108,7 @@ class EarlyExitDrafter(Follower):
     def draw_at_once(
         self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
     ) -> Chains | None:
-        """The same, with the states noted."""
+        """The chains by one call of the lower layers, their states noted where they are wanted."""
         chains = super().draw_at_once(draws, starts, logits, self.noted is not None)
         if chains is not None and chains.states is not None and self.noted is not None:
             for start, own in zip(starts, chains.states, strict=True):

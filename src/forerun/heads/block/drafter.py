@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
-from forerun.draft.model.follower import Follower
+from forerun.draft.model.fed_follower import FedFollower
 from forerun.draft.model.grower import NodeToExpand, first_places, grow
 from forerun.heads.block import format as names
 from forerun.heads.block.convert import LAYOUTS
@@ -39,11 +38,10 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
-class BlockDrafter(Follower):
+class BlockDrafter(FedFollower):
     """Drafts with the `layers` of a block, the heads on their states, and a cache of `num_tokens`."""
 
     names: tuple[str, ...] = ("block",)
-    rereads: ClassVar[bool] = False
 
     def __init__(self, layers: BlockDecoder, num_tokens: int, ids: IdExchange) -> None:
         super().__init__(Runner.of(layers, num_tokens), ids)

@@ -1,0 +1,79 @@
+"""FedFollower: a follower that reads the target's states, which are shown once.
+
+This module decides what becomes of states that nobody has read: they wait with their text (`unread_states.py`), so a
+drafter that rests makes no pass, and they are read where they take too much memory. A text whose states are gone is not
+drafted any more. What a drafter makes of states is for its `run` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+from forerun.draft.base import NO_DRAFT, Committed
+from forerun.draft.model.drafted_text import DraftRow
+from forerun.draft.model.follower import CHUNK_TOKENS, Follower
+from forerun.draft.model.unread_states import ShownText
+
+
+class FedFollower(Follower):
+    """A follower whose `taps` are the states that it reads; without any it reads tokens alone."""
+
+    rereads: ClassVar[bool] = False
+
+    def observe(self, news: Committed) -> None:
+        """Remember what became final, and its states; guesses that it confirms stay read.
+
+        Raises WrongTarget for text without the states that are to be read. No pass is made as long as the states that
+        wait do not take more than UNREAD_BYTES.
+        """
+        super().observe(news)
+        if self.taps and news.adopted:
+            self.take_over(news.seq_ids)
+        elif self.taps:
+            self.wait(news)
+
+    def take_over(self, seq_ids: Sequence[int]) -> None:
+        """Begin texts that come without states; one that it does not hold as a whole, read or not, is lost."""
+        for seq_id in seq_ids:
+            self.begin(seq_id)
+            if self.num_unread(seq_id) and not self.states.share(seq_id, self.unread_text(seq_id)):
+                self.lose(seq_id)
+
+    def wait(self, news: Committed) -> None:
+        """Keep the states of these texts until they are read; where they take too much, read the text with most."""
+        for seq_id, (start, end) in zip(news.seq_ids, pairwise(news.offsets), strict=True):
+            drafted = self.sequences[seq_id]
+            if len(drafted.text) > self.window:
+                self.lose(seq_id)
+            count = min(end - start, self.num_unread(seq_id))  # guesses that came true are read
+            if count:
+                states = news.shown(self.names[0])[end - count : end]
+                states = states if len(news.seq_ids) == 1 else states.clone()  # else it holds those of all rows
+                self.states.add(seq_id, self.unread_text(seq_id), [states])
+        while not self.states.fits():
+            fullest = self.states.fullest()
+            self.read_text([DraftRow(fullest, (), NO_DRAFT)], [fullest])
+
+    def unread_text(self, seq_id: int) -> ShownText:
+        """A sequence's text, whose states begin where it is not read."""
+        drafted = self.sequences[seq_id]
+        return ShownText(drafted.salt, drafted.text, self.runner.length(seq_id))
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Drop text, states, keys and values of these sequences; unknown ones are ignored."""
+        for seq_id in [waiting for waiting in seq_ids if waiting in self.states.waiting]:
+            self.leave_states(seq_id)
+        super().forget(seq_ids)
+
+    def leave_states(self, seq_id: int) -> None:
+        """Leave the states of an ending text to texts that begin alike; read what completes a block that was begun."""
+        drafted, size = self.sequences[seq_id], self.runner.cache.blocks.block_size
+        length, num_whole = self.runner.length(seq_id), len(drafted.text) // size * size
+        if drafted.salt is None or length >= num_whole:
+            return
+        if length % size == 0:
+            self.states.end(seq_id)
+        elif len(drafted.text) - length <= CHUNK_TOKENS:
+            self.read_text([DraftRow(seq_id, (), NO_DRAFT)], [seq_id])

@@ -1,0 +1,91 @@
+// What a pass has before its threads begin: memory, which grows with the largest pass, and each thread's share of the
+// queries.
+#pragma once
+#include <memory>
+
+#include "attention.hpp"
+#include "decoder.hpp"
+#include "experts.hpp"
+
+namespace forerun {
+
+struct Task {  // some queries of one path: numbers of token times group + head of the group
+  int64_t path, kv_head;
+  std::vector<int64_t> queries;
+};
+
+struct Scratch {  // grows with the largest pass
+  int64_t num_tokens = 0;
+  std::unique_ptr<Memory> memory;
+  float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product, see `out_of`
+  char *rows, *next_rows;  // one is read by a product while the other is made for the next
+  Routes routes;  // of the sparse layer at hand
+};
+
+struct Decoder {
+  Shape shape;
+  std::vector<Layer> layers;
+  Scratch scratch;
+
+  int64_t q_size() const { return shape.heads * shape.head_dim; }
+
+  Scratch& room(int64_t num_tokens) {
+    Scratch& s = scratch;
+    if (num_tokens <= s.num_tokens) return s;
+    const int64_t hidden = padded(shape.hidden), mixed = padded(q_size());
+    int64_t wide = std::max(hidden, padded((shape.heads + 2 * shape.kv_heads) * shape.head_dim));
+    int64_t deep = std::max(hidden, mixed), per_token = 1, spare = 0;
+    for (const Layer& l : layers) {
+      deep = std::max(deep, l.qkv->depth);
+      const auto take = [&](const Gated& g) { wide = std::max(wide, g.gate_up->width), deep = std::max(deep, g.down->depth); };
+      if (l.every.down) take(l.every);
+      if (!l.experts) continue;
+      take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
+      per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // of a last group that begins within a tile
+    }
+    wide += LANES, deep += LANES;
+    const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token + spare;
+    const int64_t prepared = pairs * (deep + ROW_GAP / 4);  // as many floats at most
+    s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1) + 8 * prepared + 8 * 64);
+    char* at = s.memory->data;
+    const auto take = [&](int64_t floats) {
+      char* const taken = at;
+      at += (4 * floats + 63) / 64 * 64;
+      return reinterpret_cast<float*>(taken);
+    };
+    s.x = take(rows * hidden), s.normed = take(rows * deep), s.wide = take(pairs * wide), s.mixed = take(rows * mixed);
+    s.scales = take(pairs);
+    s.rows = reinterpret_cast<char*>(take(prepared)), s.next_rows = reinterpret_cast<char*>(take(prepared));
+    s.routes.room(pairs);
+    s.num_tokens = rows;
+    return s;
+  }
+
+  static int64_t whole_tiles(int64_t num_rows) { return (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE); }
+};
+
+// Each thread's share: as many queries as see its part of all the keys, in the order of paths and heads.
+inline std::vector<std::vector<Task>> share_out(const Shape& shape, const Pass& pass) {
+  if (!pass.num_paths) return {};
+  const int64_t group = shape.heads / shape.kv_heads;
+  std::vector<std::vector<Task>> shares(pass.num_threads);
+  std::vector<std::vector<int64_t>> queries(pass.num_paths);
+  int64_t total = 0, given = 0;
+  for (int64_t token = 0; token < pass.num_tokens; token++) {
+    total += shape.heads * (pass.last_key[token] + 1);
+    for (int64_t g = 0; g < group; g++) queries[pass.path_of[token]].push_back(token * group + g);
+  }
+  for (int64_t path = 0; path < pass.num_paths; path++)
+    for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
+      for (int64_t query : queries[path]) {
+        std::vector<Task>& share = shares[given * pass.num_threads / total];
+        given += pass.last_key[query / group] + 1;
+        if (share.empty() || share.back().path != path || share.back().kv_head != kv_head ||
+            share.back().queries.size() == CHUNK_QUERIES)
+          share.push_back({path, kv_head, {}});
+        share.back().queries.push_back(query);
+      }
+  return shares;
+}
+
+}  // namespace forerun
