@@ -113,7 +113,9 @@ class Tail:
         return range(first, first + count)
 
 
-Rule = Callable[[DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch verdict"]]  # of a tree, and what is drawn
+TreeRule = Callable[
+    [DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch verdict"]
+]  # of a tree, and what is drawn
 
 
 class Runner:
@@ -213,7 +215,7 @@ class Runner:
         return self.decoder.forward(batch, self.cache, layers=layers, inputs=inputs, taps=taps)
 
     def judge(
-        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: Rule
+        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Int[Tensor, "batch verdict"] | None:
         """What a rule says of the tokens that `draws` draw after all nodes, in one call; None where there is none."""
         return None

@@ -16,12 +16,12 @@ from torch import Tensor
 from forerun.annotations import Bool, Float, Int
 from forerun.config import Verification
 from forerun.device import upload
-from forerun.models.runner import Rule
+from forerun.models.runner import TreeRule
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
 from forerun.verify.rules import AcceptLaw, Verdict, block_law, follow, token_law, walk
 
-Judge = Callable[[Draws, DraftTree, Float[Tensor, "rows vocab"], Rule], Int[Tensor, "batch verdict"] | None]
+TreeJudge = Callable[[Draws, DraftTree, Float[Tensor, "rows vocab"], TreeRule], Int[Tensor, "batch verdict"] | None]
 
 
 def verify(
@@ -29,7 +29,7 @@ def verify(
     logits: Float[Tensor, "rows vocab"],
     draws: Draws,
     rule: Verification,
-    judge: Judge | None = None,
+    judge: TreeJudge | None = None,
 ) -> Verdict:
     """Which guesses become final, and the token after them.
 

@@ -34,7 +34,7 @@ from forerun.models.backends.gpu.ops import SPLIT, ops_for, power_of_two
 from forerun.models.backends.gpu.verdicts import VerdictGraph, is_plain
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
-from forerun.models.runner import DeviceTokens, PartialPass, Read, Rule, Runner, Tail
+from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail, TreeRule
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel, signed
 from forerun.tree import DraftTree, HostTree
@@ -114,7 +114,7 @@ class GraphRunner(Runner):
         return self.chain_graph.draw(draws, starts, logits)
 
     def judge(
-        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: Rule
+        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Int[Tensor, "batch verdict"] | None:
         """The verdict by one graph; None for rounds whose draws need more than a temperature."""
         return self.verdicts.judge(draws, tree, logits, rule)

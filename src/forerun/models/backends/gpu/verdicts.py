@@ -20,7 +20,7 @@ from forerun.annotations import Float, Int
 from forerun.device import overwrite
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.ops import power_of_two
-from forerun.models.runner import Rule
+from forerun.models.runner import TreeRule
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel, signed
 from forerun.sampling.params import SamplingParams
@@ -77,7 +77,7 @@ class VerdictGraph:
         self.logits: Float[Tensor, "rows vocab"] | None = None  # all shapes use the first rows of one buffer
 
     def judge(
-        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: Rule
+        self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Int[Tensor, "batch verdict"] | None:
         """What `rule` says of the target's own token after each node; None for rounds that no graph can judge.
 
@@ -147,7 +147,7 @@ class VerdictGraph:
         overwrite(tables.flat, torch.from_numpy(flat))
 
 
-def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: Rule) -> Int[Tensor, "batch verdict"]:
+def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Int[Tensor, "batch verdict"]:
     """The rule, of what is drawn. Tensor code alone."""
     drawn = draw(tables, num_ids)
     after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[tables.row]
