@@ -7,6 +7,7 @@ survives a kill, what is measured on held-out text, and the report. No code asks
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.draft.spec import DraftSpec
-from forerun.heads.fresh import save_config, save_weights, stored_dtype, trainable
+from forerun.heads.fresh import TargetHead, TargetTables, save_config, save_weights, stored_dtype, trainable
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.loading import Blueprint
@@ -136,7 +137,7 @@ class Predictions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Student:
+class Student(ABC):
     """A drafter in training, of the kind that `--draft` calls `kind`; it is written with `values` as config.json.
 
     `weights` are the tensors that are trained, by their names in the checkpoint, where they are of `dtype`. `taps` are
@@ -172,11 +173,13 @@ class Student:
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
         """A student, not trained yet, of these of the target's tokens, as many as this one has; `ids` ascend."""
-        raise NotImplementedError
+        assert self.may_lack_tokens, f"a drafter of the kind {self.kind} has all of the target's tokens"
+        return replace(self, vocabulary=ids)
 
-    def fit(self, texts: Sequence[TargetText]) -> None:
+    def fit(self, texts: Sequence[TargetText]) -> None:  # noqa: B027 - few kinds have such a form
         """Move the weights, before the first step, to where a closed form on `fitted_answers` answers says."""
 
+    @abstractmethod
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its logits with gradients, as serving would compute them from the same tokens and states.
 
@@ -184,7 +187,6 @@ class Student:
         has not read the root yet. A network may use the state at the root only if its drafter computes it itself.
         Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
         """
-        raise NotImplementedError
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
         """The target's logits of the ids in `vocabulary` alone, behind its last layer; None where all are as cheap."""
@@ -205,6 +207,33 @@ class Student:
     def spec(self, folder: Path) -> str:
         """The specification of the drafter in a folder, as `--draft` takes it."""
         return str(DraftSpec(self.kind, argument=str(folder)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStudent(Student):
+    """A student beside the target's own tables, which stay as they are: `embedding`, and `head`, of the ids in
+    `vocabulary`."""
+
+    may_lack_tokens: ClassVar[bool] = True
+    embedding: Float[Tensor, "vocab hidden"]
+    head: TargetHead
+
+    @classmethod
+    def beside(
+        cls: type[Begun],
+        target: Blueprint,
+        values: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        tables: TargetTables,
+        **fields: Any,
+    ) -> Begun:
+        """One that begins with these weights, beside these tables of its target."""
+        return cls.begun(target, values, weights, embedding=tables.embedding, head=tables.head, **fields)
+
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
+        """With these tokens' rows of the target's head."""
+        ids = ids.to(self.embedding.device)
+        return replace(self, vocabulary=ids, head=self.head[ids])
 
 
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]  # for a target, of these sizes, with a seed

@@ -9,6 +9,7 @@ will see there (the training-time test of EAGLE-3, 2503.01840).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -19,8 +20,7 @@ from torch.nn import functional
 
 from forerun.annotations import Bool, Float, Int
 from forerun.errors import UnsupportedModel
-from forerun.heads.fresh import TargetHead
-from forerun.heads.student import Predictions, Student, TextBatch
+from forerun.heads.student import Predictions, Student, TableStudent, TextBatch
 from forerun.models.config import ModelConfig
 from forerun.models.projections import FINAL_NORM
 from forerun.models.rope import RopeTables, rope_tables
@@ -153,13 +153,13 @@ class StackStudent(Student):
     def __post_init__(self) -> None:
         object.__setattr__(self, "stack", LayerStack.of(self.config, self.weights))
 
+    @abstractmethod
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """What its first layer reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
         """Those of its output layer, of normed states."""
-        raise NotImplementedError
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """Its law behind every root."""
@@ -168,20 +168,17 @@ class StackStudent(Student):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftedStudent(Student):
-    """A layer in training whose weights begin with `place`. `embedding` and `head` are the target's, the latter of the
-    ids in `vocabulary`, and stay as they are, as `target_norm` does. Drafts are of as many steps as `depth_weights`.
+class DraftedStudent(TableStudent):
+    """A layer in training whose weights begin with `place`. Drafts are of as many steps as `depth_weights`. The
+    target's `target_norm` stays as it is.
 
     At step 0 each place reads what belongs to the text. At step s every place is a root whose draft is s tokens long:
     what it reads stands s positions further on, and sees the text up to its root, and of the later steps its own tokens
     alone. That is what a drafter's cache holds while it serves.
     """
 
-    may_lack_tokens: ClassVar[bool] = True
     place: ClassVar[str]
     config: ModelConfig
-    embedding: Float[Tensor, "vocab hidden"]
-    head: TargetHead
     target_norm: Float[Tensor, " hidden"] | None = None  # before the head; None where it does more than scale
     layer: TrainedLayer = field(init=False)
 
@@ -189,20 +186,15 @@ class DraftedStudent(Student):
         rope = rope_tables(self.config).to(self.embedding.device)
         object.__setattr__(self, "layer", TrainedLayer(self.config, self.weights, self.place, rope))
 
-    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
-        """With these tokens' rows of the target's head."""
-        ids = ids.to(self.embedding.device)
-        return replace(self, vocabulary=ids, head=self.head[ids])
-
+    @abstractmethod
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The states that are read beside the tokens behind them, at the first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"] | None]:
         """The layer's stream, and what its attention reads, of tokens beside states; None: the stream, normed."""
-        raise NotImplementedError
 
     def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
         """What is read at the next step, of the stream behind the layer."""

@@ -10,7 +10,6 @@ each place. The result is a folder for `--draft block:DIR`, in the layout of `fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,9 +23,9 @@ from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.block import format as names
 from forerun.heads.block.format import BlockConfig, BlockTensors, author_values, layer_ids
-from forerun.heads.fresh import TargetHead, TargetTables, drawn_weights, layer_values
+from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.sizes import MOST_DEPTH, StudentSizes, check_most
-from forerun.heads.student import Predictions, Student, TextBatch
+from forerun.heads.student import Predictions, TableStudent, TextBatch
 from forerun.heads.trained_layer import TrainedLayer
 from forerun.models.loading import Blueprint
 from forerun.models.rope import RopeTables, rope_tables
@@ -40,15 +39,11 @@ FADES = 4.0  # depths after which a guess counts 1/e
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockStudent(Student):
-    """A block drafter in training. `embedding` and `head` are the target's, the latter of the ids in `vocabulary`, and
-    stay as they are."""
+class BlockStudent(TableStudent):
+    """A block drafter in training."""
 
     kind: ClassVar[str] = "block"
-    may_lack_tokens: ClassVar[bool] = True
     config: BlockConfig
-    embedding: Float[Tensor, "vocab hidden"]
-    head: TargetHead
     rope: RopeTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,59 +55,31 @@ class BlockStudent(Student):
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> BlockStudent:
         """Layers shaped like the target's, whose heads on the states add nothing yet; a rank of 0 leaves that head out.
 
-        Raises InvalidRequest.
+        Depths count exponentially less, as in both papers. Raises InvalidRequest.
         """
-        usual = (
-            "layers",
-            "mlp",
-            "block",
-            "markov_rank",
-            "selector_rank",
-            "confidence",
-            "taps",
-            "portable",
-            "draft_vocab",
-        )
-        sizes.only(cls.kind, *usual)
+        of_heads = ("markov_rank", "selector_rank", "confidence")
+        sizes.only(cls.kind, "layers", "mlp", "block", *of_heads, "taps", "portable", "draft_vocab")
         of = target.config
         values = values_of(target, sizes)
         tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
-        num_taps = len(tensors.config.taps)
+        config, num_taps = tensors.config, len(tensors.config.taps)
         weights[names.MAP] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
         for name in {names.MARKOV_W2, names.SUCCESSORS, names.CONFIDENCE, names.CONFIDENCE_BIAS} & set(weights):
             weights[name].zero_()
         weights[names.NORM] = tables.norm
         if names.MASK_EMBEDDING in weights:
             weights[names.MASK_EMBEDDING] = tables.embedding.mean(0)
-        return cls.going_on(target, values, tensors.config, weights, tables)
-
-    @classmethod
-    def going_on(
-        cls,
-        target: Blueprint,
-        values: Mapping[str, Any],
-        config: BlockConfig,
-        weights: Mapping[str, Tensor],
-        tables: TargetTables,
-    ) -> BlockStudent:
-        """One with these weights. Depths count exponentially less, as in both papers."""
-        return cls.begun(
+        return cls.beside(
             target,
             values,
             weights,
+            tables,
             config=config,
-            embedding=tables.embedding,
-            head=tables.head,
             taps=config.taps,
             depth_weights=tuple(math.exp(-depth / FADES) for depth in range(config.most_depth)),
             most_depth=config.most_depth,
         )
-
-    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> BlockStudent:
-        """With these tokens' rows of the target's head."""
-        ids = ids.to(self.embedding.device)
-        return replace(self, vocabulary=ids, head=self.head[ids])
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every guess of the blocks from these roots, and the confidence in it."""

@@ -25,7 +25,7 @@ from forerun.heads.eagle import format as names
 from forerun.heads.eagle.format import EagleForm, EagleTensors, usual_taps
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values, trainable
 from forerun.heads.sizes import StudentSizes, check_most
-from forerun.heads.student import TextBatch
+from forerun.heads.student import Student, TextBatch
 from forerun.heads.trained_layer import DraftedStudent
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
@@ -68,13 +68,12 @@ class EagleStudent(DraftedStudent):
         if not is_shared:
             weights[names.HEAD] = tables.head.weight[:num_ids]
         weights[names.NORM] = tables.norm
-        return cls.begun(
+        return cls.beside(
             target,
             {"architectures": [names.ARCHITECTURE], **values},
             weights,
+            tables,
             config=config,
-            embedding=tables.embedding,
-            head=tables.head,
             target_norm=tables.scale,
             taps=taps,
             vocabulary=None if sizes.draft_vocab is None else torch.arange(num_ids, device=tables.embedding.device),
@@ -85,11 +84,11 @@ class EagleStudent(DraftedStudent):
         """Its configuration, and whether it has a head of its own."""
         return {**super().about, "shared_head": names.HEAD not in self.weights}
 
-    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> DraftedStudent:
-        """With these tokens' rows of the target's head."""
-        student = super().with_vocabulary(ids)
-        head = trainable({names.HEAD: student.head.weight}, self.embedding.device) if names.HEAD in self.weights else {}
-        return replace(student, weights={**self.weights, **head})
+    def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
+        """With these tokens' rows of the target's head, or a copy of them to train."""
+        rows, is_shared = {names.HEAD: self.head.weight[ids]}, names.HEAD not in self.weights
+        copied = {} if is_shared else trainable(rows, self.embedding.device)
+        return replace(super().with_vocabulary(ids), weights={**self.weights, **copied})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's states, fused."""

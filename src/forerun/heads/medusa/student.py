@@ -26,10 +26,10 @@ from torch.nn import functional
 from forerun.annotations import Float
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.fields import read_fields
-from forerun.heads.fresh import TargetHead, TargetTables, save_config, save_weights, trainable
+from forerun.heads.fresh import TargetTables, save_config, save_weights, trainable
 from forerun.heads.medusa.format import BIAS, BLOCK, ENTRY, MOST_HEADS, OUTPUT, WEIGHT, MedusaConfig
 from forerun.heads.sizes import StudentSizes, check_most
-from forerun.heads.student import Predictions, Student, TextBatch
+from forerun.heads.student import Predictions, Student, TableStudent, TextBatch
 from forerun.heads.trained_layer import LayerStack
 from forerun.models.loading import Blueprint
 from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, promised_tensors
@@ -46,13 +46,12 @@ TUNED = "forerun_tuned"  # what config.json of a tuned target says of its traini
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaStudent(Student):
-    """Heads in training, as many as guesses. `head` and `embedding` are the target's, and stay as they are."""
+class MedusaStudent(TableStudent):
+    """Heads in training, as many as guesses, of all of the target's tokens."""
 
     kind: ClassVar[str] = "medusa"
+    may_lack_tokens: ClassVar[bool] = False
     config: MedusaConfig
-    embedding: Float[Tensor, "vocab hidden"]
-    head: TargetHead
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MedusaStudent:
@@ -74,13 +73,12 @@ class MedusaStudent(Student):
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
             elif name == OUTPUT.format(head, config.num_blocks) + WEIGHT:
                 tensor.copy_(tables.head.weight)
-        return cls.begun(
+        return cls.beside(
             target,
             config.values,
             weights,
+            tables,
             config=config,
-            embedding=tables.embedding,
-            head=tables.head,
             depth_weights=tuple(DEPTH_WEIGHT**head for head in range(num_heads)),
             most_depth=num_heads,
         )

@@ -69,15 +69,7 @@ class MtpStudent(DraftedStudent):
         gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
         weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / safe(gain))
-        return cls.begun(
-            target,
-            values,
-            weights,
-            config=config,
-            embedding=tables.embedding,
-            head=tables.head,
-            target_norm=tables.scale,
-        )
+        return cls.beside(target, values, weights, tables, config=config, target_norm=tables.scale)
 
     @torch.no_grad()
     def fit(self, texts: Sequence[TargetText]) -> None:
