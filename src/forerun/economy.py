@@ -76,8 +76,13 @@ class LinearCost:
 
     def expect(self, size: float | int) -> float:
         """Seconds for a size; 0 as long as nothing was seen."""
+        first_s, each_s = self.straight()
+        return first_s + each_s * size
+
+    def straight(self) -> tuple[float, float]:
+        """The line: seconds of nothing, and for each one more."""
         if self.weight == 0:
-            return 0.0
+            return 0.0, 0.0
         middle, level = self.sizes / self.weight, self.seconds / self.weight
         spread = self.squares / self.weight - middle**2
         steepest = level / middle
@@ -85,7 +90,7 @@ class LinearCost:
             slope = min(max(0.0, (self.products / self.weight - middle * level) / spread), steepest)
         else:
             slope = 0.0 if self.flat else steepest
-        return level + slope * (size - middle)
+        return level - slope * middle, slope
 
 
 @dataclass(slots=True)
@@ -146,6 +151,8 @@ def likeness(apart: Sequence[Acceptance], unknown: float) -> float:
     The variance between sequences is what is left of that of their shares when chance is taken off (the method of
     moments for a binomial with a beta prior). `unknown` where there is nothing to compare.
     """
+    if len(apart) < 2:
+        return unknown
     counts = [(sum(one.accepted) / one.unit, sum(one.offered) / one.unit) for one in apart]
     counts = [(right, num) for right, num in counts if num > 0]
     total, num_right = sum(num for _, num in counts), sum(right for right, _ in counts)

@@ -57,7 +57,7 @@ class Drafts:
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
-    idle: dict[int, list[float]] = field(default_factory=dict)  # by member and depth: chance that it draws none there
+    steps: dict[int, float] = field(default_factory=dict)  # guesses that a member draws, one behind the other
     num_rows: dict[int, int] = field(default_factory=dict)
     num_unread: dict[int, int] = field(default_factory=dict)
 
@@ -72,10 +72,7 @@ class Drafts:
         self.num_tokens += option.num_made(depth) - option.num_made(before)
         self.gain += gain
         for member in option.members:
-            idle = self.idle.setdefault(member, [])
-            idle += [1.0] * (depth - len(idle))
-            for at in range(before, depth):  # it draws there if it made the guess above
-                idle[at] *= 1.0 - option.made[at - 1] if option.made and at else 0.0
+            self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth))
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
                 self.num_unread[member] = self.num_unread.get(member, 0) + option.num_unread.get(member, 0)
@@ -83,8 +80,7 @@ class Drafts:
     def drafting_s(self) -> float:
         """Seconds that drafting takes."""
         taken_s = 0.0
-        for member, idle in self.idle.items():
-            steps = len(idle) - sum(idle)
+        for member, steps in self.steps.items():
             taken_s += self.drafters.all[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
         return taken_s
 
@@ -104,8 +100,8 @@ class Drafts:
         """Tokens that the round gives, over the time that it takes."""
         return self.gain / max(NO_TIME_S, self.round_s())
 
-    def guess_s(self, num_drawn: float | int) -> float:
-        """What one guess more or less takes: its part of drafting, and of what the pass takes for so many tokens.
+    def guess_s(self) -> float:
+        """What one guess of a row alone takes: its part of drafting, and of what the pass takes for so many tokens.
 
         Passes are compared with half as many guesses more and less: a few alone would show little but noise.
         """
@@ -113,7 +109,27 @@ class Drafts:
         half = max(1.0, (self.num_tokens - num_rows) / 2)
         fewer, more = max(float(num_rows), self.num_tokens - half), self.num_tokens + half
         pass_s = (self.costs.expect(more) - self.costs.expect(fewer)) / (more - fewer)
-        return max(0.0, pass_s) + self.drafting_s() / num_drawn
+        return max(0.0, pass_s) + self.drafting_s() / max(self.steps.values())
+
+
+def speeds(option: DraftOption, drafters: MeasuredDrafters, costs: RowPassCosts) -> list[float]:
+    """Tokens per second of a row alone that is drafted by this option, by depth; those of plain decoding first."""
+    lines = [drafters.all[member].cost_line(1, option.num_unread.get(member, 0)) for member in option.members]
+    first_s, step_s = sum(line[0] for line in lines), sum(line[1] for line in lines)
+    chain, num_made = option.budget.nodes == option.budget.depth, option.made
+    pass_s, gain = costs.table(2 + option.budget.nodes), 1.0
+    plain_s = max(NO_TIME_S, pass_s[1])
+    per_s = [1 / plain_s]
+    for depth, chance in enumerate(option.survival, 1):
+        num_tokens = 1 + (num_made[depth - 1] if num_made else depth if chain else option.num_nodes(depth))
+        whole = int(num_tokens)
+        taken_s = pass_s[whole]
+        if whole != num_tokens:
+            taken_s += (num_tokens - whole) * (pass_s[whole + 1] - taken_s)
+        gain += chance
+        steps = 1 + num_made[depth - 2] if num_made and depth > 1 else depth
+        per_s.append(gain / ((taken_s if taken_s > plain_s else plain_s) + first_s + step_s * steps))
+    return per_s
 
 
 def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:

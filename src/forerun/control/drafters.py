@@ -9,7 +9,7 @@ used for long are tried again. `measured.py` chooses among the options.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
@@ -55,8 +55,8 @@ class DraftOption:
 
     `survival` is the chance that a guess is accepted, by depth, going by all that is known; `promised` the same going
     by what the member says. `num_unread` is what a member would have to read first. Where the depth is not `free`, the
-    row is drafted as far as the budget says. `made` is the chance that a guess is made at all, by depth, where a
-    minimum ends chains; what survives is counted of all that are planned.
+    row is drafted as far as the budget says. `made` is how many guesses are expected to be made to go so far, by depth,
+    where a minimum survival ends chains; what survives is counted of all that are planned.
     """
 
     budget: Budget
@@ -78,7 +78,13 @@ class DraftOption:
 
     def num_made(self, depth: int) -> float | int:
         """How many of these guesses are expected to be made, before the minimum survival ends the chain."""
-        return sum(self.made[:depth]) if self.made else self.num_nodes(depth)
+        if self.made:
+            return self.made[depth - 1] if depth else 0.0
+        return self.num_nodes(depth)
+
+    def num_drawn(self, depth: int) -> float | int:
+        """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
+        return 1 + self.made[depth - 2] if self.made and depth > 1 else depth
 
     def allows(self, depth: int) -> bool:
         """Whether the row may be drafted so far."""
@@ -105,12 +111,9 @@ class Assignment(NamedTuple):
     def budget(self) -> Budget:
         """What the drafter is told."""
         full, depth = self.option.budget, self.depth
-        return full if depth == full.depth else replace(full, depth=depth, nodes=self.option.num_nodes(depth))
-
-    @property
-    def num_drawn(self) -> float | int:
-        """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
-        return 1 + self.option.num_made(self.depth - 1)
+        if depth == full.depth:
+            return full
+        return Budget(depth, full.width, self.option.num_nodes(depth), full.drafter, full.min_survival, full.shape)
 
     def steps(self, row: RowOutcome) -> int:
         """How many guesses were drawn, one that was not made for its low survival among them."""
@@ -208,9 +211,9 @@ class CutOff:
         """Set the minimum survival by what rounds are worth, and by what a guess takes."""
         self.min_survival = min(HIGHEST, max(NO_MINIMUM, tokens_per_s * guess_s / self.modesty))
 
-    def reached(self, depth: int) -> list[float]:
-        """By depth the chance that a guess is made at all."""
-        return list(accumulate(self.made.rates(belief=1.0)[:depth], mul))
+    def num_made(self, depth: int) -> list[float]:
+        """How many guesses are expected to be made to go so far, by depth."""
+        return list(accumulate(accumulate(self.made.rates(belief=1.0)[:depth], mul)))
 
     def learn(self, survival: Sequence[float], num_offered: int, num_accepted: int) -> None:
         """Compare the estimates of a chain's guesses with how many were accepted of those that were judged."""
@@ -307,6 +310,15 @@ class MeasuredDrafter:
         line = self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
         return self.level.factor * line.expect(depth)
 
+    def cost_line(self, num_rows: int, num_unread: int) -> tuple[float, float]:
+        """Seconds of drafting so many rows before the first guess, and for each one behind the other."""
+        first_s, step_s = 0.0, 0.0
+        if self.drafts:
+            size = row_class(num_rows)
+            line = self.drafts.get(size) or self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
+            first_s, step_s = line.straight()
+        return self.level.factor * first_s + self.reading_s * num_unread / SPREAD, self.level.factor * step_s
+
     def cost_s(self, depth: float | int, num_rows: int, num_unread: int) -> float:
         """Seconds of drafting, with its part of reading what is unread."""
         return self.drafting_s(depth, num_rows) + self.reading_s * num_unread / SPREAD
@@ -357,13 +369,14 @@ class MeasuredDrafters:
             learned, expected = self.all[drafter], member.expected[i] if member.expected else None
             promised = learned.promises(expected, seq_id, budget.depth, member.survival[i] if member.survival else ())
             trust = 1.0 if expected is None else learned.trust
-            survival = [min(1.0, trust * chance) for chance in promised]
+            survival = [min(1.0, trust * chance) for chance in promised] if trust != 1.0 else promised
             free = speculation.auto or (bool(outlook.drafters) and budget.width == 1 and speculation.drafter is None)
             made: Sequence[float] = ()
             if speculation.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
                 budget = replace(budget, min_survival=learned.cut_off.min_survival)
-                made = learned.cut_off.reached(budget.depth) if budget.min_survival > NO_MINIMUM else ()
-            budget, unread = replace(budget, drafter=drafter), {drafter: member.unread[i]}
+                made = learned.cut_off.num_made(budget.depth) if budget.min_survival > NO_MINIMUM else ()
+            budget = replace(budget, drafter=drafter) if drafter else budget
+            unread = {drafter: member.unread[i]}
             by_drafter[drafter] = DraftOption(budget, frozenset([drafter]), survival, promised, unread, free, made)
         if len(by_drafter) > 1 or (speculation.drafter == MERGED and by_drafter):
             estimated = any(member.expected and member.expected[i] is not None for member in outlook.drafters.values())
@@ -427,10 +440,11 @@ class MeasuredDrafters:
             record.promised, record.accepted = share * record.promised, share * record.accepted
             record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
 
-    def forget_others(self, seq_ids: Sequence[int]) -> None:
+    def forget_others(self, seq_ids: Set[int]) -> None:
         """Drop what is known of sequences that are none of these."""
         for record in self.all:
-            record.by_row = {seq_id: record.by_row[seq_id] for seq_id in seq_ids if seq_id in record.by_row}
+            for seq_id in record.by_row.keys() - seq_ids:
+                del record.by_row[seq_id]
 
 
 def geometric(expected: float) -> list[float]:

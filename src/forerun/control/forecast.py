@@ -94,12 +94,12 @@ def gain(
     chosen, merged = drafters.all[drafter], drafters.is_mix and drafter == len(drafters.all) - 1
     members = drafters.all[:-1] if merged else [chosen]
     tokens: float = 1 + chosen.covered * sum(accumulate(rates[:depth], mul))
-    rows, made = max(1, round(chosen.covered * batch)), chosen.cut_off.reached(depth)
+    rows, made = max(1, round(chosen.covered * batch)), [0.0, *chosen.cut_off.num_made(depth)]
     plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
-    pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * sum(made)))
+    pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * made[-1]))
     if chosen.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = chosen.covered * pass_s + (1 - chosen.covered) * plain_s
-    steps = 1 + sum(made[:-1])
+    steps = 1 + made[-2]
     draft_s = min(1.0, chosen.covered * batch) * sum(member.cost_s(steps, rows, 0) for member in members)
     return tokens * plain_s / (pass_s + draft_s)
 

@@ -29,6 +29,7 @@ from forerun.control.choices import (
     best_of,
     fallbacks,
     sets,
+    speeds,
     tokens_of,
 )
 from forerun.control.controller import FixedDepth, Load, fitting
@@ -42,9 +43,9 @@ from forerun.control.drafters import (
     RetryTimer,
 )
 from forerun.control.forecast import Advice, forecast
-from forerun.control.pass_costs import Kind, PassCosts
+from forerun.control.pass_costs import Kind, PassCosts, RowPassCosts
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.economy import damped
+from forerun.economy import NO_TIME_S, damped
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,8 @@ class MeasuredDepth:
     def plan(self, seq_ids: Sequence[int], rows: Sequence[Options]) -> Planned:
         """The choice for these rows. Prompts in the same pass count only in that guesses beside them take more."""
         scatter = self.costs.level.scatter
-        best = max(self.plans(rows), key=lambda planned: planned.value(scatter))
+        plans, last = self.alone(seq_ids, rows[0]) if len(rows) == 1 else (self.plans(rows), None)
+        best = max(plans, key=lambda planned: planned.value(scatter))
         self.trials.tried = self.trial(rows, best)
         if self.trials.tried is not None:
             choice = self.on_trial(best.choice, rows, self.trials.tried)
@@ -229,14 +231,31 @@ class MeasuredDepth:
             cost = lost / tokens_of(best.choice)
             self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
-        last = self.last(seq_ids, rows)
+        last = self.last(seq_ids, rows) if len(rows) > 1 else last
         best = last if last and best.value(scatter) < HYSTERESIS * last.value(scatter) else best
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
             # The minimum survival of a chain drafted alone: by what rounds are worth, and by what its guesses take.
-            guess_s = self.drafts_of(best.choice).guess_s(assigned.num_drawn)
+            guess_s = self.drafts_of(best.choice).guess_s()
             self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
         return best
+
+    def alone(self, seq_ids: Sequence[int], options: Options) -> tuple[Sequence[Planned], Planned | None]:
+        """The best plans of a row alone: nothing, and every option as far as pays; what the last one is worth now."""
+        costs, free = self.prices(1), all(option.free for option in options.values())
+        is_last = list(self.taken.assigned) == list(seq_ids)
+        before = self.taken.assigned[seq_ids[0]] if is_last else None
+        plans = [Planned([None], 1 / max(NO_TIME_S, costs.expect(1)))] if free else []
+        last = plans[0] if plans and is_last and before is None else None
+        for drafter, option in options.items():
+            if len(option.members) > 1 and option is not best_of(options, option.members, merging=True):
+                continue  # a tree of all that is no better than one member's
+            per_s = speeds(option, self.drafters, costs if len(option.members) == 1 else self.prices(1, [option]))
+            best = per_s.index(max(per_s[1:]), 1) if option.free else option.budget.depth
+            plans.append(Planned([Assignment(option, best)], per_s[best]))
+            if before and before.option.budget.drafter == drafter and option.allows(before.depth):
+                last = Planned([Assignment(option, before.depth)], per_s[before.depth])
+        return plans, last
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
@@ -278,8 +297,11 @@ class MeasuredDepth:
 
     def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
         """The drafts of a round of so many rows in which some have these options, before any is drafted."""
-        costs = self.costs.of_rows(self.kind(num_rows, options), num_rows if self.reads else None)
-        return Drafts.none(self.drafters, costs, num_rows)
+        return Drafts.none(self.drafters, self.prices(num_rows, options), num_rows)
+
+    def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
+        """What passes of so many rows take, some of which are drafted by these options."""
+        return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.reads else None)
 
     def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
         """The kind of the round in which rows are drafted by these options."""
@@ -344,8 +366,9 @@ class MeasuredDepth:
         """Learn from the round of the last choice."""
         self.trials.num_reading = self.trials.num_reading + 1 if outcome.num_prompt_tokens else 0
         if self.pending and list(self.taken.assigned) == [row.seq_id for row in outcome.rows]:
-            cheap = self.times_count and not outcome.captured and self.time(self.drafted(outcome), outcome)
-            self.accepted(outcome, cheap)
+            drafted = self.drafted(outcome)
+            cheap = self.times_count and not outcome.captured and self.time(drafted, outcome)
+            self.accepted(drafted, cheap)
         elif not self.taken.assigned and outcome.rows and self.costs.kinds and not outcome.captured:
             self.time_pass((), outcome)
         if len(self.drafters.all) == 1:
@@ -362,19 +385,17 @@ class MeasuredDepth:
             (row, each) for row, each in rows if each is not None and row.drafter in (-1, each.option.budget.drafter)
         ]
 
-    def accepted(self, outcome: Outcome, cheap: bool = False) -> Sequence[tuple[RowOutcome, Assignment]]:
-        """Learn what was accepted in the round of the last choice, and who was in use; how rows were drafted.
+    def accepted(self, drafted: Sequence[tuple[RowOutcome, Assignment]], cheap: bool = False) -> None:
+        """Learn what was accepted in the round of the last choice, and who was in use.
 
         `cheap`: the pass took less than was thought.
         """
         self.pending, self.came_true = False, True
-        drafted = self.drafted(outcome)
         for drafter in self.possible:
             self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
         if self.possible:
             self.trials.count(bool(drafted), cheap)
-        self.drafters.forget_others(list(self.taken.assigned))
-        return drafted
+        self.drafters.forget_others(self.taken.assigned.keys())
 
     def count(self, drafter: int, drafted: Sequence[tuple[RowOutcome, Assignment]]) -> None:
         """Learn how many guesses of a drafter were accepted in the rows that it drafted."""

@@ -74,6 +74,19 @@ class PassCost:
         line = self.line if self.line_holds(whole) or not self.before.weight else self.before
         return self.level.factor * line.expect(whole)
 
+    def table(self, most: int) -> list[float]:
+        """Seconds with 0, 1, ... tokens."""
+        jumps, factor, sizes = self.level.num_jumps, self.level.factor, self.sizes
+        if not (self.line_holds(0) and self.line_holds(most)):
+            return [self.expect(num_tokens) for num_tokens in range(most + 1)]
+        first_s, each_s = self.line.straight()
+        table = [factor * (first_s + each_s * num_tokens) for num_tokens in range(most + 1)]
+        for num_tokens in range(most + 1):
+            size = sizes.get(size_class(num_tokens))
+            if size is not None and size.num_jumps == jumps:
+                table[num_tokens] = factor * size.usual_s
+        return table
+
     def line_holds(self, num_tokens: int) -> bool:
         """Whether what was seen since the level changed says something of this size.
 
@@ -139,6 +152,15 @@ class RowPassCosts:
         if num_tokens <= self.num_free:
             return expected_s
         return max(expected_s, self.passes.expect(self.num_free) + self.token_s * (num_tokens - self.num_free))
+
+    def table(self, most: int) -> list[float]:
+        """Seconds with 0, 1, ... tokens."""
+        table = self.passes.table(most)
+        if most > self.num_free:
+            free_s = self.passes.expect(self.num_free)
+            for num_tokens in range(self.num_free + 1, most + 1):
+                table[num_tokens] = max(table[num_tokens], free_s + self.token_s * (num_tokens - self.num_free))
+        return table
 
 
 class Kind(NamedTuple):

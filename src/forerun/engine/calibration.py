@@ -81,7 +81,8 @@ class Script:
         if not self.reads:
             for record in self.controller.drafters.all:
                 record.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
-        drafted = self.controller.accepted(outcome)
+        drafted = self.controller.drafted(outcome)
+        self.controller.accepted(drafted)
         options = [each.option for _, each in drafted]
         if self.reads:
             if any(max(option.num_unread.values()) > BEHIND for option in options):
