@@ -78,9 +78,7 @@ class DraftOption:
 
     def num_made(self, depth: int) -> float | int:
         """How many of these guesses are expected to be made, before the minimum survival ends the chain."""
-        if self.made:
-            return self.made[depth - 1] if depth else 0.0
-        return self.num_nodes(depth)
+        return self.num_nodes(depth) if not self.made else self.made[depth - 1] if depth else 0.0
 
     def num_drawn(self, depth: int) -> float | int:
         """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
@@ -304,24 +302,21 @@ class MeasuredDrafter:
 
     def drafting_s(self, depth: float | int, num_rows: int) -> float:
         """What it would take to draft so many rows so far; by a batch of another size where it knows no other."""
-        if not self.drafts:
-            return 0.0
-        size = row_class(num_rows)
-        line = self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
-        return self.level.factor * line.expect(depth)
+        return self.cost_s(depth, num_rows, 0)
 
     def cost_line(self, num_rows: int, num_unread: int) -> tuple[float, float]:
         """Seconds of drafting so many rows before the first guess, and for each one behind the other."""
-        first_s, step_s = 0.0, 0.0
-        if self.drafts:
-            size = row_class(num_rows)
-            line = self.drafts.get(size) or self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
-            first_s, step_s = line.straight()
+        if not self.drafts:
+            return self.reading_s * num_unread / SPREAD, 0.0
+        size = row_class(num_rows)
+        line = self.drafts.get(size) or self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
+        first_s, step_s = line.straight()
         return self.level.factor * first_s + self.reading_s * num_unread / SPREAD, self.level.factor * step_s
 
     def cost_s(self, depth: float | int, num_rows: int, num_unread: int) -> float:
         """Seconds of drafting, with its part of reading what is unread."""
-        return self.drafting_s(depth, num_rows) + self.reading_s * num_unread / SPREAD
+        first_s, step_s = self.cost_line(num_rows, num_unread)
+        return first_s + step_s * depth
 
 
 @dataclass(slots=True)
@@ -375,8 +370,7 @@ class MeasuredDrafters:
             if speculation.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
                 budget = replace(budget, min_survival=learned.cut_off.min_survival)
                 made = learned.cut_off.num_made(budget.depth) if budget.min_survival > NO_MINIMUM else ()
-            budget = replace(budget, drafter=drafter) if drafter else budget
-            unread = {drafter: member.unread[i]}
+            budget, unread = replace(budget, drafter=drafter) if drafter else budget, {drafter: member.unread[i]}
             by_drafter[drafter] = DraftOption(budget, frozenset([drafter]), survival, promised, unread, free, made)
         if len(by_drafter) > 1 or (speculation.drafter == MERGED and by_drafter):
             estimated = any(member.expected and member.expected[i] is not None for member in outlook.drafters.values())
