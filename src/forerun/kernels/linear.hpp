@@ -266,6 +266,31 @@ inline int32_t group_start(const int8_t* x) {
   return SHORT_SUMS ? static_cast<int32_t>((low & 0xffff) | static_cast<uint32_t>(high) << 16) : low + high;
 }
 
+// Of numbers of at most 127 in size those nearest to them.
+FORERUN_INLINE Ints whole_of(Floats x) {
+  const Ints near = bits(x + 12582912.0f);  // 1.5 * 2^23, so that the low bits are the number
+  return (near << 24) >> 24;
+}
+
+// The scale by which the largest in size of some inputs becomes 127; `finite` holds 0, or what is not a number.
+FORERUN_INLINE float scale_of(Floats top, Floats finite) {
+  return std::max(largest(top) / 127.0f, 1.17549435e-38f) + sum(finite);
+}
+
+// The lower bits of 16 numbers.
+template <typename T>
+FORERUN_INLINE void put_lanes(T* to, Ints numbers) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 1) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)numbers));
+    return;
+  }
+#endif
+  int32_t lanes[LANES];
+  store(lanes, numbers);
+  for (int j = 0; j < LANES; j++) to[j] = static_cast<T>(lanes[j]);
+}
+
 // Inputs as whole numbers of at most 127 in size, a whole vector of which `each` is shown at a time, and their scale, which
 // is returned. Where an input is not finite nothing of the row is a number.
 template <typename T, typename Each>
@@ -275,21 +300,10 @@ FORERUN_INLINE float round_inputs(const float* x, int64_t size, T* numbers, Each
     const Floats part = load(x + i);
     top = larger(floats(bits(part) & 0x7fffffff), top), finite += part * 0.0f;
   }
-  const float scale = std::max(largest(top) / 127.0f, 1.17549435e-38f) + sum(finite);  // adds 0, or what is not a number
-  const float inverse = 1.0f / scale;
+  const float scale = scale_of(top, finite), inverse = 1.0f / scale;
   for (int64_t i = 0; i < size; i += LANES) {
-    const Ints near = bits(load(x + i) * inverse + 12582912.0f);  // 1.5 * 2^23, so that the low bits are the number
-    const Ints whole = (near << 24) >> 24;
-#if defined(__AVX512F__)
-    if constexpr (sizeof(T) == 1)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(numbers + i), _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)whole));
-    else
-#endif
-    {
-      int32_t lanes[LANES];
-      store(lanes, whole);
-      for (int j = 0; j < LANES; j++) numbers[i + j] = static_cast<T>(lanes[j]);
-    }
+    const Ints whole = whole_of(load(x + i) * inverse);
+    put_lanes(numbers + i, whole);
     each(i, whole);
   }
   return scale;
@@ -299,22 +313,27 @@ FORERUN_INLINE float round_inputs(const float* x, int64_t size, T* numbers, Each
 // weights its inputs' sum times the scale, then what its sums start from.
 template <typename T>
 inline void prepare_groups(const Linear& l, const float* x, T* numbers, int64_t from, int64_t end) {
+  static_assert(GROUP == 2 * LANES, "a group is two vectors, which stay in registers");
   const int64_t size = l.groups.size, is_four = l.groups.bits == 4;
+  const bool short_sums = SHORT_SUMS && is_four && !l.groups.has_least;
+  const int32_t begin = is_four ? (l.groups.has_least ? 0 : -8) : UNSIGNED ? -128 : 0;  // times the inputs' sum
   float* const scales = reinterpret_cast<float*>(numbers + l.depth);
   float* const totals = scales + l.depth / GROUP;
   int32_t* const starts = reinterpret_cast<int32_t*>(totals + l.depth / size);
   for (int64_t first = from; first < end; first += GROUP) {
-    Ints parts[GROUP / LANES];
-    const float scale = round_inputs(x + first, GROUP, numbers + first, [&](int64_t i, Ints part) { parts[i / LANES] = part; });
+    const Floats low = load(x + first), high = load(x + first + LANES);
+    const Floats top = larger(floats(bits(high) & 0x7fffffff), larger(floats(bits(low) & 0x7fffffff), Floats{}));
+    const float scale = scale_of(top, low * 0.0f + high * 0.0f), inverse = 1.0f / scale;
+    const Ints low_part = whole_of(low * inverse), high_part = whole_of(high * inverse);
+    put_lanes(numbers + first, low_part), put_lanes(numbers + first + LANES, high_part);
     scales[first / GROUP] = scale;
-    for (int64_t part = 0; part < GROUP; part += size) {
-      const int32_t total = size == GROUP ? sum(parts[0] + parts[1]) : sum(parts[part / LANES]);
-      int32_t start = is_four ? -8 * total : -128 * total;
-      if (is_four ? l.groups.has_least : !UNSIGNED) start = 0;
-      else if (is_four && SHORT_SUMS) start = group_start(reinterpret_cast<const int8_t*>(numbers + first));
-      totals[(first + part) / size] = scale * static_cast<float>(total);
-      starts[(first + part) / size] = start;
-    }
+    const auto tell = [&](int64_t at, Ints part) {
+      const int32_t total = sum(part);
+      totals[at] = scale * static_cast<float>(total);
+      starts[at] = short_sums ? group_start(reinterpret_cast<const int8_t*>(numbers + first)) : begin * total;
+    };
+    if (size == GROUP) tell(first / GROUP, low_part + high_part);
+    else tell(first / LANES, low_part), tell(first / LANES + 1, high_part);
   }
 }
 
