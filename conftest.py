@@ -4,6 +4,7 @@ Must not import forerun: the import hook below has to come first. FORERUN_TYPECH
 """
 
 import gc
+import math
 import os
 import re
 import sys
@@ -83,6 +84,16 @@ def no_costs_are_measured_at_starts() -> Generator[None, None, None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "LIMIT_S", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_measurement_counts_as_disturbed() -> Generator[None, None, None]:
+    """Tests that run side by side disturb each other's measurements, of which only the form is looked at."""
+    from forerun import neighbours
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "DISTURBING", math.inf)
         yield
 
 

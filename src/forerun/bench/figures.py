@@ -45,7 +45,8 @@ class CellFigures:
     plain decoding. `pass_ratio` is v(k): a full round's pass over a plain one. `draft_step_ratio` is c: a full
     round's drafting, per depth, over a plain pass. `predicted` is o G / (k c + v), G the tokens per round, o the places
     of the batch that were taken on average, over those of plain decoding: sequences that accept more end sooner.
-    `engine_s` is what a round takes outside the target's and the drafter's passes.
+    `engine_s` is what a round takes outside the target's and the drafter's passes. `num_busy` are the cores that other
+    programs kept busy during the run, and the plain one beside it, that they disturbed most.
     """
 
     depth: int
@@ -67,6 +68,7 @@ class CellFigures:
     measured_over_predicted: Spread | None
     engine_s: Spread | None
     peak_bytes: int | None
+    num_busy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> Cel
         measured_over_predicted=beside(lambda run, other: over(speed_up(run, other), predicted(run, other))),
         engine_s=of(lambda run: over(run.decode_s - run.pass_s - run.draft_pass_s, run.num_passes)),
         peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
+        num_busy=max((run.num_busy for pair in pairs for run in pair if run.num_busy is not None), default=None),
     )
 
 

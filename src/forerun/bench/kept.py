@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidRequest
+from forerun.neighbours import disturbs
 from forerun.progress import LoadingBar
 from forerun.store import Journal
 from forerun.streams import show_note
@@ -44,6 +45,11 @@ class Measurements:
                 raise InvalidRequest(option, f"{path}:{number} is damaged: start over with --fresh")
             found.values[entry["of"]] = entry["value"]
         return found
+
+    def holds(self, of: str) -> bool:
+        """Whether it need not be measured any more: it is there, and no other program disturbed it."""
+        value = self.values.get(of)
+        return of in self.values and not (isinstance(value, dict) and disturbs(value.get("num_busy")))
 
     def add(self, of: str, value: Any) -> Any:
         """A finished measurement, on disk when this returns; in the form that a later run will read."""

@@ -108,7 +108,7 @@ def bench(stage: Stage, selection: Selection, kept: Measurements, report: Progre
     """Run what is not kept yet, and say what all runs show."""
     groups = selection.groups({name: workload.replayed for name, workload in stage.workloads.items()})
     turns = selection.turns()
-    left = {group: [turn for turn in turns if run_name(group, turn) not in kept.values] for group in groups}
+    left = {group: [turn for turn in turns if not kept.holds(run_name(group, turn))] for group in groups}
     in_all, done = sum(weight(stage, group) * len(own) for group, own in left.items()), 0
     for group, own in left.items():
         if own:

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.bench.lane import Clock, Lane, Pace, Timed
@@ -24,6 +24,7 @@ from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.llm import LLM
 from forerun.machine import forget_peak_rss, peak_rss_bytes
 from forerun.models.experts_config import ExpertsConfig, expected_distinct
+from forerun.neighbours import Neighbours
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -67,6 +68,7 @@ class BenchRun:
     num_rounds_by_arm: tuple[tuple[str, int], ...] = ()  # of a mix, in which it drafted a sequence
     full_experts: float | None = None  # that a layer with experts reads in a full round, on average
     expected_experts: float | None = None  # the same if tokens chose theirs evenly and each for itself
+    num_busy: float | None = None  # cores that other programs kept busy meanwhile, as far as that is known
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> BenchRun:
@@ -155,13 +157,14 @@ class Stage:
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
-        own_peak = forget_peak_rss()
+        own_peak, neighbours = forget_peak_rss(), Neighbours()
         tape, sequences = self.tape(group, turn.depth), list[EngineSequence]()
         turns = list(waves(len(self.workloads[group.workload].items), group.batch))
         for numbers in [range(turns[-1].stop)] if self.refills else turns:
             sequences += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
         answers = [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
-        return tape.run(turn, answers, peak_rss_bytes() if own_peak else None)
+        run = tape.run(turn, answers, peak_rss_bytes() if own_peak else None)
+        return replace(run, num_busy=neighbours.num_busy())
 
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
         """A few rounds at every depth, which compile kernels and are not counted."""

@@ -19,10 +19,12 @@ from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
+from forerun.neighbours import disturbance, disturbs
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
 MOST_SHOWN = 3
+DISTURBED = "disturbed"  # in the place of a spread
 STYLES = ("o-", "o--", "o:", "o-.")
 
 
@@ -43,7 +45,8 @@ def row(cell: CellFigures) -> Iterator[Cell]:
     """One depth's line; what plain decoding is compared with is itself, so it has no ratios."""
     yield depth_name(cell.depth)
     yield number(cell.tokens_per_s, ".1f")
-    yield from speed_up_cells(cell.speed_up) if cell.depth else ("plain", "")
+    disturbed = disturbs(cell.num_busy)
+    yield from speed_up_cells(cell.speed_up, disturbed) if cell.depth else ("plain", DISTURBED * disturbed)
     yield f"{cell.tokens_per_round:.2f}" if cell.tokens_per_round is not None else "?"
     yield f"{cell.acceptance_rate:.0%}" if cell.acceptance_rate is not None else ""
     yield number(cell.pass_ratio, ".2f") if cell.depth > 0 else ""
@@ -52,12 +55,12 @@ def row(cell: CellFigures) -> Iterator[Cell]:
     yield number(cell.first_token_s, ".0f", 1000.0)
 
 
-def speed_up_cells(speed_up: Spread | None) -> tuple[Cell, Cell]:
-    """A speed-up, coloured by whether it is one, and its quartiles."""
+def speed_up_cells(speed_up: Spread | None, disturbed: bool = False) -> tuple[Cell, Cell]:
+    """A speed-up, coloured by whether it is one, and its quartiles; or that it was disturbed."""
     if speed_up is None:
         return Text("?"), ""
-    median = Text(f"×{speed_up.median:.2f}", "green" if speed_up.median > 1 else "yellow")
-    return median, f"{speed_up.low:.2f}–{speed_up.high:.2f}"
+    median = Text(f"×{speed_up.median:.2f}", "red" if disturbed else "green" if speed_up.median > 1 else "yellow")
+    return median, Text(DISTURBED, "red") if disturbed else f"{speed_up.low:.2f}–{speed_up.high:.2f}"
 
 
 def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
@@ -72,6 +75,8 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
         rates = " ".join(f"{rate:.2f}" for rate in deepest.acceptance_at_depth)
         yield Text(f"kept at depth 1, 2, …: {rates}", "dim")
     yield from choices(figures)
+    if note := disturbance(max((cell.num_busy or 0.0 for cell in figures.cells), default=None)):
+        yield Text(note, "red")
     if read := [cell for cell in figures.cells if cell.experts and cell.expected_experts]:
         each = (f"{number(c.experts, '.1f')} ({c.expected_experts:.1f}) at depth {depth_name(c.depth)}" for c in read)
         yield Text(f"experts that a layer reads in a pass (if tokens chose by chance): {', '.join(each)}", "dim")

@@ -28,6 +28,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence as TextSequence
 from forerun.guard import attempt
+from forerun.neighbours import Neighbours, disturbance
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
@@ -118,11 +119,14 @@ def calibrate(
     kept = read_kept(key, engine.drafter.names)
     if kept is not None:
         return kept
-    controller = MeasuredDepth()
+    controller, neighbours = MeasuredDepth(), Neighbours()
     error = attempt(lambda: measure(engine, requests, params, controller, progress))
     if error is None and controller.costs.kinds:
-        costs = as_json(controller)
-        keep(key, costs)
+        costs, disturbed = as_json(controller), disturbance(neighbours.num_busy())
+        if disturbed:
+            logger.warning("What drafting costs was measured, but %s: the next start measures it again.", disturbed)
+        else:
+            keep(key, costs)
         return from_json(costs, engine.drafter.names)  # so the first start begins with what later ones read
     logger.debug("The costs of rounds could not be measured at the start.", exc_info=error)
     return MeasuredDepth()

@@ -22,7 +22,7 @@ RECENT_S = 1.0  # what others did in a longer time says little of now
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FEW_ROWS = 32  # of more, threads are at work for longer than the system lets one program run: all of them are as good
 STAT, CPU_MAX = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
-USER, NICE, SYSTEM, IRQ, SOFTIRQ = 1, 2, 3, 6, 7  # columns of a core's line, see proc(5)
+USER, NICE, SYSTEM, IRQ, SOFTIRQ, STEAL = 1, 2, 3, 6, 7, 8  # columns of a core's line, see proc(5)
 
 
 @dataclass
@@ -60,11 +60,14 @@ class FreeCores:
         self.cores, self.seen = cores, None if others_s is None else (now_s, others_s)
         self.num_threads = max(1, min(len(cores) - max(0, busy), self.quota()))
 
-    def others_s(self) -> float | None:
-        """Processor time that other processes have used of this one's cores; None where the system does not tell."""
+    def others_s(self, stolen: bool = False) -> float | None:
+        """Processor time that other processes have used of this one's cores; None where the system does not tell.
+
+        `stolen`: with what a virtual machine's host has given to others.
+        """
         try:
             lines = [line.split() for line in self.stat.read_text().splitlines() if line.startswith("cpu")]
-            columns = (USER, SYSTEM, IRQ, SOFTIRQ, *((NICE,) if os.nice(0) > 0 else ()))
+            columns = (USER, SYSTEM, IRQ, SOFTIRQ, *((NICE,) if os.nice(0) > 0 else ()), *((STEAL,) if stolen else ()))
             cores = {f"cpu{core}" for core in allowed_cores()}
             ticks = sum(int(line[column]) for line in lines if line[0] in cores for column in columns)
         except (OSError, ValueError, IndexError):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
+from forerun.neighbours import Neighbours, disturbance, disturbs
 from forerun.store import cache_folder, replace_file
 
 ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
@@ -41,8 +43,10 @@ SMALL_BYTES = 64 << 20  # models below, in float32, stay in a processor's caches
 SAMPLE_WEIGHTS = 1 << 22  # a layer is timed by so many of its weights: by fewer outputs of the same inputs
 COPIES = 4  # of a sample, taken in turn, so that weights come from memory as in a pass
 TURNS = 5  # of all backends, of which the shortest times count: neighbours on the same cores only make times longer
+TRIES = 2  # of a measurement that other programs disturb
 ADVANTAGE = 1.1  # how many times as fast something else must be than what is preferred
 
+MeasuredTimes = Mapping["BackendKind", Sequence[float]]  # seconds for each of ROWS
 logger = logging.getLogger(__name__)
 
 
@@ -100,7 +104,8 @@ def choose_backend(
     shapes = products(config)
     if 4 * sum(math.prod(shape) * count for shape, count in shapes.items()) < SMALL_BYTES:
         return BackendChoice(preferred)
-    return fastest(answer_times((preferred, *others), shapes, progress), lambda backend: is_trusted(backend, config))
+    times = answer_times((preferred, *others), shapes, progress)
+    return fastest(times, lambda backend: is_trusted(backend, config)) if times else BackendChoice(preferred)
 
 
 def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKind], bool]) -> BackendChoice:
@@ -144,7 +149,10 @@ def answer_times(
     shapes: Mapping[tuple[int, int], int],
     progress: ProgressCallback | None,
 ) -> dict[BackendKind, float]:
-    """Seconds that the linear layers of a model take by each of them, for an answer as PASSES has it."""
+    """Seconds that the linear layers of a model take by each of them, for an answer as PASSES has it.
+
+    What is measured is kept, unless other programs disturb it, at a second try too: then nothing is known.
+    """
     total, kept = dict.fromkeys(backends, 0.0), read_times()
     for number, ((outputs, inputs), count) in enumerate(shapes.items()):
         part = min(outputs, max(64, SAMPLE_WEIGHTS // inputs))
@@ -152,12 +160,25 @@ def answer_times(
         if not kept.keys() >= set(keys.values()):
             if progress is not None:
                 progress("measuring kernels, once on this machine", number / len(shapes))
-            found = measured(backends, part, inputs)
+            found = undisturbed(partial(measured, backends, part, inputs))
+            if found is None:
+                return {}
             kept = {**read_times(), **{keys[backend]: times for backend, times in found.items()}}
             keep_times(kept)
         for backend, key in keys.items():
             total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, kept[key], strict=True))
     return total
+
+
+def undisturbed(measure: Callable[[], MeasuredTimes]) -> MeasuredTimes | None:
+    """What is measured while other programs leave the cores alone; None where they do not at two tries."""
+    for _ in range(TRIES):
+        neighbours = Neighbours()
+        times = measure()
+        if not disturbs(neighbours.num_busy()):
+            return times
+    logger.warning("Kernels were not compared: %s.", disturbance(neighbours.num_busy()))
+    return None
 
 
 def times_key(backend: BackendKind, outputs: int, inputs: int) -> str:
@@ -167,7 +188,7 @@ def times_key(backend: BackendKind, outputs: int, inputs: int) -> str:
     return f"{by}, {order_of_sums()}: {backend.dtype}, {outputs} x {inputs}"
 
 
-def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> dict[BackendKind, tuple[float, ...]]:
+def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> MeasuredTimes:
     """The shortest seconds that such a layer takes by each of them, for each of ROWS; measured by turns."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5

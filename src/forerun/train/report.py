@@ -14,6 +14,7 @@ from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.draft.auto import DrafterRecord
 from forerun.figure_table import fact_table
 from forerun.models.loading import Blueprint
+from forerun.neighbours import disturbance
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
 from forerun.train.speed import best_depth
@@ -116,6 +117,8 @@ class TrainReport:
             tokens = self.best.tokens_per_round[depth - 1]
             what = f"×{speed_up:.2f} predicted at batch 1, depth {depth}, {tokens:.2f} tokens per round"
             table.add_row("speed", what if speed_up > 1 else f"{what}: plain decoding is faster here")
+            if note := disturbance(self.costs.num_busy if self.costs else None):
+                table.add_row("", Text(f"That was {note}.", "red"))
         return table
 
 

@@ -59,11 +59,12 @@ def round_costs(
     stage = Stage(llm, {texts.name: texts}, num_tokens, drafter=drafter, controller=FixedDepth())
     meter = PassMeter(stage, Group(texts.name, 1, temperature), None, deepest, REPEATS)
     try:
-        meter.measure(sizes_at(1, depths), progress)
+        num_busy = meter.measure(sizes_at(1, depths), progress).num_busy
     except DraftError:
         return None
     plain_s = meter.shortest_s[0]
-    return RowCosts(plain_s, {1 + depth: taken_s / plain_s for depth, taken_s in meter.shortest_s.items()}, {})
+    passes = {1 + depth: taken_s / plain_s for depth, taken_s in meter.shortest_s.items()}
+    return RowCosts(plain_s, passes, {}, num_busy=num_busy)
 
 
 def costs_of_student(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
+from forerun.neighbours import disturbs
 from forerun.sampling.noise import mix
 from forerun.store import Journal, whole_folder, writable, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
@@ -101,7 +102,8 @@ class Trainer:
         depth, speed_up = (len(figures.tokens_per_round), 0.0) if self.costs is None else self.predicted(figures)
         accepted = figures.acceptance_at_depth[0] if figures.acceptance_at_depth else 0.0
         told = f"{accepted:.2f} accepted at depth 1, {figures.tokens_per_round[depth - 1]:.2f} tokens per round"
-        return f"{told}, ×{speed_up:.2f} predicted" if speed_up else told
+        disturbed = ", disturbed" if self.costs is not None and disturbs(self.costs.num_busy) else ""
+        return f"{told}, ×{speed_up:.2f} predicted{disturbed}" if speed_up else told
 
     def predicted(self, figures: HeldOutFigures) -> tuple[int, float]:
         """The depth that pays most, and the speed-up there; rounds were timed."""

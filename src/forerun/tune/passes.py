@@ -24,6 +24,7 @@ from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.errors import DraftError
+from forerun.neighbours import Neighbours
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from forerun.tune.pilot import ForwardingDrafter
@@ -77,12 +78,14 @@ class RowCosts:
     """What rounds of so many rows take beside a plain one of them, which takes `plain_s`.
 
     `passes` are by tokens, `drafts` by depth, both as ratios; drafters read `reading_s` seconds for each prompt token.
+    `num_busy` are the cores that other programs kept busy while all that was measured.
     """
 
     plain_s: float
     passes: dict[int, float]
     drafts: dict[int, float]
     reading_s: float = 0.0
+    num_busy: float | None = None
 
     def pass_s(self, num_tokens: int) -> float:
         """Seconds of a pass over so many tokens and of all that goes with it: on the line to the nearest sizes."""
@@ -111,7 +114,7 @@ class RowCosts:
     def from_json(cls, entry: Mapping[str, Any]) -> RowCosts:
         """What JSON was made of; it knows names that are texts alone."""
         passes, drafts = ({int(size): ratio for size, ratio in entry[name].items()} for name in ("passes", "drafts"))
-        return cls(entry["plain_s"], passes, drafts, entry["reading_s"])
+        return cls(entry["plain_s"], passes, drafts, entry["reading_s"], entry.get("num_busy"))
 
 
 def along(known: Mapping[int, float], size: int) -> float:
@@ -185,7 +188,7 @@ class PassMeter:
     def measure(self, sizes: Sequence[int], report: ProgressCallback) -> RowCosts:
         """What rounds of these sizes take, and what drafters take to read prompts. DraftError where no round fits."""
         order = [size for _ in range(self.repeats) for size in sizes]
-        number = 0
+        number, neighbours = 0, Neighbours()
         for wave in range(MOST_WAVES):
             if number >= len(order):
                 break
@@ -204,6 +207,7 @@ class PassMeter:
         found = RowCosts(statistics.median(self.plain), {self.group.batch: 1.0} | passes, drafts)
         each_s = [max(0.0, taken_s - found.draft_s(depth)) / max(1, num) for num, taken_s, depth in self.reading]
         found.reading_s = statistics.median(each_s) if each_s else 0.0  # beyond what drafting alone takes
+        found.num_busy = neighbours.num_busy()
         return found
 
     def wave(self, sizes: Sequence[int], number: int) -> int:

@@ -63,6 +63,13 @@ class TuneReport:
         return best if best is None or best.speed_up > 1 else TunedChoice(batch, temperature, None, 0, 1.0)
 
     @property
+    def num_busy(self) -> float | None:
+        """Cores that other programs kept busy in the cell that they disturbed most; None where that is not known."""
+        figures = [cell.figures for each in self.studied for cell in each.cells if cell.figures]
+        cells = [cell for group in figures for cell in group.cells]
+        return max((cell.num_busy for cell in cells if cell.num_busy is not None), default=None)
+
+    @property
     def template(self) -> Any:
         """The chat template's hash and what it was told, or None where prompts are plain text."""
         return self.about["prompts"]["template"]

@@ -17,6 +17,7 @@ from forerun.bench.show import machine_line, medians, number, speed_up_cells
 from forerun.cache.plan import size
 from forerun.config import AUTO
 from forerun.figure_table import Cell, FigureTable, fact_table
+from forerun.neighbours import disturbance, disturbs
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
@@ -74,8 +75,9 @@ def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[lis
 
 def measured(figures: CellFigures | None) -> list[Cell]:
     """Tokens per second, the speed-up and its quartiles."""
-    speed = number(figures.tokens_per_s, ".1f") if figures else "?"
-    return [speed, *speed_up_cells(figures.speed_up if figures else None)]
+    if figures is None:
+        return ["?", *speed_up_cells(None)]
+    return [number(figures.tokens_per_s, ".1f"), *speed_up_cells(figures.speed_up, disturbs(figures.num_busy))]
 
 
 def named(name: str, best: bool) -> Text:
@@ -152,6 +154,8 @@ def verdict(report: TuneReport) -> Iterator[Text]:
         if pick.interval is not None:
             low, high = pick.interval
             yield Text(f"On other prompts like these, {low:.2f} to {high:.2f} times.", "green")
+    if note := disturbance(report.num_busy):
+        yield Text(f"That was {note}.", "bold red")
     for temperature in report.temperatures:
         batch = report.plain_from(temperature)
         if batch is not None and pick.draft is not None:

@@ -76,7 +76,7 @@ class Trial:
     def known(self, what: str, made: Callable[[], Any]) -> Any:
         """A measurement: as it is kept, or made now. Raises OutOfTime where it is too late for that."""
         of = f"{self.name} {what}"
-        if of in self.kept.values:
+        if self.kept.holds(of):
             return self.kept.values[of]
         if self.late:
             raise OutOfTime
@@ -198,7 +198,7 @@ class Trial:
 
     def has_run(self, group: Group, turn: Turn) -> bool:
         """Whether this run is kept already."""
-        return f"{self.name} {run_name(group, turn)}" in self.kept.values
+        return self.kept.holds(f"{self.name} {run_name(group, turn)}")
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or of drafted decoding, of all prompts that are measured."""
