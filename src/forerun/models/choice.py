@@ -163,7 +163,7 @@ def answer_times(
             found = undisturbed(partial(measured, backends, part, inputs))
             if found is None:
                 return {}
-            kept = {**read_times(), **{keys[backend]: times for backend, times in found.items()}}
+            kept = {**read_times(), **{keys[backend]: tuple(times) for backend, times in found.items()}}
             keep_times(kept)
         for backend, key in keys.items():
             total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, kept[key], strict=True))
