@@ -135,9 +135,9 @@ def run_card(
         share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
         card.add_row("acceptance", share)
         card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
-        for number, own in sorted(stats.drafters.items()):
-            guesses = f", {own.num_accepted} of {own.num_drafted} accepted" if own.num_drafted else ""
-            line = f"{drafters[number]} in {counted(own.num_rounds, 'round')}{guesses}"
+        for number, counts in sorted(stats.drafters.items()):
+            guesses = f", {counts.num_accepted} of {counts.num_drafted} accepted" if counts.num_drafted else ""
+            line = f"{drafters[number]} in {counted(counts.num_rounds, 'round')}{guesses}"
             card.add_row("" if number != min(stats.drafters) else "  by arm", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)

@@ -55,8 +55,8 @@ class Speculation:
     auto: bool = False
 
     def __post_init__(self) -> None:
-        given: object = self.depth
-        if isinstance(given, str) and given == AUTO:
+        depth: object = self.depth
+        if isinstance(depth, str) and depth == AUTO:
             object.__setattr__(self, "depth", AUTO_DEPTH if self.tree is None else DEFAULT_DEPTH)
             object.__setattr__(self, "auto", True)
         if self.tree is not None:

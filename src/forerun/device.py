@@ -57,13 +57,13 @@ class Placement:
             name = "cpu" if device.type == "cpu" else str(device)  # a CPU's index says nothing
         if name == "auto":
             name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
-        found = DEVICE_NAME.fullmatch(name) if isinstance(name, str) else None
-        if found is None:
+        match = DEVICE_NAME.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
             raise InvalidRequest("device", f"{name!r:.60} is not known: use {', '.join(DEVICES)}, or cuda:1 and so on.")
-        if found[0] == "cpu":
+        if match[0] == "cpu":
             return CPU
-        index = int(found[1] or 0)
-        require_cuda(found[0], index)
+        index = int(match[1] or 0)
+        require_cuda(match[0], index)
         return cls(torch.device("cuda", index), fixed=True, one_gemm=one_gemm)
 
     @property
@@ -175,8 +175,8 @@ class Download:
         """The tensor's numbers, nested as its dimensions are."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        found: list[Any] = self.host.numpy().tolist()
-        return found
+        numbers: list[Any] = self.host.numpy().tolist()
+        return numbers
 
 
 class Captures:

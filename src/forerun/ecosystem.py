@@ -189,20 +189,20 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
     """What a `speculative_config` asks for, as a draft and how far it goes. Raises InvalidRequest, naming the key."""
     if not isinstance(config, Mapping):
         raise _refused("", config, 'it must be a dict such as {"method": "ngram", "num_speculative_tokens": 4}')
-    given = {key: value for key, value in config.items() if value is not None}
+    fields = {key: value for key, value in config.items() if value is not None}
     known = ["method", *(key for keys in METHODS.values() for key in keys), *SPECULATIVE_WORDS]
-    for key, value in given.items():
+    for key, value in fields.items():
         if key not in known and (likely := nearest(key, known)):
             raise _refused(key, value, f"did you mean {likely!r}")
-    method = given.pop("method", None) or ("draft_model" if "model" in given else "")
+    method = fields.pop("method", None) or ("draft_model" if "model" in fields else "")
     if not isinstance(method, str) or method not in METHODS:
         raise _refused("method", method, f"use one of {', '.join(METHODS)}, or see `draft` for what else drafts here")
-    values = {key: given.pop(key) for key in METHODS[method] if key in given}
-    for key, value in given.items():
+    values = {key: fields.pop(key) for key in METHODS[method] if key in fields}
+    for key, value in fields.items():
         word = SPECULATIVE_WORDS.get(key)
         if word is None or not word.accepts(value):
-            own = f"method {method!r} takes {', '.join(METHODS[method])}"
-            raise _refused(key, value, own if word is None else word.answer)
+            options = f"method {method!r} takes {', '.join(METHODS[method])}"
+            raise _refused(key, value, options if word is None else word.answer)
     depth = values.get("num_speculative_tokens", SUFFIX_DEPTH if method == "suffix" else None)
     if depth is None:
         raise _refused("num_speculative_tokens", None, "say how many tokens to guess in a round")

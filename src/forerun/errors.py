@@ -160,8 +160,8 @@ class RequestFailed(ForerunError):
         these it is this error.
         """
         cause = self.__cause__
-        own = isinstance(cause, Exception) and not isinstance(cause, StopIteration | StopAsyncIteration)
-        return cause if own else self  # type: ignore[return-value]
+        is_ordinary = isinstance(cause, Exception) and not isinstance(cause, StopIteration | StopAsyncIteration)
+        return cause if is_ordinary else self  # type: ignore[return-value]
 
 
 class RoundFailed(RequestFailed):

@@ -31,8 +31,8 @@ BEGINNINGS = {  # of files that stand in the place of others: what they are, and
 
 def short(text: object) -> str:
     """A text for a message, such as another library's error: its beginning."""
-    found = str(text)
-    return found if len(found) <= 200 else found[:200] + "…"
+    line = str(text)
+    return line if len(line) <= 200 else line[:200] + "…"
 
 
 def mistaken(path: Path) -> str | None:

@@ -93,6 +93,6 @@ def shown(value: object) -> str:
 
 
 def shown_as_json(value: object) -> str:
-    """The same as JSON writes it, which it was read from."""
+    """A value that was read from JSON as JSON writes it, cut short where it is long."""
     with values_in_json():
         return shown(value)

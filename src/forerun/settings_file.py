@@ -30,7 +30,7 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
     except ValueError as error:
         raise InvalidRequest("config", f"{path} is not TOML in UTF-8: {error}") from error
     names = sorted({*known, *others})
-    found = {}
+    settings = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in names:
@@ -38,8 +38,8 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
         if not isinstance(value, str | int | float):
             raise InvalidRequest("config", f"{path}: {key} is {shown(value)}: it must be a text, a number or true")
         if name in known:
-            found[name] = value if isinstance(value, bool) else str(value)
-    return found
+            settings[name] = value if isinstance(value, bool) else str(value)
+    return settings
 
 
 def written_settings(values: Mapping[str, str | int | float | bool], heading: str) -> str:

@@ -66,10 +66,10 @@ class StaticTree:
     @cached_property
     def below(self) -> Mapping[RankPath, Sequence[int]]:
         """The ranks of every node's children, ascending; () is the root."""
-        found: dict[RankPath, list[int]] = {path: [] for path in ((), *map(tuple, self.paths))}
+        children: dict[RankPath, list[int]] = {path: [] for path in ((), *map(tuple, self.paths))}
         for path in self.paths:
-            found[tuple(path[:-1])].append(path[-1])
-        return found
+            children[tuple(path[:-1])].append(path[-1])
+        return children
 
     @property
     def depth(self) -> int:

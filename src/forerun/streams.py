@@ -98,14 +98,14 @@ class Guarded:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """The same as the stream's own."""
+        """Write the text to the stream; how many characters that were."""
         try:
             return int(self._stream.write(text))
         except OSError as error:
             self._end(error)
 
     def flush(self) -> None:
-        """The same as the stream's own."""
+        """Hand over what the stream holds back."""
         try:
             self._stream.flush()
         except OSError as error:

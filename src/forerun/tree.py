@@ -36,7 +36,7 @@ class DraftLaw:
         return DraftLaw(upload_tensor(self.row, device), upload_tensor(self.probs, device), ids)
 
     def dense(self, vocab: int) -> Float[Tensor, "rows vocab"]:
-        """The same laws over the whole vocabulary."""
+        """The laws with a column for every id of the vocabulary."""
         if self.ids is None:
             return self.probs
         return self.probs.new_zeros(len(self.probs), vocab).scatter_(1, self.ids, self.probs)
@@ -326,7 +326,7 @@ class DraftTree:
         return None if is_cpu(drawn.device) and not drawn.numpy().any() else drawn
 
     def without_law(self) -> DraftTree:
-        """The same guesses, to be judged by `follow`: for trees pruned after their tokens were drawn.
+        """The tree without laws, to be judged by `follow`, as one is that is pruned after its tokens were drawn.
 
         Nodes that the host has seen are copied to it again; which of the unseen ones are read does not change.
         """

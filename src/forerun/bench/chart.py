@@ -95,8 +95,8 @@ def png(title: str, rows: Sequence[Sequence[LinePanel]]) -> bytes:
     figure, file = Figure(figsize=size, layout="constrained"), io.BytesIO()
     FigureCanvasAgg(figure)
     for axes, panels in zip(figure.subplots(len(rows), len(rows[0]), squeeze=False), rows, strict=True):
-        for own, panel in zip(axes, panels, strict=True):
-            panel.draw(own)
+        for ax, panel in zip(axes, panels, strict=True):
+            panel.draw(ax)
         axes[0].legend(fontsize="small", frameon=False)
     figure.suptitle(title, fontsize="medium", wrap=True)
     figure.savefig(file, format="png", dpi=DPI)

@@ -37,14 +37,14 @@ class Measurements:
         `about` is everything that decides a measurement. Raises InvalidRequest, with the file as it was, for one that
         holds something else or cannot be used.
         """
-        found, head = cls(path, option, place), {SIGNS[what]: FORM, "about": about}
-        with found.writable():
-            found.journal = Journal.of_run(path, head, what, option, place, fresh)
-        for number, entry in enumerate(found.journal.entries[1:], start=2):
+        kept, head = cls(path, option, place), {SIGNS[what]: FORM, "about": about}
+        with kept.writable():
+            kept.journal = Journal.of_run(path, head, what, option, place, fresh)
+        for number, entry in enumerate(kept.journal.entries[1:], start=2):
             if not isinstance(entry, dict) or set(entry) != {"of", "value"}:
                 raise InvalidRequest(option, f"{path}:{number} is damaged: start over with --fresh")
-            found.values[entry["of"]] = entry["value"]
-        return found
+            kept.values[entry["of"]] = entry["value"]
+        return kept
 
     def holds(self, of: str) -> bool:
         """Whether it need not be measured any more: it is there, and no other program disturbed it."""

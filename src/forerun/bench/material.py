@@ -63,8 +63,8 @@ class Template:
     @property
     def thinking(self) -> bool | None:
         """What the template is told about thinking; None where nothing."""
-        told = self.options.get("enable_thinking", self.options.get("thinking"))
-        return told if isinstance(told, bool) else None
+        enabled = self.options.get("enable_thinking", self.options.get("thinking"))
+        return enabled if isinstance(enabled, bool) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ def words_of(entry: Mapping[str, Any], name: str, place: str) -> TextOrIds:
     words = entry.get(name)
     ids = isinstance(words, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in words)
     if not words or not (ids or isinstance(words, str)):
-        given = json.dumps(words)[:40] if name in entry else "missing"
-        raise InvalidRequest("prompts", f'{place}: "{name}" is {given}: it must be some text or a list of token ids')
+        excerpt = json.dumps(words)[:40] if name in entry else "missing"
+        raise InvalidRequest("prompts", f'{place}: "{name}" is {excerpt}: it must be some text or a list of token ids')
     return words  # type: ignore[no-any-return]
 
 

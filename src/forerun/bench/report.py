@@ -67,7 +67,7 @@ class BenchReport:
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
-        found: dict[str, Any] = jsonable(
+        values: dict[str, Any] = jsonable(
             {
                 **self.about,
                 "bandwidth_bytes_per_s": asdict(self.bandwidth),
@@ -78,7 +78,7 @@ class BenchReport:
                 "cells": [cell_object(figures, cell) for figures in self.groups for cell in figures.cells],
             }
         )
-        return found
+        return values
 
     def group_object(self, figures: GroupFigures) -> dict[str, Any]:
         """A group without its cells."""

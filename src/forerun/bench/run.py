@@ -118,7 +118,9 @@ class Tape:
             num_accepted=stats.num_accepted,
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
-            num_rounds_by_arm=tuple((self.arms[arm], own.num_rounds) for arm, own in sorted(stats.drafters.items())),
+            num_rounds_by_arm=tuple(
+                (self.arms[arm], counts.num_rounds) for arm, counts in sorted(stats.drafters.items())
+            ),
             full_pass_s=statistics.median(each.pass_s for each in full) if full else None,
             full_draft_s=statistics.median(each.draft_s for each in full) if full else None,
             full_experts=None

@@ -97,14 +97,14 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
 def choices(figures: GroupFigures) -> Iterator[Text]:
     """What the controller chose: how many guesses where the depth was its own, and which arms of a mix."""
     for cell in figures.cells:
-        said = []
+        sentences = []
         if cell.depth == CHOSEN and cell.guesses_per_round is not None:
-            said.append(f"{cell.guesses_per_round:.2f} guesses per round")
+            sentences.append(f"{cell.guesses_per_round:.2f} guesses per round")
         if in_all := sum(cell.num_rounds_by_arm.values()):
             shares = (f"{arm} {num / in_all:.0%}" for arm, num in cell.num_rounds_by_arm.items())
-            said.append("drafted by " + ", ".join(shares))
-        if said:
-            yield Text(f"depth {depth_name(cell.depth)}: {'; '.join(said)}", "dim")
+            sentences.append("drafted by " + ", ".join(shares))
+        if sentences:
+            yield Text(f"depth {depth_name(cell.depth)}: {'; '.join(sentences)}", "dim")
 
 
 def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:

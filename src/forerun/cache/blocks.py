@@ -40,7 +40,7 @@ class Move:
     count: int
 
     def pieces(self) -> Iterator[Move]:
-        """The same move as an ordered list of moves whose own ranges do not overlap: no temporary is needed."""
+        """The move in parts whose own ranges do not overlap, in the order in which they need no temporary."""
         step = min(abs(self.source - self.target), self.count)
         firsts = range(0, self.count, step)
         for first in firsts if self.target < self.source else reversed(firsts):

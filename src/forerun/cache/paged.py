@@ -266,14 +266,14 @@ class PagedCache:
     def _wanted(self, seq_ids: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
         """Blocks per row, for those whose last block has no room for `counts[i]` more tokens."""
         assert len(set(seq_ids)) == len(seq_ids) == len(counts), "a sequence twice, or not one count for each"
-        wanted: dict[int, int] = {}
+        num_slots: dict[int, int] = {}
         for seq_id, count in zip(seq_ids, counts, strict=True):
             row = self._rows.get(seq_id)
             used, room = (row.length + row.tail, row.room) if row else (0, 0)
             assert count >= 0, f"sequence {seq_id}: {count} tokens to reserve"
             if used + count > room:
-                wanted[seq_id] = -(-(used + count) // self.blocks.block_size)
-        return wanted
+                num_slots[seq_id] = -(-(used + count) // self.blocks.block_size)
+        return num_slots
 
     def _settle(self, seq_id: int, length: int, tail: int = 0) -> None:
         """A row has `length` committed tokens and so long a tail; blocks behind them are freed."""

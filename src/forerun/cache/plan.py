@@ -183,7 +183,7 @@ class MemoryShares:
         rows = {name: self.row_blocks(name, length) for name in self.drafters}
         drafter_blocks = {name: min(of_drafters, self.max_num_seqs * row) for name, row in rows.items()}
         num_plain = min(self.max_num_seqs, blocks // one)
-        aside, wanted = self.aside_bytes(length), max(1, sum(self.remembered_bytes.values()))
+        aside, remembered = self.aside_bytes(length), max(1, sum(self.remembered_bytes.values()))
         cached = {name: model for name, model in self.drafters.items() if model.bytes_per_token}
         full_rows = [drafter_blocks[name] // rows[name] for name in cached]
         return MemoryPlan(
@@ -197,7 +197,7 @@ class MemoryShares:
             num_sequences_plain=num_plain,
             num_sequences_speculative=min(num_plain, blocks // drafted, *full_rows),
             key_pad=self.key_pad,
-            remembered_bytes={name: aside * most // wanted for name, most in self.remembered_bytes.items()},
+            remembered_bytes={name: aside * most // remembered for name, most in self.remembered_bytes.items()},
         )
 
     def left(self, length: int) -> int:
@@ -207,9 +207,9 @@ class MemoryShares:
 
     def aside_bytes(self, length: int) -> int:
         """What is set aside for what drafters remember: a small share, unless one sequence needs it."""
-        left, wanted = self.left(length), sum(self.remembered_bytes.values())
+        left, remembered = self.left(length), sum(self.remembered_bytes.values())
         spare = left - self.caches_bytes(self.blocks_of(length), 0, length)
-        return max(0, min(wanted, left * len(self.remembered_bytes) // REMEMBERED_SHARE, spare))
+        return max(0, min(remembered, left * len(self.remembered_bytes) // REMEMBERED_SHARE, spare))
 
     def caches_left(self, length: int) -> int:
         """What is left for all caches."""
@@ -219,8 +219,8 @@ class MemoryShares:
         """What the target's cache takes, and those of drafters, of as many blocks as they can use; 0 for none."""
         total = (blocks * self.block_size + self.key_pad) * self.target.bytes_per_token
         for name, model in self.drafters.items() if of_drafters else ():
-            own = min(of_drafters, self.max_num_seqs * self.row_blocks(name, length))
-            total += (own * self.block_size + self.key_pad) * model.bytes_per_token
+            num_blocks = min(of_drafters, self.max_num_seqs * self.row_blocks(name, length))
+            total += (num_blocks * self.block_size + self.key_pad) * model.bytes_per_token
         return total
 
     def row_blocks(self, name: str, length: int) -> int:

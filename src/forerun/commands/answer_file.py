@@ -55,17 +55,17 @@ class AnswerFile:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise _invalid(f"{path} cannot be opened ({error.strerror}): name another file.") from error
-        found = cls(path, number)
+        file = cls(path, number)
         try:
-            found._lock()
-            found._read()
+            file._lock()
+            file._read()
             if fresh:
-                found.digests, found.seeds, found.settings, found.size = {}, {}, None, 0
-            os.ftruncate(number, found.size)
+                file.digests, file.seeds, file.settings, file.size = {}, {}, None, 0
+            os.ftruncate(number, file.size)
         except BaseException:
             os.close(number)
             raise
-        return found
+        return file
 
     def check(self, settings: Mapping[str, Any], digests: Mapping[int, str]) -> None:
         """Raise InvalidRequest unless all that is answered belongs to this input and these settings."""

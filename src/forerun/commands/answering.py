@@ -121,18 +121,20 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
     model = LoadedModel.of(where, how)
     llm, painter = model.llm, Painter(Console(), how.raw)
     show = (lambda _: None) if result.as_json else lambda segment: painter.write(segment.text, segment.origin)
-    said = answer(model, text, show)
+    streamed = answer(model, text, show)
     if not result.as_json:
         painter.end()
         if not painter.visible:
             model.errors.print()  # the text, wherever it went, ends without a line's end
-        ended = ended_by(said, model.params, llm.plan.max_model_len)
-        if not said.text.strip() and said.finish_reason == "stop" and llm.tokenizer.template().is_usable:
+        ended = ended_by(streamed, model.params, llm.plan.max_model_len)
+        if not streamed.text.strip() and streamed.finish_reason == "stop" and llm.tokenizer.template().is_usable:
             ended += ", without a text: it was made for conversations, which `forerun chat` holds"
-        card = run_card(model.setting, said.timing, llm.stats, said.origins, llm.plan.lines(), llm.drafter_names, ended)
+        card = run_card(
+            model.setting, streamed.timing, llm.stats, streamed.origins, llm.plan.lines(), llm.drafter_names, ended
+        )
         model.errors.print(card)
-    result.tell(as_object(said, model.setting, llm))
-    return said
+    result.tell(as_object(streamed, model.setting, llm))
+    return streamed
 
 
 class Reply:
@@ -214,7 +216,7 @@ def as_object(said: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any
 
 def stats_object(stats: Stats, timing: AnswerTiming, drafters: Sequence[str] = ()) -> dict[str, Any]:
     """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `drafters` too."""
-    by_drafter = {drafters[number]: asdict(own) for number, own in sorted(stats.drafters.items())}
+    by_drafter = {drafters[number]: asdict(counts) for number, counts in sorted(stats.drafters.items())}
     return {
         "num_tokens": timing.num_tokens,
         "first_token_s": timing.first_s,

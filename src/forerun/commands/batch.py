@@ -84,12 +84,12 @@ class BatchTally:
 
     def summary(self, stopped: bool) -> str:
         """In a sentence, and what to do where something is left."""
-        said = f"{self.num_answered} of {self.num_lines} lines answered"
+        line = f"{self.num_answered} of {self.num_lines} lines answered"
         if self.num_before:
-            said += f", {self.num_before} of them before"
+            line += f", {self.num_before} of them before"
         if self.num_skipped:
-            said += f"; {self.num_skipped} skipped: mend them and run the same command again"
-        return f"Interrupted: {said}. The same command goes on." if stopped else f"{said}."
+            line += f"; {self.num_skipped} skipped: mend them and run the same command again"
+        return f"Interrupted: {line}. The same command goes on." if stopped else f"{line}."
 
 
 def run_batch(
@@ -123,8 +123,8 @@ def run_batch(
     if not result.as_json:
         errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.drafter_names))
     show_note(tally.summary(stopped))
-    told = settings | {"seed": seed, "stats": stats_object(llm.stats, timing, llm.drafter_names)}
-    result.tell(tally.as_object() | told)
+    record = settings | {"seed": seed, "stats": stats_object(llm.stats, timing, llm.drafter_names)}
+    result.tell(tally.as_object() | record)
     return tally, stopped
 
 
@@ -149,8 +149,10 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
     named = object_of(text, place)
     for field_name in named:
         if field_name in SAMPLING:
-            told = f"{field_name} in a line does not count: leave it out, and give options of the command for all lines"
-            raise InvalidRequest("prompts", f"{place}: {told}")
+            problem = (
+                f"{field_name} in a line does not count: leave it out, and give options of the command for all lines"
+            )
+            raise InvalidRequest("prompts", f"{place}: {problem}")
     ids = named.get("prompt_token_ids")
     if ids is None:
         return Task(number, named.get("id", number), prompt_of(named, place))
@@ -244,14 +246,14 @@ class Job:
     def finish(self, task: Task, answers: Answers) -> None:
         """Write an answer down."""
         (output,) = answers.outputs()
-        (said,) = output.outputs
+        (sample,) = output.outputs
         answer = {
             "line": task.line,
             "id": task.id,
-            "text": said.text,
-            "token_ids": list(said.token_ids),
-            "finish_reason": said.finish_reason,
-            "stop_reason": said.stop_reason,
+            "text": sample.text,
+            "token_ids": list(sample.token_ids),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
             "num_prompt_tokens": len(output.prompt_token_ids),
             "seed": output.seed,
             "prompt_digest": digest_of(task.prompt),
@@ -262,7 +264,7 @@ class Job:
         else:
             self.file.add(answer)
         self.tally.num_now += 1
-        self.tally.origins += said.origins
+        self.tally.origins += sample.origins
 
 
 def as_prompt(task: Task) -> str | Mapping[str, Any]:

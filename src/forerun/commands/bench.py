@@ -170,9 +170,9 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
 def json_object(name: str, text: str, example: str) -> dict[str, Any]:
     """The JSON object that an option holds."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise InvalidRequest(name, f"{text!r} is not JSON ({error}).") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise InvalidRequest(name, f"{text!r} is no object, such as {example}.")
-    return found
+    return value

@@ -63,15 +63,15 @@ def chat(
                 form = answer_form(ChatOptions(), prompt["prompt"], None, None, llm.tokenizer)
                 reply = Reply(form, painter)
                 shown = replace(model.params, skip_special_tokens=not form.shown_special_ids)
-                said = answer(replace(model, params=shown), prompt["prompt_token_ids"], reply.add)
+                answered = answer(replace(model, params=shown), prompt["prompt_token_ids"], reply.add)
                 reply.close()
             except InvalidRequest as error:  # the turn leaves no trace
                 show_error(error)
                 continue
             messages = [*asked, {"role": "assistant", "content": reply.content.strip()}]
             painter.end(followed=True)
-            note = "cancelled; " if said.finish_reason == "cancelled" else ""
-            speed = f"[{note}{speed_line(said.timing, llm.stats)}{label}]"
+            note = "cancelled; " if answered.finish_reason == "cancelled" else ""
+            speed = f"[{note}{speed_line(answered.timing, llm.stats)}{label}]"
             errors.print(speed, style="dim", markup=False, highlight=False)
 
 

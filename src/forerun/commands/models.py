@@ -52,10 +52,10 @@ def models(
         from forerun.catalog import facts_of, models_here
         from forerun.figure_table import fact_table
     if what is None:
-        found = list(models_here())
+        checkpoints = list(models_here())
         if not result.as_json:
-            Console(highlight=False).print(Text("\n".join(list_of(found))), soft_wrap=True)
-        result.tell({"models": [asdict(each) for each in found]})
+            Console(highlight=False).print(Text("\n".join(list_of(checkpoints))), soft_wrap=True)
+        result.tell({"models": [asdict(each) for each in checkpoints]})
         return
     facts = facts_of(loading.spec(what))
     if not result.as_json:

@@ -87,7 +87,7 @@ class ServeOptions:
 
     @property
     def chunk(self) -> int | Literal["auto"]:
-        """The same as the library takes it."""
+        """The chunk of a prompt, in tokens, as the library takes it."""
         return "auto" if self.chunk_tokens == AUTO else int(self.chunk_tokens)
 
     def settings(self, model: str) -> ServeSettings:

@@ -65,11 +65,11 @@ def trace(
         from forerun.trace.record import trace as record
         from forerun.trace.show import picture, svg
     model, speculation = LoadedModel.of(where, how), where.speculation(width)
-    told = record(model.llm, text, model.params, speculation)
+    traced = record(model.llm, text, model.params, speculation)
     if not result.as_json:
-        Console(no_color=how.raw or None, highlight=False).print(picture(told, STYLES))
+        Console(no_color=how.raw or None, highlight=False).print(picture(traced, STYLES))
     if picture_file is not None:
-        picture_file.write(svg(told, STYLES))
-    result.tell(asdict(model.setting) | {"width": speculation.width} | told.as_object())
-    if told.same_as_plain is False:
+        picture_file.write(svg(traced, STYLES))
+    result.tell(asdict(model.setting) | {"width": speculation.width} | traced.as_object())
+    if traced.same_as_plain is False:
         raise typer.Exit(1)

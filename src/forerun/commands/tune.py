@@ -103,9 +103,9 @@ def tune(
 def settings_of(report: TuneReport, pick: TunedChoice) -> str:
     """The settings file: the model as it was given, and what was fastest at the first batch size and temperature."""
     values = {"model": report.about["model"]["given_as"], **report.model_options}
-    found = "plain decoding was fastest"
+    finding = "plain decoding was fastest"
     if pick.draft is not None:
         values |= {"draft": pick.draft, "depth": pick.shown_depth, "verification": "coupled"}
-        found = f"{pick.speed_up:.2f} times as fast as plain decoding"
+        finding = f"{pick.speed_up:.2f} times as fast as plain decoding"
     at = f"at batch {pick.batch}, temperature {pick.temperature:g}"
-    return written_settings(values, f"Written by forerun tune: {found} {at}.\n--config FILE reads it.")
+    return written_settings(values, f"Written by forerun tune: {finding} {at}.\n--config FILE reads it.")

@@ -23,24 +23,24 @@ AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
 
 def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, int | None], spread: bool) -> Wider:
     """The shape that a number of parameters or some sizes ask for. Raises InvalidRequest for both, or for neither."""
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if parameters is not None and given:
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    if parameters is not None and chosen:
         raise InvalidRequest("parameters", "it chooses the whole shape: give it or the sizes, not both.")
     if parameters is not None:
         return replace(Wider.of(config, read_amount(parameters)), spread=spread)
-    if not given:
+    if not chosen:
         raise InvalidRequest(
             "parameters", "there is nothing to grow to: give --parameters 0.5B, or --hidden and so on."
         )
-    return Wider(**{"hidden": config.hidden, "layers": config.layers, **given}, spread=spread)
+    return Wider(**{"hidden": config.hidden, "layers": config.layers, **chosen}, spread=spread)
 
 
 def read_amount(text: str) -> int:
     """A number of parameters as people write it: 21M, 0.5B, 500000."""
-    found = AMOUNT.fullmatch(text.strip())
-    if found is None:
+    match = AMOUNT.fullmatch(text.strip())
+    if match is None:
         raise InvalidRequest("parameters", f"{text!r} is no number of parameters: write it like 21M or 0.5B.")
-    return round(float(found[1]) * UNITS[found[2].upper()])
+    return round(float(match[1]) * UNITS[match[2].upper()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,18 @@ class Widened:
     @property
     def check(self) -> Mapping[str, Any]:
         """What comparing the logits of both found when it was made."""
-        found: Mapping[str, Any] = read_fields(self.folder / "config.json").values[WIDENED]["check"]
-        return found
+        numbers: Mapping[str, Any] = read_fields(self.folder / "config.json").values[WIDENED]["check"]
+        return numbers
 
     def card(self) -> Table:
         """For a reader."""
         table = fact_table()
         table.add_row("from", describe(self.source))
         table.add_row("to", describe(self.wide))
-        found, allowed, largest = (self.check[key] for key in ("largest_difference", "tolerance", "largest_logit"))
-        table.add_row("logits", f"differ by at most {found:.2g} ({allowed:.2g} allowed, the largest is {largest:.3g})")
+        difference, allowed, largest = (self.check[key] for key in ("largest_difference", "tolerance", "largest_logit"))
+        table.add_row(
+            "logits", f"differ by at most {difference:.2g} ({allowed:.2g} allowed, the largest is {largest:.3g})"
+        )
         table.add_row("folder", Text(str(self.folder)))
         for draft in self.drafts:
             table.add_row("drafter", Text(f"--draft {draft}"))

@@ -93,8 +93,8 @@ class DrafterRecord:
 
     def best_spec(self, folder: Path) -> DraftSpec:
         """That of the drafter in a mix with what was found to pay beside it, if anything was."""
-        own = self.spec(folder)
-        return own if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), own))
+        bundled = self.spec(folder)
+        return bundled if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), bundled))
 
     def text(self) -> str:
         """What the file holds."""

@@ -60,8 +60,8 @@ class WideDrafter:
     ) -> WideDrafter:
         """What becomes of layers, which are `wide` then, with fields and writers of their own."""
         size = {"vocab_size": wide.vocab_size} if wide.vocab_size else {}
-        told = {**wide.layer_fields(), **size, **fields}
-        return cls(folder, *shapes, told, (*WRITERS, *writers), wide.qk_norm, **more)
+        values = {**wide.layer_fields(), **size, **fields}
+        return cls(folder, *shapes, values, (*WRITERS, *writers), wide.qk_norm, **more)
 
 
 def widened_layers(config: ModelConfig, plan: Plan, name: str) -> ModelConfig:

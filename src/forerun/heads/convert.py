@@ -68,20 +68,20 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     the names that are written are replaced; no others are touched.
     """
     check_free(out, force)
-    found = DraftFiles.of(find_heads(source, files=FETCHED))
-    if out.exists() and out.resolve() == found.folder.resolve():
+    source_files = DraftFiles.of(find_heads(source, files=FETCHED))
+    if out.exists() and out.resolve() == source_files.folder.resolve():
         raise InvalidRequest("out", f"{out} is what is read: name another folder.")
-    layout = recognise(found)
-    wanted = layout_of(to, layout.method)
+    layout = recognise(source_files)
+    written_as = layout_of(to, layout.method)
     target = None if model is None else TargetFacts.of(model)
-    files = layout.read(found, target)
+    files = layout.read(source_files, target)
     layout.method.meaning(files, target)
-    files = wanted.complete(files, target)
-    written = wanted.write(files, target)
+    files = written_as.complete(files, target)
+    written = written_as.write(files, target)
     with writable(out), whole_folder(out) as part:
-        write_files(part, written, wanted)
-        compare(part, files, wanted, target)
-    return Converted(source, layout, wanted, out, len(written.tensors), written.num_bytes)
+        write_files(part, written, written_as)
+        compare(part, files, written_as, target)
+    return Converted(source, layout, written_as, out, len(written.tensors), written.num_bytes)
 
 
 def check_free(out: Path, force: bool) -> None:
@@ -111,10 +111,10 @@ def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:
     """Raise UnsupportedModel where what a folder holds is not this drafter."""
-    found = layout.read(DraftFiles.of(folder), target)
-    names = sorted(files.tensors.keys() | found.tensors.keys())
-    lost = [f"the tensor {name}" for name in names if not same(files.tensors.get(name), found.tensors.get(name))]
-    if layout.method.meaning(files, target) != layout.method.meaning(found, target):
+    read_back = layout.read(DraftFiles.of(folder), target)
+    names = sorted(files.tensors.keys() | read_back.tensors.keys())
+    lost = [f"the tensor {name}" for name in names if not same(files.tensors.get(name), read_back.tensors.get(name))]
+    if layout.method.meaning(files, target) != layout.method.meaning(read_back, target):
         lost.append("the configuration")
     if lost:
         problem = f"cannot be kept as {layout.format}: {lost[0]} would be lost; choose another format"
@@ -131,11 +131,11 @@ def recognise(source: DraftFiles) -> DraftLayout:
     kind = source.config.get(SPECULATORS)
     if isinstance(kind, str) and kind in NOT_RUN:
         raise source.fields.refuse(SPECULATORS, NOT_RUN[kind])
-    found = next((layout for layout in LAYOUTS if layout.holds(source)), None)
-    if found is None:
+    layout_found = next((layout for layout in LAYOUTS if layout.holds(source)), None)
+    if layout_found is None:
         signs = "; ".join(f"{each.method.label} ({each.format}): {each.sign}" for each in LAYOUTS)
         raise UnsupportedModel(f"{source.folder} is in none of the layouts that are read. These are: {signs}")
-    return found
+    return layout_found
 
 
 def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
@@ -146,6 +146,6 @@ def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
         raise InvalidRequest("to", f"{format_name!r} is no format: {meant}choose one of {', '.join(FORMATS)}.")
     formats = {layout.format: layout for layout in LAYOUTS if layout.method is method}
     if format_name not in formats:
-        wanted = f"choose one of {', '.join(formats)}"
-        raise InvalidRequest("to", f"{format_name!r} has no place for {method.label}: {wanted}.")
+        cure = f"choose one of {', '.join(formats)}"
+        raise InvalidRequest("to", f"{format_name!r} has no place for {method.label}: {cure}.")
     return formats[format_name]

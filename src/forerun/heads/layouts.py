@@ -97,9 +97,9 @@ class DraftFiles:
         for name, shape in shapes.items():
             if name not in self.tensors:
                 raise MissingWeights(f"{self.folder} has no tensor {name}: the checkpoint is incomplete; get it again")
-            found = tuple(self.tensors[name].shape)
-            if found != shape:
-                raise WrongShape(f"{self.folder}: {name} has shape {list(found)}, config.json promises {list(shape)}")
+            stored = tuple(self.tensors[name].shape)
+            if stored != shape:
+                raise WrongShape(f"{self.folder}: {name} has shape {list(stored)}, config.json promises {list(shape)}")
         refuse_unread(self.folder, self.tensors, {*shapes, *idle}, heads)
 
 
@@ -183,17 +183,17 @@ class DraftLayout:
 
 def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
     """The tensors of a folder, in the number formats that they are stored in."""
-    found = {}
+    tensors = {}
     for name, entry in (read_header(folder / file) if file == ALONE else read_headers(folder)).items():
-        found[name] = entry.read()
-    return found
+        tensors[name] = entry.read()
+    return tensors
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
     """The tensors of a file of torch's. Nothing in it is run. Raises UnsupportedModel, MissingWeights."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickles that others than torch wrote
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedModel(
             f"{path} holds more than tensors ({short(error).splitlines()[0]}), and reading that could run code: get "
@@ -201,9 +201,9 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise MissingWeights(f"{path} is damaged or incomplete ({short(error).splitlines()[0]}): {AGAIN}") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
         raise UnsupportedModel(f"{path} is no state dict: it must hold tensors by their names alone")
-    return {str(name): tensor.contiguous() for name, tensor in found.items()}
+    return {str(name): tensor.contiguous() for name, tensor in value.items()}
 
 
 def package_config(
@@ -224,8 +224,8 @@ def package_config(
         "algorithm": kind,
         "verifier": verifier,
     }
-    own = {SPECULATORS: kind, VERSION_KEY: VERSION, KEPT: around}
-    return {**own, **values, "tie_word_embeddings": False, "dtype": number_format(fields)}
+    signs = {SPECULATORS: kind, VERSION_KEY: VERSION, KEPT: around}
+    return {**signs, **values, "tie_word_embeddings": False, "dtype": number_format(fields)}
 
 
 def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) -> dict[str, Any]:

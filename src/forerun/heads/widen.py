@@ -50,8 +50,10 @@ def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int
 
 
 def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) -> DraftSpec:
-    """The same for a checkpoint in the user's cache folder, where the drafter gets a folder of its own weights: a later
-    call with equal weights finds it, and one with others does not meet it."""
+    """Widen a drafter as `widen_drafter` does, for a checkpoint in the user's cache folder.
+
+    The drafter's folder is named by its weights: a later call with equal ones finds it, and one with others does not.
+    """
     plan, found = planned(draft, source, wider, 0)
     digest = hashlib.sha256(plan.recipe.encode())
     for path in (found.folder.path / "config.json", *sorted(found.folder.path.glob("*.safetensors"))):

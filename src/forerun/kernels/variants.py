@@ -83,7 +83,7 @@ def processor() -> bytes:
 
 
 def features() -> frozenset[str]:
-    """The same as a set of names."""
+    """The features of this processor, by the names that the system has for them."""
     return frozenset(processor().decode(errors="replace").partition(":")[2].split())
 
 

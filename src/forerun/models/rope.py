@@ -33,7 +33,7 @@ class RopeTables:
     sin: Float[Tensor, "rows head_dim"]
 
     def to(self, device: torch.device) -> RopeTables:
-        """The same on a device; computed on the CPU, so that angles have the same bits everywhere."""
+        """The tables on a device; they are computed on the CPU, so that angles have the same bits everywhere."""
         return RopeTables(self.cos.to(device), self.sin.to(device))
 
 

@@ -74,7 +74,7 @@ class ModelSpec:
             raise _unusable("one_gemm", self.one_gemm, "must be True or False")
 
     def beside(self, model: str) -> ModelSpec:
-        """The same options for another checkpoint, such as a draft model: with its own tokenizer and revision."""
+        """These options for another checkpoint, such as a draft model, with its own tokenizer and revision."""
         return replace(self, model=model, tokenizer=None, revision=None)
 
 

@@ -177,7 +177,7 @@ def widen(
 
 
 def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None = None) -> Path:
-    """The same in the user's cache folder, made at first use: a later call with equal weights and shape finds it."""
+    """Widen into the user's cache folder, at first use: a later call with equal weights and shape finds it there."""
     try:
         folder = cache_folder("widened")
     except OSError as error:

@@ -45,7 +45,7 @@ class ProofWorkload:
         require_whole("seed", self.seed, 0)
 
     def thorough(self) -> ProofWorkload:
-        """The same with about ten times the work."""
+        """A workload with about ten times the work of this one."""
         return replace(
             self,
             num_prompts=4 * self.num_prompts,
@@ -68,7 +68,7 @@ class ProofWorkload:
 
 @contextmanager
 def engine_as(engine: Engine, verification: Verification, max_num_seqs: int) -> Iterator[None]:
-    """The same engine, its model and its drafter, judging and batching like this for a while. It must be idle."""
+    """Let an idle engine judge by this rule, and batch so many sequences, for as long as the context lasts."""
     assert not engine.has_work, "the rule may not change under a sequence that is being generated"
     options, room = engine.options, engine.scheduler.max_num_seqs
     engine.options, engine.scheduler.max_num_seqs = replace(options, verification=verification), max_num_seqs

@@ -92,7 +92,7 @@ class Grammar:
         return cls("lark", "start: " + " | ".join(map(quoted, texts)))
 
     def behind(self, closing: str, opening: str = "") -> Grammar:
-        """The same behind a text of any kind that ends with `closing`, such as reasoning between tags.
+        """This grammar behind a text of any kind that ends with `closing`, such as reasoning between tags.
 
         With `opening` the answer begins with that text or with what the grammar allows; without, it has begun already.
         """

@@ -39,14 +39,14 @@ class Recorded(Draws):
     def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """The recorded token at each node's position."""
         drawn = super().draw(logits, at)
-        said = [self.said(row, position) for row, position in zip(at.row.tolist(), at.position.tolist(), strict=True)]
-        recorded = torch.tensor(said, dtype=drawn.dtype, device=drawn.device)
+        tokens = [self.said(row, position) for row, position in zip(at.row.tolist(), at.position.tolist(), strict=True)]
+        recorded = torch.tensor(tokens, dtype=drawn.dtype, device=drawn.device)
         return torch.where(recorded >= 0, recorded, drawn)
 
     def verdict(
         self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
     ) -> Int[Tensor, "batch verdict"] | None:
-        """The same, judged: what rows would draw themselves is drawn too, for its time."""
+        """The verdict by the recorded tokens; what rows would draw themselves is drawn too, for its time."""
         super().verdict(tree, logits, drawn)
         depths = tree.depths().tolist()
         said = [self.said(row, self.root_places[row] + 1 + depth) for row, own in enumerate(depths) for depth in own]

@@ -66,7 +66,7 @@ def largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "no
 
 
 def many_largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "nodes width"]:
-    """The same for many: on CPUs only what is not below the last of them is sorted."""
+    """What `largest` gives, for many ids: on CPUs only what is not below the last of them is sorted."""
     if not is_cpu(scores.device):
         return scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
     least = scores.topk(width, dim=1).values[:, -1:]
@@ -99,14 +99,14 @@ class RoundNoise:
         """All noise under every key."""
         if self.device.type != "cpu":
             return gumbel(keys, self.vocab)
-        wanted: list[int] = keys.tolist()
-        missing = [key for key in dict.fromkeys(wanted) if key not in self._made]
-        if missing or not wanted:
+        asked: list[int] = keys.tolist()
+        missing = [key for key in dict.fromkeys(asked) if key not in self._made]
+        if missing or not asked:
             made = gumbel(torch.tensor(missing, dtype=torch.int64), self.vocab)
             self._made |= zip(missing, made.unbind(0), strict=True)
-            if missing == wanted:
+            if missing == asked:
                 return made
-        return torch.stack([self._made[key] for key in wanted])
+        return torch.stack([self._made[key] for key in asked])
 
     def winners(self, logits: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"]) -> Int[Tensor, "rows 1"]:
         """The first largest of `logits + rows(keys)`, to the bit."""
@@ -128,15 +128,15 @@ class RoundNoise:
 
     def loud(self, keys: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
         """(row, id, noise) of all that may be loud under these keys."""
-        found = []
+        parts = []
         for i, key in enumerate(keys.tolist()):
             if key not in self._loud:
                 ids = loud_ids(key, self.vocab)
                 self._loud[key] = ids, gumbel_at(keys[i].expand(len(ids)), ids, self.vocab)
-            found.append(self._loud[key])
-        sizes = torch.tensor([len(ids) for ids, _ in found])
-        row = torch.arange(len(found)).repeat_interleave(sizes)
-        return row, torch.cat([ids for ids, _ in found]), torch.cat([noise for _, noise in found])
+            parts.append(self._loud[key])
+        sizes = torch.tensor([len(ids) for ids, _ in parts])
+        row = torch.arange(len(parts)).repeat_interleave(sizes)
+        return row, torch.cat([ids for ids, _ in parts]), torch.cat([noise for _, noise in parts])
 
 
 def first_of_rows(

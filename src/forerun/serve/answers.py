@@ -101,12 +101,12 @@ class Writer(ABC):
     @property
     def num_reasoning(self) -> int:
         """How many of these are reasoning, tags included."""
-        found = 0
+        total = 0
         for sequence in self.answers.sequences if self.asked.form.reasons else ():
             counter = TokenCounter(self.asked.form, self.texts)
             counter.feed(sequence.tokens[sequence.num_prompt :])
-            found += counter.num_reasoning
-        return found
+            total += counter.num_reasoning
+        return total
 
     def speculation(self) -> dict[str, Any]:
         """What became of the guesses, by the names that the counts have everywhere."""
@@ -239,21 +239,21 @@ class AnswerWriter(Writer):
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks of a stream for one delta; none where it has nothing to show yet."""
         index = self.index_of(delta)
-        found = []
+        events = []
         shown = self.shown(index, delta)
         if self.chat and index not in self.begun:
             self.begun.add(index)
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            found.append(self.chunk([first | {"logprobs": None}]))
+            events.append(self.chunk([first | {"logprobs": None}]))
         details = self.details(index, delta.logprobs, delta.token_ids)
         if delta.draft is not None:
             self.num_rounds[index] += 1
             details["draft"] = draft_object(delta, self.num_rounds[index], self.asked.drafters, self.texts)
-        told = details["logprobs"] or details.get("token_ids") or details.get("draft")
-        if not (any(shown.values()) or delta.finish_reason or told):
-            return found
+        detail = details["logprobs"] or details.get("token_ids") or details.get("draft")
+        if not (any(shown.values()) or delta.finish_reason or detail):
+            return events
         choice = {"index": index, **self.end(index, delta), **({"delta": shown} if self.chat else shown)}
-        return [*found, self.chunk([choice | details])]
+        return [*events, self.chunk([choice | details])]
 
     def shown(self, index: int, delta: Delta) -> dict[str, Any]:
         """The text and the calls that a delta adds to a choice, by the fields that they belong to."""
@@ -266,15 +266,15 @@ class AnswerWriter(Writer):
         splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.asked.form)
         num_calls = splitter.num_calls
         parts = splitter.take(delta)
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.asked.include_reasoning and (thought := text_of(parts, "reasoning")):
-            found["reasoning_content"] = thought
+            fields["reasoning_content"] = thought
         if calls := [part.call for part in parts if part.call]:
-            found["tool_calls"] = [call.described(number) for number, call in enumerate(calls, num_calls)]
+            fields["tool_calls"] = [call.described(number) for number, call in enumerate(calls, num_calls)]
         text = text_of(parts, "content")
-        if text or not (found or delta.finish_reason):
-            found["content"] = text
-        return found
+        if text or not (fields or delta.finish_reason):
+            fields["content"] = text
+        return fields
 
     def chunk(self, choices: Seq[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """One chunk; it has a usage, or null for it, where a usage was asked for."""

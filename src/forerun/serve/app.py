@@ -147,9 +147,14 @@ class HttpRoutes:
 
     def model_object(self) -> dict[str, Any]:
         """The model, with how long its texts may be."""
-        own = {"id": self.service.model_name, "object": "model", "created": self.service.started, "owned_by": "forerun"}
+        fields = {
+            "id": self.service.model_name,
+            "object": "model",
+            "created": self.service.started,
+            "owned_by": "forerun",
+        }
         llm = self.service.llm
-        return own | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
+        return fields | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The special tokens and the chat template."""
@@ -212,8 +217,8 @@ class HttpRoutes:
         ends = isinstance(error, EngineClosed) and self.service.front.closing
         if problem.status >= 500 and not isinstance(error, ApiError) and not ends:
             # The message of an error that nobody foresaw may hold what was asked; where it was raised does not.
-            own = isinstance(error, ForerunError) or self.service.settings.log_prompts
-            what = str(error) if own else type(error).__name__
+            is_shown = isinstance(error, ForerunError) or self.service.settings.log_prompts
+            what = str(error) if is_shown else type(error).__name__
             trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
             log.error("A request was answered with %d (%s): %s\n%s", problem.status, problem.code, what, trace)
         return problem

@@ -144,18 +144,18 @@ ITEMS: Mapping[str, Callable[[JsonObject, str], dict[str, Any]]] = {
 
 def input_tools(given: JsonObject) -> dict[str, Any]:
     """The `tools` and the `tool_choice` of a response as a chat has them, where each names its function inside."""
-    found: dict[str, Any] = {}
+    tools: dict[str, Any] = {}
     choice: Any = given.get("tool_choice")
     if "tools" in given:
-        found["tools"] = [response_tool(tool, f"tools[{place}]") for place, tool in enumerate(given["tools"])]
+        tools["tools"] = [response_tool(tool, f"tools[{place}]") for place, tool in enumerate(given["tools"])]
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
-        found["tool_choice"] = {"type": kind, kind: {"name": choice.get("name")}}
+        tools["tool_choice"] = {"type": kind, kind: {"name": choice.get("name")}}
     elif kind == "allowed_tools":
         listed = choice.get("tools")
         names = [{"type": "function", "function": each} for each in listed] if isinstance(listed, list) else listed
-        found["tool_choice"] = {"type": kind, kind: {"mode": choice.get("mode"), "tools": names}}
-    return found
+        tools["tool_choice"] = {"type": kind, kind: {"mode": choice.get("mode"), "tools": names}}
+    return tools
 
 
 def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:

@@ -105,10 +105,10 @@ def completion_lists(logprobs: Seq[TokenLogprobs], texts: TokenTexts, offsets: O
 
 def strongest(pairs: Any) -> dict[str, float]:
     """Texts with log-probabilities; of tokens with the same text the likeliest counts."""
-    found: dict[str, float] = {}
+    strengths: dict[str, float] = {}
     for text, logprob in pairs:
-        found[text] = max(logprob, found.get(text, logprob))
-    return found
+        strengths[text] = max(logprob, strengths.get(text, logprob))
+    return strengths
 
 
 def prompt_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[Mapping[str, Any] | None]:

@@ -106,53 +106,53 @@ def prompt_named(name: str) -> Iterator[None]:
 
 def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings) -> Asked:
     """What a body asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
-    given = served_fields(body, endpoint, settings.lenient)
+    fields = served_fields(body, endpoint, settings.lenient)
     if endpoint == "responses":
-        given = response_fields(given)
+        fields = response_fields(fields)
     elif endpoint == "messages":
-        if "max_tokens" not in given:
+        if "max_tokens" not in fields:
             raise refused("max_tokens", "max_tokens: there is none: give how many tokens the answer may have.", MISSING)
-        given = message_fields(given)
-    stream, stream_options = given.get("stream", False), given.get("stream_options", {})
+        fields = message_fields(fields)
+    stream, stream_options = fields.get("stream", False), fields.get("stream_options", {})
     if stream_options and not stream:
         raise refused("stream_options", "stream_options: it goes with stream: true alone.")
-    params = params_of(given, endpoint, llm)
+    params = params_of(fields, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
-        name = "prompt_logprobs" if "prompt_logprobs" in given else "echo"
+        name = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
         raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
-    speculation = speculation_of(given.get("speculation"))
-    chat = None if endpoint == "completions" else ChatBody.of(given, llm, settings)
-    tools = None if chat is None else tools_of(given, lambda: call_form(llm.tokenizer, chat.options.chat_template))
+    speculation = speculation_of(fields.get("speculation"))
+    chat = None if endpoint == "completions" else ChatBody.of(fields, llm, settings)
+    tools = None if chat is None else tools_of(fields, lambda: call_form(llm.tokenizer, chat.options.chat_template))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
-        field = "top_logprobs" if "top_logprobs" in given else "include"
+        field = "top_logprobs" if "top_logprobs" in fields else "include"
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
         raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
     if chat is None:
-        requests, form = completion_requests(given, params, speculation, tenant, llm), AnswerForm()
+        requests, form = completion_requests(fields, params, speculation, tenant, llm), AnswerForm()
     else:
         prompt = chat.request(llm, PROMPTS[endpoint])
         form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer)
         prompt = replace(prompt, sampling_params=params, speculation=speculation, tenant=tenant)
         requests = [replace(prompt, shown_special_ids=form.shown_special_ids)]
-    if given.get("draft_details"):
+    if fields.get("draft_details"):
         if not stream:
             raise refused("draft_details", "draft_details: it goes with stream: true alone.")
         requests = [replace(request, draft_details=True) for request in requests]
-    requests = formed(requests, given, tools, form, llm)
+    requests = formed(requests, fields, tools, form, llm)
     asked = Asked(
         endpoint=endpoint,
         requests=requests,
         n=params.n,
         seed=params.resolve_seed(),
-        limit_field=next((name for name in LIMITS if name in given), None),
+        limit_field=next((name for name in LIMITS if name in fields), None),
         form=form,
-        include_reasoning=given.get("include_reasoning", True),
+        include_reasoning=fields.get("include_reasoning", True),
         stream=stream,
         include_usage=bool(stream_options.get("include_usage") or stream_options.get("continuous_usage_stats")),
         continuous_usage=bool(stream_options.get("continuous_usage_stats")),
-        return_token_ids=given.get("return_token_ids", False),
-        echo=given.get("echo", False),
-        only_prompt=asks_for_nothing(given, endpoint),
+        return_token_ids=fields.get("return_token_ids", False),
+        echo=fields.get("echo", False),
+        only_prompt=asks_for_nothing(fields, endpoint),
         drafters=llm.drafter_names,
         body=body,
     )
@@ -192,8 +192,8 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
     limits = [given[name] for name in LIMITS if name in given]
     if len(limits) == 2 and limits[0] != limits[1]:
         raise refused("max_tokens", "max_tokens: max_completion_tokens says otherwise; use that one alone.")
-    own = llm.generation_defaults.given.get("max_tokens")
-    values["max_tokens"] = limits[0] if limits else own or (MAX_TOKENS if endpoint == "completions" else None)
+    default = llm.generation_defaults.given.get("max_tokens")
+    values["max_tokens"] = limits[0] if limits else default or (MAX_TOKENS if endpoint == "completions" else None)
     if asks_for_nothing(given, endpoint):
         values["max_tokens"] = 1  # no round gives less; it is not told
     if "logit_bias" in given:
@@ -228,12 +228,12 @@ def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     """How many alternatives are wanted; None for no log-probabilities."""
-    wanted, top = given.get("logprobs", False), given.get("top_logprobs")
-    if top and not wanted:
+    is_asked, top = given.get("logprobs", False), given.get("top_logprobs")
+    if top and not is_asked:
         raise refused("top_logprobs", "top_logprobs: it needs logprobs: true.")
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_CHAT_LOGPROBS}", 0, MOST_CHAT_LOGPROBS)
-    return (top or 0) if wanted else None
+    return (top or 0) if is_asked else None
 
 
 LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {

@@ -49,10 +49,10 @@ class OutputItem:
         if self.call is not None:
             called = {"name": self.call.name, "arguments": "" if empty else self.call.arguments}
             return {"type": "function_call", "id": self.id, "status": self.status, "call_id": self.call.id, **called}
-        own: dict[str, Any] = {"id": self.id, "status": self.status, "content": [] if empty else [self.part()]}
+        fields: dict[str, Any] = {"id": self.id, "status": self.status, "content": [] if empty else [self.part()]}
         if self.kind == "reasoning":
-            return {"type": "reasoning", "summary": [], **own}
-        return {"type": "message", "role": "assistant", **own}
+            return {"type": "reasoning", "summary": [], **fields}
+        return {"type": "message", "role": "assistant", **fields}
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class ResponseWriter(Writer):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The events of one delta; those that open the response come with the first."""
-        found = []
+        events = []
         if not self.num_events:
-            found += [self.event(f"response.{kind}", response=self.response("in_progress")) for kind in OPENING]
-        return found + self.take(delta)
+            events += [self.event(f"response.{kind}", response=self.response("in_progress")) for kind in OPENING]
+        return events + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The event that has the whole response."""
@@ -109,14 +109,14 @@ class ResponseWriter(Writer):
             parts.append(AnswerPart("content"))
         if delta.finish_reason and not parts and not self.items:
             parts.append(AnswerPart("content"))  # an answer has an item at least
-        found: list[dict[str, Any]] = []
+        events: list[dict[str, Any]] = []
         for part in parts:
             if part.call is not None:
-                found += self.called(part.call)
+                events += self.called(part.call)
                 continue
-            found += self.grow(part.kind, part.text, logprobs if part.kind == "content" else [])
+            events += self.grow(part.kind, part.text, logprobs if part.kind == "content" else [])
             logprobs = [] if part.kind == "content" else logprobs
-        return found + (self.close(delta.finish_reason) if delta.finish_reason else [])
+        return events + (self.close(delta.finish_reason) if delta.finish_reason else [])
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that are now known to be of the message."""
@@ -127,20 +127,20 @@ class ResponseWriter(Writer):
 
     def opened(self, kind: PartKind, call: ToolCall | None = None) -> list[dict[str, Any]]:
         """Open an item, behind closing the one before it."""
-        found = self.close("stop")
+        closing = self.close("stop")
         item = OutputItem(kind, f"{IDS[kind]}_{secrets.token_hex(24)}", len(self.items), call)
         self.items.append(item)
-        told = item.item(empty=True)
-        return [*found, self.event("response.output_item.added", output_index=item.index, item=told)]
+        empty = item.item(empty=True)
+        return [*closing, self.event("response.output_item.added", output_index=item.index, item=empty)]
 
     def called(self, call: ToolCall) -> list[dict[str, Any]]:
         """Add a call, which is whole when it is known."""
-        found = self.opened("call", call)
+        opening = self.opened("call", call)
         item = self.items[-1]
         item.status = "completed"
         place, kind = {"item_id": item.id, "output_index": item.index}, "response.function_call_arguments"
         return [
-            *found,
+            *opening,
             self.event(f"{kind}.delta", **place, delta=call.arguments),
             self.event(f"{kind}.done", **place, name=call.name, arguments=call.arguments),
             self.event("response.output_item.done", output_index=item.index, item=item.item()),
@@ -148,18 +148,18 @@ class ResponseWriter(Writer):
 
     def grow(self, kind: PartKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Add text to the item of its kind, which is opened first, and the one before it closed."""
-        found = []
+        events = []
         if not self.items or self.items[-1].kind != kind:
-            found += self.opened(kind)
+            events += self.opened(kind)
             item = self.items[-1]
-            found.append(self.event("response.content_part.added", **self.place(item), part=item.part()))
+            events.append(self.event("response.content_part.added", **self.place(item), part=item.part()))
         item = self.items[-1]
         item.text += text
         item.logprobs += logprobs
         if text or logprobs:
             more = {"logprobs": logprobs} if kind == "content" else {}
-            found.append(self.event(f"{EVENTS[kind]}.delta", **self.place(item), delta=text, **more))
-        return found
+            events.append(self.event(f"{EVENTS[kind]}.delta", **self.place(item), delta=text, **more))
+        return events
 
     def close(self, finish_reason: str | None) -> list[dict[str, Any]]:
         """Close the last item, if there is one that is open."""

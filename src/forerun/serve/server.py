@@ -125,8 +125,8 @@ class DrainingServer(uvicorn.Server):
 def bound_socket(settings: ServeSettings) -> socket.socket:
     """The socket to listen on, not listening yet. Raises InvalidRequest where the address cannot be had."""
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         with ExitStack() as stack:
             sock = stack.enter_context(socket.socket(family, kind, protocol))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -35,10 +35,10 @@ FIELDS_OF_FORM = ("response_format", *HOLDERS, "structured_outputs", *GUIDED)
 
 def form_of(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     """The field that gives an answer its form, and the grammar; None for text of any kind."""
-    found = [(name, grammar) for name in FIELDS_OF_FORM if name in given and (grammar := grammar_of(name, given[name]))]
-    if len(found) > 1:
-        raise refused(found[1][0], f"{found[1][0]}: {found[0][0]} gives the answer a form too; leave out one of both.")
-    return found[0] if found else None
+    forms = [(name, grammar) for name in FIELDS_OF_FORM if name in given and (grammar := grammar_of(name, given[name]))]
+    if len(forms) > 1:
+        raise refused(forms[1][0], f"{forms[1][0]}: {forms[0][0]} gives the answer a form too; leave out one of both.")
+    return forms[0] if forms else None
 
 
 def grammar_of(field: str, value: Any) -> Grammar | None:

@@ -16,18 +16,18 @@ from forerun.serve.service import Service
 
 def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """The token ids of `prompt`, or of `messages` in the chat template; their number, and the limit."""
-    given = served_fields(body, "tokenize", service.settings.lenient)
-    llm, prompt = service.llm, given.get("prompt")
-    if (prompt is None) == ("messages" not in given):
+    fields = served_fields(body, "tokenize", service.settings.lenient)
+    llm, prompt = service.llm, fields.get("prompt")
+    if (prompt is None) == ("messages" not in fields):
         raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
-    special = given.get("add_special_tokens", prompt is not None)
+    special = fields.get("add_special_tokens", prompt is not None)
     if prompt is None:
-        chat = ChatBody.of(given, llm, service.settings)
+        chat = ChatBody.of(fields, llm, service.settings)
         prompt = chat.options.render(llm.tokenizer, chat.messages)
-    with prompt_named("messages" if "messages" in given else "prompt"):
+    with prompt_named("messages" if "messages" in fields else "prompt"):
         tokens = llm.tokenizer.encode_within(prompt, llm.plan.max_model_len, special)
     answer = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
-    if given.get("return_token_strs"):
+    if fields.get("return_token_strs"):
         answer["token_strs"] = [service.texts.text_of(token) for token in tokens]
     return answer
 
@@ -46,8 +46,8 @@ def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """How many tokens the prompt of a body of /v1/messages has."""
-    given = message_fields(served_fields(body, "messages", service.settings.lenient))
-    chat = ChatBody.of(given, service.llm, service.settings)
+    fields = message_fields(served_fields(body, "messages", service.settings.lenient))
+    chat = ChatBody.of(fields, service.llm, service.settings)
     with prompt_named("messages"):
         prompt = chat.request(service.llm)
     return {"input_tokens": len(prompt.prompt_token_ids or ())}

@@ -94,12 +94,12 @@ def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mappin
     if choice in (None, "none", "auto", "required"):
         return ("required" if choice == "required" else "auto"), schemas, False
     kind = choice.get("type") if isinstance(choice, dict) else None
-    own = choice.get(kind) if kind in ("function", "allowed_tools") else None
-    if kind == "allowed_tools" and isinstance(own, dict) and own.get("mode") in ("auto", "required"):
-        listed = own.get("tools")
+    chosen = choice.get(kind) if kind in ("function", "allowed_tools") else None
+    if kind == "allowed_tools" and isinstance(chosen, dict) and chosen.get("mode") in ("auto", "required"):
+        listed = chosen.get("tools")
         names = [named(each) for each in listed] if isinstance(listed, list) else []
         if names and all(name in schemas for name in names):
-            return own["mode"], {name: schemas[name] for name in names if name is not None}, False
+            return chosen["mode"], {name: schemas[name] for name in names if name is not None}, False
     elif kind == "function" and (name := named(choice)) is not None and name in schemas:
         return "required", {name: schemas[name]}, True
     known = '"none", "auto", "required", allowed_tools'

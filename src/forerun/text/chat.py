@@ -143,8 +143,8 @@ class ChatTemplate:
         for entry in declared if isinstance(declared, list) else [None]:
             name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
             if not isinstance(name, str) or not isinstance(source, str):
-                wanted = "it must be text, or a list of objects with name and template: download the file again"
-                raise ChatTemplateError(f"{self._origin} is {shown(declared)}; {wanted}")
+                rule = "it must be text, or a list of objects with name and template: download the file again"
+                raise ChatTemplateError(f"{self._origin} is {shown(declared)}; {rule}")
             named[name] = source
         return named
 
@@ -179,17 +179,17 @@ def up_to_mark(text: str) -> str:
 
 def conversation(messages: object) -> list[dict[str, Any]]:
     """Messages as plain values. Raises InvalidRequest for anything but a list of objects with a role."""
-    found = plain(messages, "messages")
-    if not isinstance(found, list):
+    turns = plain(messages, "messages")
+    if not isinstance(turns, list):
         raise InvalidRequest("messages", f'{shown(messages)} is no list of messages such as {{"role": "user", ...}}.')
-    for message in found:
+    for message in turns:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest(
                 "messages", f'{shown(message)} is no message: use {{"role": "user", "content": text}}.'
             )
         if not isinstance(message.get("content"), str | list | None):
             raise InvalidRequest("messages", f"the content {shown(message['content'])} is no text: use text.")
-    return found
+    return turns
 
 
 def plain(value: object, field: str) -> Any:

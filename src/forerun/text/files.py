@@ -45,8 +45,8 @@ class TokenizerFiles:
         backend = read_backend(folder / "tokenizer.json")
         config, listed = (read_optional(folder / name) for name in TOKEN_FILES)
         declare_added_tokens(backend, config)
-        found = {name: token_text(config if config.values.get(name) else listed, name) for name in NAMED}
-        named = {name: text for name, text in found.items() if text and backend.token_to_id(text) is not None}
+        tokens = {name: token_text(config if config.values.get(name) else listed, name) for name in NAMED}
+        named = {name: text for name, text in tokens.items() if text and backend.token_to_id(text) is not None}
         if "bos_token" not in named:
             named |= bos_of_model(backend, folder)
         others = [text for key in LISTED for text in token_texts(config if key in config.values else listed, key)]

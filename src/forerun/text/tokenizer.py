@@ -181,8 +181,8 @@ class Tokenizer:
         Ids may be numpy's or torch's, and one alone will do. Raises InvalidRequest for what is no id.
         """
         try:
-            given = map(operator.index, ids) if isinstance(ids, Iterable) else [operator.index(ids)]
-            return self._backend.decode(list(given), skip_special_tokens=skip_special_tokens)
+            numbers = map(operator.index, ids) if isinstance(ids, Iterable) else [operator.index(ids)]
+            return self._backend.decode(list(numbers), skip_special_tokens=skip_special_tokens)
         except (TypeError, OverflowError) as error:
             raise InvalidRequest("ids", f"{shown(ids)} are not token ids ({error}).") from error
 

@@ -113,9 +113,9 @@ class WatchedEngine(Engine):
 
     def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """The engine's own step, noted: the numbers are those of the text before it, so they are taken first."""
-        told = [self.tell(reading, verdict)] if any(row.tree for row in reading.rows) else []
+        traced = [self.tell(reading, verdict)] if any(row.tree for row in reading.rows) else []
         deltas, rows = super().accept(reading, verdict)
-        for round_, delta in zip(told, deltas, strict=True):
+        for round_, delta in zip(traced, deltas, strict=True):
             self.text += delta.text
             emitted = round_.emitted[: len(delta.token_ids)]  # the text may have ended within the accepted run
             self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
@@ -128,20 +128,20 @@ class WatchedEngine(Engine):
         (row,) = reading.rows
         assert row.tree is not None, "a row that draws has a tree"
         assert isinstance(plan.draws, WatchedDraws), "a watched round's draws remember"
-        found = numbers(tree, reading.node_logits(), plan.draws, self.options.verification)
+        figures = numbers(tree, reading.node_logits(), plan.draws, self.options.verification)
         q = plan.draws.q | declared(tree, row.tree, plan.draws.vocab)
         spell = speller(self.tokenizer, list(row.sequence.tokens))
         (run,) = accept(verdict, [row.tree])
-        said = enumerate(zip(run.nodes, run.tokens, run.origins, strict=True))
+        emitted = enumerate(zip(run.nodes, run.tokens, run.origins, strict=True))
         return TracedRound(
             number=len(self.rounds) + 1,
             num_prompt_tokens=row.plan.num_chunk,
             choice=self.choice,
-            rule=found.rule,
-            guesses=explain(row.tree, found, run.nodes, q, spell),
+            rule=figures.rule,
+            guesses=explain(row.tree, figures, run.nodes, q, spell),
             emitted=[
-                Emitted(token, spell(run.tokens[:i], token), origin, float(found.law[node, token]))
-                for i, (node, token, origin) in said
+                Emitted(token, spell(run.tokens[:i], token), origin, float(figures.law[node, token]))
+                for i, (node, token, origin) in emitted
             ],
             segments=(),
             text="",
@@ -155,7 +155,7 @@ class WatchedDraws(Draws):
 
     @classmethod
     def of(cls, draws: Draws) -> WatchedDraws:
-        """The same draws, remembering."""
+        """Draws of the rows of `draws`, which remember."""
         watched = cls(
             draws.rows,
             draws.vocab,
@@ -168,13 +168,15 @@ class WatchedDraws(Draws):
         return watched
 
     def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
-        """The same guesses, and how likely each of them was by the drafter's own law."""
+        """The drafter's guesses; how likely each was by the drafter's own law is remembered."""
         children = super().children(logits, at, width, survival=survival)
         law = self.probs(logits, at).nan_to_num(nan=0.0)
         chances = law.gather(1, children.tokens.clamp_min(0))
-        for path, tokens, given in zip(at.drawn.tolist(), children.tokens.tolist(), chances.tolist(), strict=True):
+        for path, tokens, row_chances in zip(
+            at.drawn.tolist(), children.tokens.tolist(), chances.tolist(), strict=True
+        ):
             above = tuple(token for token in path if token >= 0)
-            self.q |= {(above, token): chance for token, chance in zip(tokens, given, strict=True) if token >= 0}
+            self.q |= {(above, token): chance for token, chance in zip(tokens, row_chances, strict=True) if token >= 0}
         return children
 
 

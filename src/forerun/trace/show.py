@@ -161,7 +161,7 @@ def summary(trace: Trace) -> Iterator[Text]:
 
 
 def svg(trace: Trace, styles: Styles, width: int = SVG_WIDTH) -> str:
-    """The same picture, dark on light, as a file that a browser or a README shows."""
+    """The picture of a trace, dark on light, as a file that a browser or a README shows."""
     console = Console(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False
     )

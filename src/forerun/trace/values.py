@@ -111,6 +111,6 @@ class Trace:
     rounds: Sequence[TracedRound]
 
     def as_object(self) -> dict[str, Any]:
-        """The same as what JSON can hold."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=lambda origin: origin.value))
-        return found
+        """The trace as what JSON can hold."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=lambda origin: origin.value))
+        return values

@@ -126,8 +126,8 @@ class TrafficClient:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
         except httpx.HTTPStatusError as error:
-            wanted = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
-            raise InvalidRequest("url", f"{base}/v1/models: status {error.response.status_code}: {wanted}") from error
+            cure = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
+            raise InvalidRequest("url", f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise InvalidRequest("url", f"{base} does not answer ({why}): start the server, or name it.") from error
@@ -147,28 +147,28 @@ class TrafficClient:
         import httpx
 
         sent_s = time.perf_counter()
-        told = ChunkTimes()
+        times = ChunkTimes()
         try:
             async with self.http.stream("POST", self.address.path, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     return TimedAnswer(index, due_s, sent_s, error=refusal_of(response.status_code, response.content))
                 async for data in events(response.aiter_bytes()):
-                    told.add(data)
+                    times.add(data)
         except httpx.HTTPError as error:
             return TimedAnswer(index, due_s, sent_s, error=f"{type(error).__name__} {error}".strip())
         return TimedAnswer(
             index,
             due_s,
             sent_s,
-            told.first_s or 0.0,
-            told.last_s or 0.0,
-            told.num_tokens,
-            told.longest_gap_s,
-            hashlib.sha256("".join(told.texts).encode("utf-8", "surrogatepass")).hexdigest(),
-            told.usage is not None,
-            (told.usage or {}).get("speculation"),
-            told.problem,
+            times.first_s or 0.0,
+            times.last_s or 0.0,
+            times.num_tokens,
+            times.longest_gap_s,
+            hashlib.sha256("".join(times.texts).encode("utf-8", "surrogatepass")).hexdigest(),
+            times.usage is not None,
+            (times.usage or {}).get("speculation"),
+            times.problem,
         )
 
 
@@ -217,8 +217,8 @@ class ChunkTimes:
     @property
     def num_tokens(self) -> int:
         """Tokens of the answer, by the server's own count if it tells one."""
-        told = (self.usage or {}).get("completion_tokens")
-        return told if isinstance(told, int) else len(self.texts)
+        counted = (self.usage or {}).get("completion_tokens")
+        return counted if isinstance(counted, int) else len(self.texts)
 
     @property
     def problem(self) -> str:
@@ -250,5 +250,5 @@ def refusal_of(status: int, content: bytes) -> str:
 
 def error_text(body: Any) -> str:
     """The message of an error in OpenAI's form, or in whatever form it has."""
-    found = body.get("error", body) if isinstance(body, dict) else body
-    return shown(found.get("message", found) if isinstance(found, dict) else found)
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return shown(error.get("message", error) if isinstance(error, dict) else error)

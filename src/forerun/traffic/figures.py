@@ -163,13 +163,13 @@ def traffic_figures(
     category: Callable[[int, int], str] = lambda repetition, index: "",
 ) -> list[TrafficFigures]:
     """What the blocks of a plan show, by load and mode; `category` is that of a repetition's request."""
-    found = []
+    figures = []
     for load in plan.loads:
         plain = {b.turn.repetition: b for b in blocks if (b.turn.load, b.turn.mode) == (load, plan.baseline)}
         for mode in plan.modes:
             own = [block for block in blocks if (block.turn.load, block.turn.mode) == (load, mode)]
-            found.append(figures_of(own, plain, agreement, category))
-    return found
+            figures.append(figures_of(own, plain, agreement, category))
+    return figures
 
 
 def figures_of(
@@ -214,11 +214,11 @@ def figures_of(
 def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[OtherAnswer]:
     """The complete answers that differ from the baseline's to the same request."""
     texts = {(b.turn, answer.index): answer.digest for b in blocks for answer in b.complete}
-    found = []
+    others = []
     for (turn, index), digest in texts.items():
         if texts.get((replace(turn, mode=plan.baseline), index), digest) != digest:
-            found.append(OtherAnswer(turn.load.name, turn.mode.shown, turn.repetition, index))
-    return found
+            others.append(OtherAnswer(turn.load.name, turn.mode.shown, turn.repetition, index))
+    return others
 
 
 def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[TrafficFigures | None, bool]:

@@ -52,7 +52,7 @@ class TrafficReport:
 
     def as_object(self) -> dict[str, Any]:
         """For JSON; `requests` has every request with its times."""
-        found: dict[str, Any] = jsonable(
+        values: dict[str, Any] = jsonable(
             {
                 "url": self.url,
                 "model": asdict(self.model),
@@ -66,7 +66,7 @@ class TrafficReport:
                 "requests": [request for block in self.blocks for request in requests_of_block(block)],
             }
         )
-        return found
+        return values
 
     def capacity_object(self, mode: SpeculationMode) -> dict[str, Any]:
         """How heavy a load of this mode keeps the agreement."""

@@ -97,7 +97,7 @@ class Sender:
     def body(self, turn: TrafficTurn, index: int) -> dict[str, Any]:
         """The body of a request."""
         plan = self.plan
-        own = {
+        fields = {
             "model": self.model.name,
             **asked_of(self.prompt(turn.repetition, index), self.client.address.chat),
             "max_tokens": plan.max_tokens,
@@ -107,7 +107,7 @@ class Sender:
             "stream_options": {"include_usage": True},
         }
         ends = {"ignore_eos": True} if plan.ignore_eos else {}
-        return {**own, **ends, **turn.mode.field, **self.extra}
+        return {**fields, **ends, **turn.mode.field, **self.extra}
 
     async def ask(self, turn: TrafficTurn, index: int, due_s: float) -> TimedAnswer:
         """Send one request now."""

@@ -88,12 +88,12 @@ def categories(report: TrafficReport) -> list[str]:
 def category_table(report: TrafficReport) -> FigureTable:
     """Times of each category, the modes side by side."""
     last = report.plan.loads[-1]
-    own = [each for each in report.figures if each.load == last]
+    figures = [each for each in report.figures if each.load == last]
     heads = ["category", "requests"]
-    heads += [f"{each.mode.shown}\nbetween ms\n{share}" for each in own for share in ("p50", "p95")]
+    heads += [f"{each.mode.shown}\nbetween ms\n{share}" for each in figures for share in ("p50", "p95")]
     rows = []
     for kind in categories(report):
-        times = [each.by_category.get(kind) for each in own]
+        times = [each.by_category.get(kind) for each in figures]
         num_answers = next((each.num_answers for each in times if each is not None), 0)
         cells = [ms(each.between_tokens_s if each else None, share) for each in times for share in ("p50", "p95")]
         rows.append([kind, str(num_answers), *cells])

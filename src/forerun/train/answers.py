@@ -242,12 +242,12 @@ def draft_vocabulary(source: AnswerSource, size: int, folder: TrainFolder, progr
 
 def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> Sequence[int]:
     """The tokens that occur most often in the answers, and then in the prompts."""
-    said, read = Counter[int](), Counter(token for prompt in source.data.train for token in prompt)
+    counts, read = Counter[int](), Counter(token for prompt in source.data.train for token in prompt)
     steps = COUNTED_STEPS if source.settings.steps is None else min(COUNTED_STEPS, source.settings.steps)
     for step in range(steps):
         for text in source.of_step(step, progress):
-            said.update(text.tokens[text.num_prompt :])
-    num_said = source.team.sums([float(said[token]) for token in range(source.llm.requests.num_ids)])
+            counts.update(text.tokens[text.num_prompt :])
+    num_said = source.team.sums([float(counts[token]) for token in range(source.llm.requests.num_ids)])
     ids = sorted(range(len(num_said)), key=lambda token: (-num_said[token], -read[token], token))
     return sorted(ids[:size])
 

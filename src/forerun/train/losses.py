@@ -54,8 +54,8 @@ class LawPair:
     @cached_property
     def cross_entropy(self) -> Float[Tensor, " rows"]:
         """Of the token that the target chose; 0 where the draft's vocabulary does not have it."""
-        own = -self.log_q.gather(1, self.tokens.clamp(min=0)[:, None])[:, 0]
-        return torch.where(self.tokens >= 0, own, 0.0)
+        losses = -self.log_q.gather(1, self.tokens.clamp(min=0)[:, None])[:, 0]
+        return torch.where(self.tokens >= 0, losses, 0.0)
 
 
 Loss = Callable[[LawPair, Bool[Tensor, " rows"]], Float[Tensor, " rows"]]

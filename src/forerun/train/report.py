@@ -140,14 +140,14 @@ def curves(log: Sequence[Mapping[str, Any]]) -> str:
 
 def series(log: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[int, Any]]:
     """(step, value) of every line of a log that has a value under these keys, one inside the other."""
-    found = []
+    points = []
     for line in log:
         value: Any = line
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         if value is not None:
-            found.append((line["step"], value))
-    return found
+            points.append((line["step"], value))
+    return points
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

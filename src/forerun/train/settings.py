@@ -108,8 +108,8 @@ class TrainSettings:
         """The parameters of an answer."""
         from forerun.sampling.params import SamplingParams
 
-        said = {name: getattr(self, name) for name in SERVED if getattr(self, name) is not None}
-        return SamplingParams(**{"temperature": 1.0, **said}, max_tokens=self.max_tokens, seed=seed)
+        values = {name: getattr(self, name) for name in SERVED if getattr(self, name) is not None}
+        return SamplingParams(**{"temperature": 1.0, **values}, max_tokens=self.max_tokens, seed=seed)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -115,10 +115,10 @@ class TrainFolder:
         Raises FolderTaken where it is neither.
         """
         try:
-            found = json.loads(head.read_text("utf-8"))
+            stored = json.loads(head.read_text("utf-8"))
         except ValueError as error:
             raise FolderTaken(f"{head} is damaged ({error}): start over with --force") from error
-        before, now = flat(found), flat(about)
+        before, now = flat(stored), flat(about)
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         kinds = before.get("student.kind"), now.get("student.kind")
         if kinds[0] != kinds[1]:
@@ -130,9 +130,9 @@ class TrainFolder:
             self.check_over(differing[0], float(before[differing[0]]))
             return True
         if differing:
-            told = "; ".join(dict.fromkeys(change(name, before.get(name), now.get(name)) for name in differing))
+            changes = "; ".join(dict.fromkeys(change(name, before.get(name), now.get(name)) for name in differing))
             raise FolderTaken(
-                f"{self.folder} is of another training ({told}): name another folder with --out, or start over with "
+                f"{self.folder} is of another training ({changes}): name another folder with --out, or start over with "
                 "--force"
             )
         return False

@@ -40,11 +40,11 @@ class Team:
     @contextmanager
     def joined(cls) -> Iterator[Team]:
         """The team that the environment names, within the block."""
-        told = [os.environ.get(name) for name in NAMES]
-        if None in told or told[0] == "1":
+        values = [os.environ.get(name) for name in NAMES]
+        if None in values or values[0] == "1":
             yield cls()
             return
-        size, rank, local, _ = (int(value or 0) for value in told)
+        size, rank, local, _ = (int(value or 0) for value in values)
         if torch.cuda.is_available():
             torch.cuda.set_device(local % torch.cuda.device_count())
         distributed.init_process_group(timeout=PATIENCE)
@@ -89,9 +89,9 @@ class Team:
         """What the first process finds."""
         if self.size == 1:
             return find()
-        told: list[Told | None] = [find() if self.is_first else None]
-        distributed.broadcast_object_list(told)
-        return told[0]  # type: ignore[return-value]
+        box: list[Told | None] = [find() if self.is_first else None]
+        distributed.broadcast_object_list(box)
+        return box[0]  # type: ignore[return-value]
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Each number, added up over all processes."""

@@ -63,8 +63,8 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     """
     with Team.joined() as team, team.folder(task.out) as out:
         task = replace(task, out=out, spec=team.placed(task.spec))
-        found = train_together(task, settings, report if team.is_first else lambda *_: None, team)
-        return found if team.is_first else None
+        report_made = train_together(task, settings, report if team.is_first else lambda *_: None, team)
+        return report_made if team.is_first else None
 
 
 def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..., None], team: Team) -> TrainReport:

@@ -57,21 +57,21 @@ class Trainer:
     def __post_init__(self) -> None:
         self.settings, self.team, self.objective = self.source.settings, self.source.team, self.source.objective
         self.optimizers = build_optimizers(self.student.weights, self.settings.rate)
-        found = self.team.of_first(self.folder.load)
-        self.state = found or TrainState()
-        if found is not None:
-            self.put(found.weights)
-            for optimizer, kept in zip(self.optimizers, found.optimizers, strict=True):
+        saved = self.team.of_first(self.folder.load)
+        self.state = saved or TrainState()
+        if saved is not None:
+            self.put(saved.weights)
+            for optimizer, kept in zip(self.optimizers, saved.optimizers, strict=True):
                 optimizer.load_state_dict(kept)
-        self.log = self.folder.log(-1 if found is None else self.state.step)
-        if found is None:
+        self.log = self.folder.log(-1 if saved is None else self.state.step)
+        if saved is None:
             self.fit()
             self.look()
             return
-        if found.stopped and found.asked < self.settings.length:
-            found.stopped, found.looks_since = "", 0
-        told = "is finished, after step" if found.stopped else "goes on from step"
-        self.say("%s %s %d: %s", self.folder.folder, told, found.step, self.worth)
+        if saved.stopped and saved.asked < self.settings.length:
+            saved.stopped, saved.looks_since = "", 0
+        verb = "is finished, after step" if saved.stopped else "goes on from step"
+        self.say("%s %s %d: %s", self.folder.folder, verb, saved.step, self.worth)
         self.publish()
 
     def fit(self) -> None:
@@ -97,13 +97,13 @@ class Trainer:
 
     @property
     def worth(self) -> str:
-        """The same for the progress bar."""
+        """What the best weights so far are worth, for the progress bar."""
         figures = self.best
         depth, speed_up = (len(figures.tokens_per_round), 0.0) if self.costs is None else self.predicted(figures)
         accepted = figures.acceptance_at_depth[0] if figures.acceptance_at_depth else 0.0
-        told = f"{accepted:.2f} accepted at depth 1, {figures.tokens_per_round[depth - 1]:.2f} tokens per round"
+        text = f"{accepted:.2f} accepted at depth 1, {figures.tokens_per_round[depth - 1]:.2f} tokens per round"
         disturbed = ", disturbed" if self.costs is not None and disturbs(self.costs.num_busy) else ""
-        return f"{told}, ×{speed_up:.2f} predicted{disturbed}" if speed_up else told
+        return f"{text}, ×{speed_up:.2f} predicted{disturbed}" if speed_up else text
 
     def predicted(self, figures: HeldOutFigures) -> tuple[int, float]:
         """The depth that pays most, and the speed-up there; rounds were timed."""
@@ -173,15 +173,15 @@ class Trainer:
         """Judge the weights, keep the state, and put the best drafter, the log and the curves into the folder."""
         state = self.state
         figures = self.team.of_first(lambda: judge_held_out(self.objective, self.student, self.held_out, self.report))
-        told = figures.as_object()
-        entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": told}
+        figure_values = figures.as_object()
+        entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": figure_values}
         if self.costs is not None:
             depth, speed_up = self.predicted(figures)
             entry["predicted"] = {"depth": depth, "speed_up": speed_up}
-        state.first_figures = state.first_figures or told
+        state.first_figures = state.first_figures or figure_values
         is_kept = (figures.target_rise or 0.0) <= MOST_LOST
         if state.best_figures is None or (is_kept and figures.overlap > state.best_figures["overlap"] + RISE):
-            state.best_figures, state.best_step, state.looks_since = told, state.step, 0
+            state.best_figures, state.best_step, state.looks_since = figure_values, state.step, 0
             state.best = {name: tensor.detach().clone() for name, tensor in self.student.weights.items()}
         else:
             state.looks_since += 1

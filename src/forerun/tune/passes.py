@@ -204,11 +204,11 @@ class PassMeter:
         for depth, _, ratio in chain.from_iterable(self.ratios.values()):
             by_depth.setdefault(depth, []).append(ratio)
         drafts = {depth: statistics.median(ratios) for depth, ratios in by_depth.items()}
-        found = RowCosts(statistics.median(self.plain), {self.group.batch: 1.0} | passes, drafts)
-        each_s = [max(0.0, taken_s - found.draft_s(depth)) / max(1, num) for num, taken_s, depth in self.reading]
-        found.reading_s = statistics.median(each_s) if each_s else 0.0  # beyond what drafting alone takes
-        found.num_busy = neighbours.num_busy()
-        return found
+        costs = RowCosts(statistics.median(self.plain), {self.group.batch: 1.0} | passes, drafts)
+        each_s = [max(0.0, taken_s - costs.draft_s(depth)) / max(1, num) for num, taken_s, depth in self.reading]
+        costs.reading_s = statistics.median(each_s) if each_s else 0.0  # beyond what drafting alone takes
+        costs.num_busy = neighbours.num_busy()
+        return costs
 
     def wave(self, sizes: Sequence[int], number: int) -> int:
         """Some texts, as long as they last; how many of the sizes were measured."""

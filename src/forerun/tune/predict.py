@@ -156,12 +156,12 @@ def played(job: DecodingJob, depth: int) -> Played:
 
 def chunks_of(unread: Sequence[int], most: int, oldest_first: bool) -> list[int]:
     """How much of each prompt a pass reads: short ones first, as the scheduler of the engine has it."""
-    found = [0] * len(unread)
+    counts = [0] * len(unread)
     order = range(len(unread))
     for row in order if oldest_first else sorted(order, key=unread.__getitem__):
-        found[row] = min(unread[row], most)
-        most -= found[row]
-    return found
+        counts[row] = min(unread[row], most)
+        most -= counts[row]
+    return counts
 
 
 def shape_of(guessed: Sequence[Guessed], num_read: int) -> RoundShape:

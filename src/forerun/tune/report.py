@@ -91,13 +91,13 @@ class TuneReport:
 
     def best_exits(self) -> dict[str, str]:
         """Of candidates that were spelled as one, the fastest: by the spelling, such as early-exit:auto."""
-        found: dict[str, tuple[float, str]] = {}
+        best: dict[str, tuple[float, str]] = {}
         for each in self.studied:
             cell = each.cell(self.settings.batches[0], self.temperatures[0])
             if each.candidate.family != each.candidate.draft and cell and cell.speed_up:
                 own = cell.speed_up, each.candidate.draft
-                found[each.candidate.family] = max(own, found.get(each.candidate.family, own))
-        return {family: draft for family, (_, draft) in found.items()}
+                best[each.candidate.family] = max(own, best.get(each.candidate.family, own))
+        return {family: draft for family, (_, draft) in best.items()}
 
     @property
     def same_tokens(self) -> bool:
@@ -117,7 +117,7 @@ class TuneReport:
     def as_object(self) -> dict[str, Any]:
         """For JSON: seconds, bytes, shares between 0 and 1, and null for what is not known."""
         choices = [self.choice(b, t) for t in self.temperatures for b in self.settings.batches]
-        found: dict[str, Any] = jsonable(
+        values: dict[str, Any] = jsonable(
             {
                 **self.about,
                 "complete": self.complete,
@@ -130,7 +130,7 @@ class TuneReport:
                 "translations": [asdict(each) for each in self.translated()],
             }
         )
-        return found
+        return values
 
     def candidate_object(self, each: Studied) -> dict[str, Any]:
         """A candidate with all its figures."""

@@ -57,13 +57,13 @@ def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
     """The drafters to try, each once. Raises UnknownDrafter for what does not parse, or where there is none."""
     if not drafts:
         raise UnknownDrafter("drafts: there is no drafter to try: name some, as in --drafts ngram suffix model:DIR")
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     for text in drafts:
         spec = parse_spec(text)
         family = str(spec)
         for draft in exits_of(num_layers) if spec == DraftSpec("early-exit", AUTO) else (family,):
-            found.setdefault(draft, Candidate(draft, family))
-    return list(found.values())
+            candidates.setdefault(draft, Candidate(draft, family))
+    return list(candidates.values())
 
 
 def exits_of(num_layers: int) -> list[str]:

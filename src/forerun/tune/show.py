@@ -56,8 +56,8 @@ def speeds(report: TuneReport, temperature: float) -> FigureTable:
 def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedChoice | None) -> list[Cell]:
     """Plain decoding, at the median of what was measured beside each candidate."""
     cells = [cell for each in report.studied if (cell := each.cell(batch, temperature))]
-    found = [cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s]
-    speed = f"{statistics.median_high(found):.1f}" if found else "?"
+    rates = [cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s]
+    speed = f"{statistics.median_high(rates):.1f}" if rates else "?"
     return [named("plain", best is not None and best.draft is None), str(batch), "0", speed, "×1.00", "", "", ""]
 
 
@@ -101,12 +101,12 @@ def drafters(report: TuneReport) -> FigureTable:
 
 def memory_figures(report: TuneReport) -> FigureTable:
     """What each drafter takes beside the target, and what the target takes."""
-    found = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
+    figures = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
     rows: list[list[Cell]] = [
-        [Text(name), *map(size, (own.weights_bytes, own.cache_bytes, own.remembered_bytes))] for name, own in found
+        [Text(name), *map(size, (own.weights_bytes, own.cache_bytes, own.remembered_bytes))] for name, own in figures
     ]
-    if found:
-        own = found[0][1]
+    if figures:
+        own = figures[0][1]
         rows.insert(0, [Text("target"), size(own.target_weights_bytes), size(own.target_cache_bytes), ""])
     return FigureTable(("memory", "weights", "cache", "past answers\nat most"), rows, num_names=1)
 

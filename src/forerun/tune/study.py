@@ -107,13 +107,13 @@ class Studied:
 
 def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallback) -> list[Studied]:
     """All candidates, in order, each with an equal share of the time that is left until then."""
-    found = []
+    studied = []
     for number, trial in enumerate(trials):
         report(f"tuning {trial.candidate.draft}", number / len(trials))
         now_s = time.perf_counter()
         trial.deadline_s = now_s + max(0.0, deadline_s - now_s) / (len(trials) - number)
-        found.append(study(trial))
-    return found
+        studied.append(study(trial))
+    return studied
 
 
 def study(trial: Trial) -> Studied:

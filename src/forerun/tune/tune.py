@@ -89,5 +89,5 @@ def model_options(subject: Subject) -> Mapping[str, Any]:
     """The options of the model that a command would need to run it in the same way, by their names."""
     spec, usual = subject.spec, ModelSpec(subject.spec.model)
     names = ("dtype", "quantize", "kernels", "device", "one_gemm")
-    given = {name: getattr(spec, name) for name in names if getattr(spec, name) not in (getattr(usual, name), "cpu")}
-    return given | ({} if subject.threads is None else {"threads": subject.threads})
+    changed = {name: getattr(spec, name) for name in names if getattr(spec, name) not in (getattr(usual, name), "cpu")}
+    return changed | ({} if subject.threads is None else {"threads": subject.threads})

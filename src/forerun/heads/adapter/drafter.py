@@ -111,8 +111,8 @@ class EarlyExitDrafter(FedFollower):
         """The chains by one call of the lower layers, their states noted where they are wanted."""
         chains = super().draw_at_once(draws, starts, logits, self.noted is not None)
         if chains is not None and chains.states is not None and self.noted is not None:
-            for start, own in zip(starts, chains.states, strict=True):
-                self.noted[start.seq_id].append(own[: chains.num_read[start.seq_id]])
+            for start, states_read in zip(starts, chains.states, strict=True):
+                self.noted[start.seq_id].append(states_read[: chains.num_read[start.seq_id]])
         return chains
 
     def note(self, reads: Sequence[Read], states: Float[Tensor, "read hidden"]) -> None:
@@ -182,15 +182,15 @@ class ExitBlueprint(HeadBlueprint):
             refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
         exit_layer, colon, name = (spec.argument or "").partition(":")
         if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
-            wanted = f"at least 1 and at most {layers - 1}, as the target has {layers}"
+            bounds = f"at least 1 and at most {layers - 1}, as the target has {layers}"
             example = f"for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter"
-            refuse(spec, f"the argument is the number of layers that guess: {wanted}, {example}")
+            refuse(spec, f"the argument is the number of layers that guess: {bounds}, {example}")
         layer = int(exit_layer)
         if not colon:
             return cls(layer)
         if not name:
-            wanted = f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out"
-            refuse(spec, wanted)
+            bounds = f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out"
+            refuse(spec, bounds)
         folder = open_folder(name)
         return cls(layer, (folder, adapter_config(folder, layer)))
 
@@ -210,8 +210,8 @@ class ExitBlueprint(HeadBlueprint):
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers of an adapter, for the exit where the same states are. Raises InvalidRequest without one."""
         if self.adapter is None:
-            wanted = f"early-exit:{self.layer} has no weights of its own: name an adapter's folder."
-            raise InvalidRequest("draft", wanted)
+            problem = f"early-exit:{self.layer} has no weights of its own: name an adapter's folder."
+            raise InvalidRequest("draft", problem)
         folder, config = self.adapter
         wide, exit_wide = widened_layers(config, plan, folder.name), widened_tap(plan, self.layer)
         shapes = adapter_shapes(folder, config), adapter_shapes(folder, wide)

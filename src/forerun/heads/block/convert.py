@@ -91,17 +91,17 @@ def read_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftF
 def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """A dflash, dspark or dflash2. Raises UnsupportedModel for states and layers that `block:DIR` does not read."""
     fields, num_layers = files.fields, named(target, files).config.layers
-    given = {key: value for key, value in files.config.items() if value is not None}
-    own = COMMON | KINDS[str(given[SPECULATORS])] | given
+    stated = {key: value for key, value in files.config.items() if value is not None}
+    values = COMMON | KINDS[str(stated[SPECULATORS])] | stated
     layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the package's layers are always its
-    config = layer | {key: value for key, value in own.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
+    config = layer | {key: value for key, value in values.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
     config |= {"architectures": [names.ARCHITECTURE], "num_target_layers": num_layers}
     config[names.INSIDE] = {
         names.TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, num_layers)],
-        "causal": read_causal(replace(fields, values=own), replace(fields, values=layer)),
-        names.MASK_ID: given.get(names.MASK_ID),
+        "causal": read_causal(replace(fields, values=values), replace(fields, values=layer)),
+        names.MASK_ID: stated.get(names.MASK_ID),
     }
-    over_all = given.get("draft_vocab_size") == config.get("vocab_size")
+    over_all = stated.get("draft_vocab_size") == config.get("vocab_size")
     files = files.without(MASK, *TRAINING, *((OFFSETS,) if over_all else ()))
     return replace(files, config=config, tensors=without_convolutions(fields, files.tensors))
 
@@ -122,32 +122,32 @@ def read_causal(fields: Fields, layer: Fields) -> bool:
     windows = config_of(layer).windows
     causal = any(windows) and not fields.flag("sliding_window_non_causal")
     if causal and not all(windows):
-        wanted = "so layers with windows are causal and the others are not, but block:DIR has one rule for all of them"
-        raise fields.refuse("sliding_window_non_causal", f"{wanted}: use another drafter")
+        rule = "so layers with windows are causal and the others are not, but block:DIR has one rule for all of them"
+        raise fields.refuse("sliding_window_non_causal", f"{rule}: use another drafter")
     return causal
 
 
 def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors without convolutions that change nothing. Raises UnsupportedModel for others."""
-    found = dict(tensors)
+    kept = dict(tensors)
     for name in [each for each in tensors if any(f".{conv}." in each for conv in CONVOLUTIONS)]:
-        tensor = found.pop(name)
+        tensor = kept.pop(name)
         neutral = torch.zeros_like(tensor)
         if name.endswith(".base_kernel") and tensor.dim() == 3:
             neutral[:, 0] = 1
         if not torch.equal(tensor, neutral):
-            wanted = f"{name} is a convolution that changes states, and no drafter here computes that"
-            raise fields.refuse("conv_kernel_size", f"{wanted}: use another drafter")
-    return found
+            problem = f"{name} is a convolution that changes states, and no drafter here computes that"
+            raise fields.refuse("conv_kernel_size", f"{problem}: use another drafter")
+    return kept
 
 
 def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors:
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
     of = target or TargetFacts.said_by(files.fields, "qwen3")
-    found = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
-    files.check(found.shapes(), names.TITLE, (OFFSETS,))
-    check_ids(files, found.draft_vocab, of.config.vocab_size)
-    return found
+    meaning = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
+    files.check(meaning.shapes(), names.TITLE, (OFFSETS,))
+    check_ids(files, meaning.draft_vocab, of.config.vocab_size)
+    return meaning
 
 
 def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
@@ -157,8 +157,8 @@ def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> Dr
     for name, table in tables.items():
         stored = files.tensors.get(name)
         if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
-            wanted = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
-            raise UnsupportedModel(f"{files.folder}: {wanted}")
+            problem = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
+            raise UnsupportedModel(f"{files.folder}: {problem}")
     files = files.without(*tables)
     if OFFSETS not in files.tensors or names.HEAD in files.tensors:
         return files
@@ -173,8 +173,8 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
     check_written(meaning, fields, of)
     config = meaning.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov_rank or config.confidence else "dflash"
-    own = COMMON | KINDS[kind]
-    own |= {key: value for key, value in said(config).items() if key in own}
+    usual = COMMON | KINDS[kind]
+    usual |= {key: value for key, value in said(config).items() if key in usual}
     strange = (*AUTHORS, *(key for each in KINDS.values() for key in each), *COMMON, "target_hidden_size")
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -183,7 +183,7 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
         "target_hidden_size": fields.values.get("target_hidden_size"),
         IDS: list(config.taps),
         names.MASK_ID: config.mask_id,
-        **own,
+        **usual,
     }
     tensors = dict(with_id_tables(files).tensors)
     if kind == "dflash2":
@@ -225,12 +225,14 @@ def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> Non
 
 def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """The convolutions that a dflash2 must have, of one place and one group, which change nothing."""
-    hidden, found = config.layers.hidden, dict[str, Tensor]()
+    hidden, convolutions = config.layers.hidden, dict[str, Tensor]()
     for layer in range(config.layers.layers):
         for name in CONVOLUTIONS:
-            found[f"{names.LAYER.format(layer)}{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
-            found[f"{names.LAYER.format(layer)}{name}.kernel_projection.weight"] = torch.zeros(2, hidden, dtype=dtype)
-    return found
+            convolutions[f"{names.LAYER.format(layer)}{name}.base_kernel"] = torch.ones(2, 1, hidden, dtype=dtype)
+            convolutions[f"{names.LAYER.format(layer)}{name}.kernel_projection.weight"] = torch.zeros(
+                2, hidden, dtype=dtype
+            )
+    return convolutions
 
 
 BLOCK = DraftMethod("block drafter", "block", block_meaning)

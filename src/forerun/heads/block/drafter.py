@@ -53,8 +53,8 @@ class BlockDrafter(FedFollower):
         if features is not None:
             return self.runner.read(reads, inputs=self.decoder.fuse(features))
         states = self.runner.read(reads)
-        own = self.decoder.states(states.hidden).split([len(read.tokens) for read in reads])
-        self.blocks = {read.seq_id: rows[list(read.judged)] for read, rows in zip(reads, own, strict=True)}
+        outputs = self.decoder.states(states.hidden).split([len(read.tokens) for read in reads])
+        self.blocks = {read.seq_id: rows[list(read.judged)] for read, rows in zip(reads, outputs, strict=True)}
         return states
 
     def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
@@ -84,15 +84,15 @@ class BlockDrafter(FedFollower):
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             started_s = time.perf_counter()
             at, before = guessed_at(places)
-            found = logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], before)
+            behind = logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], before)
             self.pass_s += time.perf_counter() - started_s
-            return found
+            return behind
 
         def confidence(places: Sequence[NodeToExpand]) -> Sequence[float]:
             assert self.heads.confidence is not None, "there is a head to ask"
             at, before = guessed_at(places)
-            found: list[float] = self.heads.confidence(states[at], before).tolist()
-            return found
+            estimates: list[float] = self.heads.confidence(states[at], before).tolist()
+            return estimates
 
         budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
         return grow(draws, budgets, None, logits_behind, confidence if self.heads.confidence else None)

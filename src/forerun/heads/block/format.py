@@ -134,24 +134,24 @@ class BlockTensors:
         """Each by its name."""
         c, hidden = self.config, self.config.layers.hidden
         vocab = c.layers.vocab_size
-        found: Shapes = {MAP: (hidden, len(c.taps) * self.target_hidden)}
-        found |= {MAP_NORM: (hidden,), NORM: (hidden,)}
+        shapes: Shapes = {MAP: (hidden, len(c.taps) * self.target_hidden)}
+        shapes |= {MAP_NORM: (hidden,), NORM: (hidden,)}
         for layer in range(c.layers.layers):
-            found |= {LAYER.format(layer) + name: shape for name, shape in layer_tensors(c.layers, layer).items()}
+            shapes |= {LAYER.format(layer) + name: shape for name, shape in layer_tensors(c.layers, layer).items()}
         if c.mask_id is None:
-            found[MASK_EMBEDDING] = (hidden,)
+            shapes[MASK_EMBEDDING] = (hidden,)
         if c.markov_rank:
-            found |= {MARKOV_W1: (vocab, c.markov_rank), MARKOV_W2: (self.draft_vocab, c.markov_rank)}
+            shapes |= {MARKOV_W1: (vocab, c.markov_rank), MARKOV_W2: (self.draft_vocab, c.markov_rank)}
         if c.selector_rank:
-            found |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (vocab, c.selector_rank))
-            found[SELECTOR] = (c.selector_rank, hidden)
+            shapes |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (vocab, c.selector_rank))
+            shapes[SELECTOR] = (c.selector_rank, hidden)
         if c.confidence:
-            found |= {CONFIDENCE: (1, c.confidence_width), CONFIDENCE_BIAS: (1,)}
+            shapes |= {CONFIDENCE: (1, c.confidence_width), CONFIDENCE_BIAS: (1,)}
         if self.own_embedding:
-            found[EMBEDDING] = (vocab, hidden)
+            shapes[EMBEDDING] = (vocab, hidden)
         if self.own_head:
-            found[HEAD] = (self.draft_vocab, hidden)
-        return found
+            shapes[HEAD] = (self.draft_vocab, hidden)
+        return shapes
 
 
 def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
@@ -164,14 +164,14 @@ def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
     refuse_sizes(fields, target, vocab_size=of.vocab_size)
     layers = replace(config_of(fields), tied=False)
     if layers.experts or layers.sinks:
-        wanted = "a block drafter's layers are dense, without attention sinks: use another one"
-        raise fields.refuse("model_type", wanted)
+        problem = "a block drafter's layers are dense, without attention sinks: use another one"
+        raise fields.refuse("model_type", problem)
     has_mask = fields.values.get(MASK_ID) is not None
     mask_id = fields.whole(MASK_ID, least=0, most=of.vocab_size - 1) if has_mask else None
     markov_rank, selector_rank = (fields.whole(key, 0, least=0) for key in ("markov_rank", "selector_rank"))
     if markov_rank and selector_rank:
-        wanted = "it takes the place of a Markov head: set markov_rank or selector_rank to 0"
-        raise fields.refuse("selector_rank", wanted)
+        problem = "it takes the place of a Markov head: set markov_rank or selector_rank to 0"
+        raise fields.refuse("selector_rank", problem)
     confidence = fields.flag("enable_confidence_head")
     with_markov = confidence and fields.flag("confidence_head_with_markov", bool(markov_rank))
     if with_markov and not markov_rank:

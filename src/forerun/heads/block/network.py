@@ -128,8 +128,8 @@ class CandidateSelector:
     ) -> Float[Tensor, "rows vocab"]:
         """The logits after these tokens: -inf for all that are no candidates."""
         candidates = largest(logits, self.top_k)
-        wanted = self.predecessors[tokens].float() * product(self.projection, states).float()
-        pairs = (wanted[:, None] * self.successors[candidates].float()).sum(-1)
+        query = self.predecessors[tokens].float() * product(self.projection, states).float()
+        pairs = (query[:, None] * self.successors[candidates].float()).sum(-1)
         return torch.full_like(logits, -math.inf).scatter_(1, candidates, logits.gather(1, candidates) + pairs)
 
 

@@ -91,29 +91,29 @@ class BlockStudent(TableStudent):
         rows = torch.arange(len(roots), device=roots.device)[:, None]
         logits, confidence = [], []
         for depth in range(c.most_depth):
-            own, before = states[:, :, c.first + depth], padded[rows, roots + depth]
-            logits.append(self.logits(own, before, whole=dice is not None))
+            at_depth, before = states[:, :, c.first + depth], padded[rows, roots + depth]
+            logits.append(self.logits(at_depth, before, whole=dice is not None))
             if c.confidence:
-                confidence.append(self.confidence(own, before))
+                confidence.append(self.confidence(at_depth, before))
         return Predictions(logits, roots, confidence=confidence)
 
     def logits(
         self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"], whole: bool
     ) -> Float[Tensor, "batch roots vocab"]:
         """Those of a place, after these tokens. A selector is taught with all tokens as candidates (`whole`)."""
-        w, found = self.weights, self.head(states)
+        w, base = self.weights, self.head(states)
         if names.MARKOV_W1 in w:
-            return found + functional.linear(w[names.MARKOV_W1][before], w[names.MARKOV_W2])
+            return base + functional.linear(w[names.MARKOV_W1][before], w[names.MARKOV_W2])
         if names.SELECTOR not in w:
-            return found
+            return base
         after = w[names.SUCCESSORS] if self.vocabulary is None else w[names.SUCCESSORS][self.vocabulary]
         pairs = functional.linear(w[names.PREDECESSORS][before] * functional.linear(states, w[names.SELECTOR]), after)
         if whole:
-            return found + pairs
-        flat = found.flatten(0, 1)
+            return base + pairs
+        flat = base.flatten(0, 1)
         candidates = largest(flat, self.config.top_k)
         hidden = torch.full_like(flat, -math.inf).scatter_(1, candidates, 0.0)
-        return found + pairs + hidden.view_as(found)
+        return base + pairs + hidden.view_as(base)
 
     def confidence(
         self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"]

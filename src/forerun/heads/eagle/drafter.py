@@ -79,11 +79,11 @@ class ParallelEagleDrafter(EagleDrafter):
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read masked places. Gives the rows that had room, and the logits of all of their guesses."""
         masks = {row.seq_id: [self.mask_token] * (row.budget.depth - 1) for row in rows}
-        reads = [Read(seq_id, own, judged=range(len(own))) for seq_id, own in masks.items() if own]
+        reads = [Read(seq_id, tokens, judged=range(len(tokens))) for seq_id, tokens in masks.items() if tokens]
         ahead = self.read_fitting(reads, rows)
         roots = super().read_roots(ahead.rows)
         rest = ahead.logits.split([len(masks[row.seq_id]) for row in ahead.rows])
-        packed = [part for root, own in zip(roots.logits, rest, strict=True) for part in (root[None], own)]
+        packed = [part for root, tokens in zip(roots.logits, rest, strict=True) for part in (root[None], tokens)]
         return RootPass(ahead.reads, ahead.rows, torch.cat(packed) if packed else roots.logits)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:

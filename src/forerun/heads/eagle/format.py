@@ -105,29 +105,32 @@ class EagleTensors:
     def shapes(self) -> Shapes:
         """All of them but the table of ids."""
         c, form, hidden, inputs = self.config, self.form, self.config.hidden, len(self.form.taps) * self.target_hidden
-        found: Shapes = {MAP: (hidden, inputs + (hidden if form.joined else 0))}
+        shapes: Shapes = {MAP: (hidden, inputs + (hidden if form.joined else 0))}
         if not form.joined:
-            found[NORM] = (hidden,)
+            shapes[NORM] = (hidden,)
         if self.own_head:
-            found[HEAD] = (self.draft_vocab, hidden)
+            shapes[HEAD] = (self.draft_vocab, hidden)
         if form.norm_before_fc:
-            found[ALL_NORM] = (inputs,)
+            shapes[ALL_NORM] = (inputs,)
         if form.mask_token is not None:
-            found[MASK_STATE] = (1, 1, inputs)
+            shapes[MASK_STATE] = (1, 1, inputs)
         if form.fc_norm:
-            found |= {TAP_NORM.format(tap): (self.target_hidden,) for tap in range(len(form.taps))}
+            shapes |= {TAP_NORM.format(tap): (self.target_hidden,) for tap in range(len(form.taps))}
         if form.fc_bias:
-            found[MAP_BIAS] = (hidden,)
+            shapes[MAP_BIAS] = (hidden,)
         if self.own_embedding:
-            found[EMBEDDING] = (c.vocab_size, hidden)
+            shapes[EMBEDDING] = (c.vocab_size, hidden)
         tables = {f"layers.{index}": LayerTable.of(c, index) for index in range(1, c.layers)} | {self.place: self.table}
-        return found | {
+        return shapes | {
             f"{place}.{name}": shape for place, table in tables.items() for name, shape in table.tensors().items()
         }
 
 
 def author_fields(fields: Fields) -> Fields:
-    """The same in the authors' spelling. Raises UnsupportedModel for what `speculators` does not call EAGLE."""
+    """The fields of a drafter's config.json in the spelling of EAGLE's authors.
+
+    Raises UnsupportedModel for what `speculators` does not call EAGLE.
+    """
     kind = fields.values.get(SPECULATORS)
     if kind is None:
         return fields
@@ -137,8 +140,8 @@ def author_fields(fields: Fields) -> Fields:
         raise fields.refuse(MASK_TOKEN, "peagle has one, and eagle3 has none: correct it")
     layer = dict(fields.inside(LAYER_CONFIG).values)
     layer.setdefault("model_type", "qwen3")  # as speculators takes it
-    own = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
-    return replace(fields, values=layer | own)
+    outside = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
+    return replace(fields, values=layer | outside)
 
 
 def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target: str) -> EagleTensors:
@@ -183,16 +186,16 @@ def read_form(fields: Fields, num_layers: int) -> EagleForm:
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The states that it reads, each named by the layer that it enters; as the authors choose them, unless said."""
     inside = fields.values.get(INSIDE)
-    found = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
-    if found is None:
+    ids = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
+    if ids is None:
         return usual_taps(num_layers)
-    if not isinstance(found, list):
-        found = [None]
-    is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in found]
-    if not 1 <= len(found) <= MOST_TAPS or not all(is_layer):
-        wanted = f"it must name layers of the target, from 0 to {num_layers}, {MOST_TAPS} at most"
-        raise fields.refuse(TAP_IDS, f"{wanted}: name a drafter that was trained for this target")
-    return tuple(found)
+    if not isinstance(ids, list):
+        ids = [None]
+    is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in ids]
+    if not 1 <= len(ids) <= MOST_TAPS or not all(is_layer):
+        rule = f"it must name layers of the target, from 0 to {num_layers}, {MOST_TAPS} at most"
+        raise fields.refuse(TAP_IDS, f"{rule}: name a drafter that was trained for this target")
+    return tuple(ids)
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
@@ -240,11 +243,11 @@ def in_order(files: DraftFiles) -> DraftFiles:
 def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors:
     """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
     of = target or TargetFacts.said_by(files.fields, "llama")
-    found = fitted_tensors(files.fields, files.tensors, of.config, of.name)
-    files.check(found.shapes(), TITLE, () if found.form.joined else (OFFSETS,))
-    if not found.form.joined:
-        check_ids(files, found.draft_vocab, of.config.vocab_size)
-    return found
+    meaning = fitted_tensors(files.fields, files.tensors, of.config, of.name)
+    files.check(meaning.shapes(), TITLE, () if meaning.form.joined else (OFFSETS,))
+    if not meaning.form.joined:
+        check_ids(files, meaning.draft_vocab, of.config.vocab_size)
+    return meaning
 
 
 def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
@@ -253,10 +256,10 @@ def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     if missing and target is None:
         raise UnsupportedModel(f"{files.folder} uses its target's {', '.join(missing)}: name that with --model")
     tables = {} if target is None else {EMBEDDING: target.embedding, HEAD: target.head}
-    found = {name: tables[name]().to(files.tensors[MAP].dtype) for name in missing}
-    if HEAD in found:
-        found[HEAD] = found[HEAD][head_ids(files, len(found[HEAD]))]
-    return in_order(replace(files, tensors={**files.tensors, **found}))
+    added = {name: tables[name]().to(files.tensors[MAP].dtype) for name in missing}
+    if HEAD in added:
+        added[HEAD] = added[HEAD][head_ids(files, len(added[HEAD]))]
+    return in_order(replace(files, tensors={**files.tensors, **added}))
 
 
 def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:

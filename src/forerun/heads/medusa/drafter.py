@@ -112,9 +112,9 @@ class MedusaDrafter:
             rows = [draws.rows[place.row] for place in places]
             seen = torch.tensor([[row.tokens[-1], *path] for row, path in zip(rows, paths, strict=True)])
             states = torch.stack([self.states[row.seq_id] for row in rows])
-            found = self.heads.logits(len(paths[0]), states, seen.to(draws.device))
+            of_heads = self.heads.logits(len(paths[0]), states, seen.to(draws.device))
             self.pass_s += time.perf_counter() - started_s
-            return found
+            return of_heads
 
         draft = grow(draws, granted, None, logits_behind)
         return replace(draft, pass_s=self.pass_s)

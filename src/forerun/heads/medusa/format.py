@@ -48,16 +48,16 @@ class MedusaConfig:
 
     def shapes(self) -> Shapes:
         """Every tensor's name and shape."""
-        found: Shapes = {}
+        shapes: Shapes = {}
         for head in range(self.num_heads):
             if self.hydra:
-                found[ENTRY.format(head) + WEIGHT] = (self.hidden, (2 + head) * self.hidden)
+                shapes[ENTRY.format(head) + WEIGHT] = (self.hidden, (2 + head) * self.hidden)
             for block in range(self.num_blocks):
-                found[BLOCK.format(head, block) + WEIGHT] = (self.hidden, self.hidden)
-                found[BLOCK.format(head, block) + BIAS] = (self.hidden,)
+                shapes[BLOCK.format(head, block) + WEIGHT] = (self.hidden, self.hidden)
+                shapes[BLOCK.format(head, block) + BIAS] = (self.hidden,)
             if self.own_output:
-                found[OUTPUT.format(head, self.num_blocks) + WEIGHT] = (self.vocab_size, self.hidden)
-        return found
+                shapes[OUTPUT.format(head, self.num_blocks) + WEIGHT] = (self.vocab_size, self.hidden)
+        return shapes
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -95,7 +95,7 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     first = files.tensors.get(FIRST)
     if first is None or first.dim() != 2:
         raise MissingWeights(f"{files.folder} has no tensor {FIRST}: these are no Medusa heads, or not all of them")
-    count = 1 + max(int(found[1]) for found in map(TENSOR.fullmatch, files.tensors) if found)
+    count = 1 + max(int(match[1]) for match in map(TENSOR.fullmatch, files.tensors) if match)
     num_blocks = fields.whole(BLOCKS, 1)
     config = {**files.config, "architectures": [ARCHITECTURE], HEADS_KEY: max(count, fields.whole(HEADS_KEY, count))}
     config |= {BLOCKS: num_blocks, "hidden_size": first.shape[0]}
@@ -111,9 +111,9 @@ def medusa_meaning(files: DraftFiles, target: TargetFacts | None) -> MedusaConfi
     else:
         name, hidden = "its own config.json", fields.whole("hidden_size")
         vocab_size = fields.whole("vocab_size", 1)  # heads without matrices of their own do not say it
-    found = fitted_heads(fields, files.tensors, hidden, vocab_size, name)
-    files.check(found.shapes(), str(found))
-    return found
+    meaning = fitted_heads(fields, files.tensors, hidden, vocab_size, name)
+    files.check(meaning.shapes(), str(meaning))
+    return meaning
 
 
 def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:

@@ -91,7 +91,7 @@ class MedusaStudent(TableStudent):
             return states
         tokens = functional.pad(batch.tokens, (0, self.config.num_heads))
         between = [tokens[:, batch.first_root + i : length + i] for i in range(1 + head)]
-        return torch.cat([states, *(self.embedding[own] for own in between)], dim=2)
+        return torch.cat([states, *(self.embedding[column] for column in between)], dim=2)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every head behind every root."""
@@ -162,11 +162,11 @@ def target_weights(target: Blueprint) -> dict[str, Tensor]:
 
 def merged(fixed: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A target's weights with these adapters merged into them; other tensors among the adapters are left alone."""
-    found = dict(fixed)
+    weights = dict(fixed)
     for name, tensor in fixed.items():
         if OUT_OF.format(name) in adapters:
-            found[name] = tensor + SCALE * (adapters[OUT_OF.format(name)] @ adapters[INTO.format(name)])
-    return found
+            weights[name] = tensor + SCALE * (adapters[OUT_OF.format(name)] @ adapters[INTO.format(name)])
+    return weights
 
 
 def make_medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:

@@ -70,13 +70,13 @@ class MtpTensors:
     def shapes(self) -> Shapes:
         """All of them but embeddings and heads that are the target's."""
         c, n = self.config, self.naming
-        found: Shapes = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
+        shapes: Shapes = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
         for module in range(c.layers):
-            found[self.name(module, n.projection)] = (c.hidden, 2 * c.hidden)
-            found |= {self.name(module, each): (c.hidden,) for each in (n.embedding_norm, n.state_norm, n.norm)}
+            shapes[self.name(module, n.projection)] = (c.hidden, 2 * c.hidden)
+            shapes |= {self.name(module, each): (c.hidden,) for each in (n.embedding_norm, n.state_norm, n.norm)}
             prefix = self.name(module, n.layer)
-            found |= {prefix + name: shape for name, shape in layer_tensors(c, module).items()}
-        return found
+            shapes |= {prefix + name: shape for name, shape in layer_tensors(c, module).items()}
+        return shapes
 
     def tables(self) -> dict[str, bool]:
         """What embeddings and heads of modules are called, if there are any; and whether it is a head."""
@@ -160,21 +160,21 @@ def no_modules(fields: Fields, ships: bool) -> str:
             "them; download the original, or name trained modules, as in mtp:DIR"
         )
     if ships:
-        own = "mtp:stdlib-mtp" if folder == BUNDLED[TARGET] else "mtp:DIR"
-        return f"{folder} ships no MTP modules: name a folder of trained ones, as in {own} (`forerun train mtp`)"
+        example = "mtp:stdlib-mtp" if folder == BUNDLED[TARGET] else "mtp:DIR"
+        return f"{folder} ships no MTP modules: name a folder of trained ones, as in {example} (`forerun train mtp`)"
     return f"{folder} has no tensors of MTP modules: name a folder that `forerun train mtp` wrote, or another drafter"
 
 
 def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -> Collection[str]:
     """The stored embeddings and heads of modules that are no copies of the target's."""
     size = (tensors.config.vocab_size, tensors.config.hidden)
-    whole, found = target.checkpoint(target.dtype), list[str]()
+    whole, differing = target.checkpoint(target.dtype), list[str]()
     for name, is_head in tensors.tables().items():
         if name in checkpoint:
             shared = HEAD if is_head and not target.config.tied else EMBEDDING
             if not torch.equal(checkpoint.take(name, size), whole.take(shared, size)):
-                found.append(name)
-    return found
+                differing.append(name)
+    return differing
 
 
 def is_modules(files: DraftFiles) -> bool:
@@ -199,8 +199,8 @@ def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors
     of, count = target or TargetFacts.said_by(files.fields, "llama"), promised_modules(files.fields) or 1
     config = described(files.fields, of.config, of.name)
     config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
-    files.check((found := MtpTensors(config, QWEN, 0)).shapes(), f"{count} MTP modules as {QWEN.name} name them")
-    return found
+    files.check((meaning := MtpTensors(config, QWEN, 0)).shapes(), f"{count} MTP modules as {QWEN.name} name them")
+    return meaning
 
 
 def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:

@@ -103,7 +103,7 @@ class GraphRunner(Runner):
         before: Float[Tensor, "starts hidden"] | None = None,
         texts: UnreadTexts | None = None,
     ) -> Chains | None:
-        """The same as a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
+        """Chains drawn by a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
         assert before is None, "it reads tokens alone"
         assert texts is None, "it reads tokens alone"
         assert logits is not None, "roots are read"

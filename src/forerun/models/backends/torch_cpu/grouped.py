@@ -48,7 +48,7 @@ class GroupedWeight:
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], least=least)
 
     def in_form(self, bits: int, size: int, has_least: bool) -> GroupedWeight:
-        """The same weights in numbers of at least as many bits and groups of at most as many inputs."""
+        """Equal weights in numbers of at least as many bits and groups of at most as many inputs."""
         repeats = self.size // size
         scales = self.scales.repeat_interleave(repeats, 1)
         least = None if self.least is None else self.least.repeat_interleave(repeats, 1)

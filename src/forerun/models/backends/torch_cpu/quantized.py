@@ -163,7 +163,7 @@ def quantize_groups(
 def round_groups(
     x: Float[Tensor, "within groups"],
 ) -> tuple[Int8[Tensor, "within groups"], Float[Tensor, " groups"]]:
-    """The same for groups in columns, so that a sum over each adds whole rows."""
+    """Whole numbers and scales, as `quantize_groups` has them, of groups in columns: their sums add whole rows."""
     high, low = x.amax(0), x.amin(0)
     largest = torch.where(high >= -low, high, low)
     best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
