@@ -9,14 +9,7 @@ import torch
 
 from forerun import LLM, AsyncLLM, ForerunError, InvalidRequest, SamplingParams, Speculation
 from forerun.draft.text.ngram import NgramDrafter
-from forerun.ecosystem import (
-    REQUEST_WORDS,
-    SPECULATIVE_WORDS,
-    WORDS,
-    drafting_of,
-    memory_of,
-    read_speculative_config,
-)
+from forerun.ecosystem import REQUEST_WORDS, SPECULATIVE_WORDS, WORDS, drafting_of, memory_of, read_speculative_config
 from forerun.errors import UnknownKeyword
 from forerun.sampling.params import ANSWERS
 from kit.checkpoints import TARGET

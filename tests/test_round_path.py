@@ -70,11 +70,7 @@ def listed(heading: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("draft", "bound", "heading"),
-    [
-        (None, 18, "A plain round"),
-        ("ngram", 23, "With n-grams"),
-        ("model:stdlib-draft", 25, "With a draft model"),
-    ],
+    [(None, 18, "A plain round"), ("ngram", 23, "With n-grams"), ("model:stdlib-draft", 25, "With a draft model")],
 )
 def test_a_steady_round_enters_few_files_which_are_documented(draft: str | None, bound: int, heading: str) -> None:
     entered = next(steady_rounds(draft, 4 if draft else False))

@@ -99,13 +99,7 @@ def cut_prompts(num_tokens: int) -> list[Passage]:
 
 
 async def measure_cell(
-    url: str,
-    key: CellKey,
-    mode: str,
-    load: Load,
-    prompts: Sequence[Passage],
-    extra: Mapping[str, Any],
-    warm: bool,
+    url: str, key: CellKey, mode: str, load: Load, prompts: Sequence[Passage], extra: Mapping[str, Any], warm: bool
 ) -> ServedCell:
     """Ask one cell's requests; before that, unless the server is `warm`, short ones at as many at once.
 

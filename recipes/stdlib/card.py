@@ -57,11 +57,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def write_card(
-    path: Path,
-    files: Sequence[SourceFile],
-    records: Mapping[str, Record],
-    num_texts: int,
-    figures: Figures,
+    path: Path, files: Sequence[SourceFile], records: Mapping[str, Record], num_texts: int, figures: Figures
 ) -> None:
     """The card of the whole family, as Markdown."""
     held_out = [f for f in files if f.held_out]

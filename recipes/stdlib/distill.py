@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from forerun.train.losses import LOSSES, LawPair
 from forerun.train.optimizer import step_optimizers
-from recipes.stdlib.training import (
-    CHECKPOINT_EVERY,
-    Run,
-    Schedule,
-    Shape,
-    build_llama,
-    build_optimizers,
-)
+from recipes.stdlib.training import CHECKPOINT_EVERY, Run, Schedule, Shape, build_llama, build_optimizers
 
 KL_SHARE = 0.1
 

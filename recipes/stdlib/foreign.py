@@ -26,14 +26,7 @@ from forerun.train.optimizer import step_optimizers
 from recipes.stdlib.corpus import SourceFile, read_corpus, standard_library
 from recipes.stdlib.generate import Texts, generate_texts
 from recipes.stdlib.recipe import check_teacher, claim, export, tokenize, trained_tokenizer
-from recipes.stdlib.training import (
-    CHECKPOINT_EVERY,
-    Run,
-    Schedule,
-    Shape,
-    build_llama,
-    build_optimizers,
-)
+from recipes.stdlib.training import CHECKPOINT_EVERY, Run, Schedule, Shape, build_llama, build_optimizers
 
 NAME = "draft-1024"
 FAMILY = Path(__file__).resolve().parents[2] / "src" / "forerun" / "bundled" / "stdlib"

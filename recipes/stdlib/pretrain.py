@@ -11,14 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from forerun.train.optimizer import step_optimizers
-from recipes.stdlib.training import (
-    CHECKPOINT_EVERY,
-    Run,
-    Schedule,
-    Shape,
-    build_llama,
-    build_optimizers,
-)
+from recipes.stdlib.training import CHECKPOINT_EVERY, Run, Schedule, Shape, build_llama, build_optimizers
 
 
 def open_run(path: Path, shape: Shape, vocab_size: int, schedule: Schedule) -> Run:

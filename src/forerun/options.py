@@ -122,8 +122,7 @@ class LoadingOptions:
     ] = None
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto for a GPU where there is one.")] = "cpu"
     one_gemm: Annotated[
-        bool,
-        typer.Option("--one-gemm", help="On a GPU, one matrix product for any number of rows, for the same bits."),
+        bool, typer.Option("--one-gemm", help="On a GPU, one matrix product for any number of rows, for the same bits.")
     ] = False
 
     def spec(self, model: str) -> ModelSpec:

@@ -340,11 +340,7 @@ def test_convolutions_that_change_states_are_refused(tmp_path: Path) -> None:
 SELECTS = {"selector_rank": 8, "enable_confidence_head": True}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}
 WRITE_REFUSALS: list[tuple[Callable[..., Path], dict[str, Any], str]] = [
-    (
-        block,
-        {"mask_token_id": None},
-        "mask_token_id is None; .* no embedding of its own for masked places",
-    ),
+    (block, {"mask_token_id": None}, "mask_token_id is None; .* no embedding of its own for masked places"),
     (block, {"causal": True}, "only layers with sliding windows are causal"),
     (block, {"dflash_config": inside(target_layer_ids=[0, 4])}, "one is the last of .* 5 layers"),
     (block, SELECTS, "no confidence head beside a selector"),

@@ -77,11 +77,7 @@ DRAFTED: dict[str, tuple[Callable[[Family], list[Draft]], list[Family], Sequence
     "ragged": (ragged, FEW, tuple(RULES)),
     "stops before an unsure draw": (lambda family: chains(family.q, 3, stop=unsure), FAMILIES, tuple(RULES)),
     "chains of mostly zeros": (lambda family: chains(family.q, 3), families(24, zeros=0.6), tuple(RULES)),
-    "trees of mostly zeros": (
-        lambda family: trees(family.q, (-1, -1, -1, 0, 1)),
-        families(24, zeros=0.6),
-        ("token",),
-    ),
+    "trees of mostly zeros": (lambda family: trees(family.q, (-1, -1, -1, 0, 1)), families(24, zeros=0.6), ("token",)),
     "trees beside chains": (trees_and_chains, TERNARY[:8], ("token",)),
     # Policies that look at the token that they drop are exact by equality, and where no law is believed.
     "drops what is unlikely": (lambda family: chains(family.q, 2, least=UNLIKELY), FEW, ("follow",)),

@@ -6,20 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from exact import (
-    RULES,
-    TOLERANCE,
-    Draft,
-    Emissions,
-    Family,
-    Rule,
-    bare,
-    chains,
-    deviation,
-    families,
-    judged,
-    trees,
-)
+from exact import RULES, TOLERANCE, Draft, Emissions, Family, Rule, bare, chains, deviation, families, judged, trees
 from torch import Tensor
 
 from forerun.tree import DraftTree

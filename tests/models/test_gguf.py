@@ -69,10 +69,7 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     """What a file says of a model with this config.json; `{}` stands for the architecture."""
     values = {f"{{}}.{key}": config[json] for key, json in KEYS.items() if config.get(json) is not None}
     if modules := config.get("num_nextn_predict_layers"):
-        values |= {
-            "{}.nextn_predict_layers": modules,
-            "{}.block_count": config["num_hidden_layers"] + modules,
-        }
+        values |= {"{}.nextn_predict_layers": modules, "{}.block_count": config["num_hidden_layers"] + modules}
     if config.get("num_experts"):
         values["{}.expert_count"] = config["num_experts"]
     rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])

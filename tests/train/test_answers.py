@@ -190,12 +190,7 @@ class Told:
 
 
 @pytest.mark.short(
-    "draft",
-    "early-exit",
-    "medusa, hydra",
-    "eagle, some tokens",
-    "mtp, some tokens",
-    "block, some tokens",
+    "draft", "early-exit", "medusa, hydra", "eagle, some tokens", "mtp, some tokens", "block, some tokens"
 )
 @pytest.mark.parametrize("name", SERVED)
 def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(

@@ -20,12 +20,7 @@ from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.heads.kinds import HEADS
 from forerun.heads.sizes import StudentSizes
-from forerun.options import (
-    LoadingOptions,
-    ModelOption,
-    OutputOptions,
-    with_options,
-)
+from forerun.options import LoadingOptions, ModelOption, OutputOptions, with_options
 from forerun.streams import show_note
 from forerun.train.settings import SERVED, TrainSettings, check_choice
 

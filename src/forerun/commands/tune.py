@@ -50,8 +50,7 @@ def tune(
     options: TuneOptions,
     output: OutputOptions,
     drafts: Annotated[
-        list[str] | None,
-        typer.Option("--drafts", "-d", help=f"Drafters to try: {DRAFTERS}.", rich_help_panel=MODEL),
+        list[str] | None, typer.Option("--drafts", "-d", help=f"Drafters to try: {DRAFTERS}.", rich_help_panel=MODEL)
     ] = None,
     more: Annotated[
         list[str] | None, typer.Argument(metavar="DRAFT", help="Further drafters to try, as in --drafts A B C.")

@@ -11,14 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from forerun.cache.beginnings import (
-    LEAST_SHARED,
-    Beginning,
-    LiveText,
-    begin_row,
-    longest_beginning,
-    num_shared,
-)
+from forerun.cache.beginnings import LEAST_SHARED, Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.paged import PagedCache
 from forerun.draft.base import Committed, Drafter, adoptable
 from forerun.engine.sequence import Sequence

@@ -28,7 +28,7 @@ from forerun.store import names_in, whole_folder, writable
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
 NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and why
-    "xpress": "xPress combines the guesses of a block in a way that no drafter here computes",
+    "xpress": "xPress combines the guesses of a block in a way that no drafter here computes"
 }
 
 

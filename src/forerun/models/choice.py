@@ -145,9 +145,7 @@ def is_trusted(backend: BackendKind, config: ModelConfig) -> bool:
 
 
 def answer_times(
-    backends: Sequence[BackendKind],
-    shapes: Mapping[tuple[int, int], int],
-    progress: ProgressCallback | None,
+    backends: Sequence[BackendKind], shapes: Mapping[tuple[int, int], int], progress: ProgressCallback | None
 ) -> dict[BackendKind, float]:
     """Seconds that the linear layers of a model take by each of them, for an answer as PASSES has it.
 

@@ -100,16 +100,7 @@ class Blueprint:
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
         num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
-        return cls(
-            spec,
-            judged.widened or spec.model,
-            folder,
-            judged,
-            choice,
-            num_bytes,
-            placement,
-            stored,
-        )
+        return cls(spec, judged.widened or spec.model, folder, judged, choice, num_bytes, placement, stored)
 
     def for_texts(self, max_model_len: int | None) -> Blueprint:
         """The model for texts of this length at most, by which some scalings of positions go; None: of any length."""

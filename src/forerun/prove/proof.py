@@ -103,13 +103,7 @@ class ProofReport:
     def as_object(self) -> dict[str, Any]:
         """The report as JSON has it: finite numbers, lists and names only."""
         found: dict[str, Any] = jsonable(
-            {
-                "holds": self.holds,
-                "level": LEVEL,
-                **asdict(self),
-                "proven": self.proven,
-                "not_proven": self.not_proven,
-            }
+            {"holds": self.holds, "level": LEVEL, **asdict(self), "proven": self.proven, "not_proven": self.not_proven}
         )
         found["equality"] |= {"same_tokens": self.equality.same_tokens, "same_logits": self.equality.same_logits}
         for entry, law in zip(found["laws"], self.laws, strict=True):

@@ -207,13 +207,7 @@ class Draws:
         return Children(torch.where(offered, tokens, -1), chance, law)
 
     def offer(
-        self,
-        logits: Logits,
-        rows: Sequence[int],
-        paths: Sequence[Sequence[int]],
-        width: int,
-        *,
-        survival: bool = True,
+        self, logits: Logits, rows: Sequence[int], paths: Sequence[Sequence[int]], width: int, *, survival: bool = True
     ) -> HostChildren:
         """What `children` gives after these guesses behind the roots of `rows`, on the host.
 

@@ -306,11 +306,7 @@ class AnswerWriter(Writer):
     def token_counts(self) -> dict[str, Any]:
         """Tokens of the prompts, each counted once, and of all answers so far."""
         num_prompt, num_output = self.num_prompt, 0 if self.asked.only_prompt else self.num_output
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        }
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
 def text_of(parts: Seq[AnswerPart], kind: str) -> str:

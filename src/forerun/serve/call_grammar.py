@@ -13,15 +13,7 @@ from forerun.errors import InvalidGrammar
 from forerun.limits import shown
 from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar, quoted
 from forerun.serve.calls import KEY, CallForm, CallKind
-from forerun.serve.parameters import (
-    DEFINITIONS,
-    MOST_ALTERNATIVES,
-    Room,
-    Schema,
-    object_of,
-    parameters_of,
-    required_of,
-)
+from forerun.serve.parameters import DEFINITIONS, MOST_ALTERNATIVES, Room, Schema, object_of, parameters_of, required_of
 
 MOST_CALLS = 16  # of one answer that must call
 REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment", *DEFINITIONS}

@@ -59,8 +59,7 @@ class TrainSettings:
     )
     kl_share: Annotated[float, Option(help="Share of the training, at its beginning, whose loss is KL.")] = 0.1
     place_weights: Annotated[
-        str,
-        Option(help="How much depths count: decay or d-pace.", autocompletion=complete_from("decay", "d-pace")),
+        str, Option(help="How much depths count: decay or d-pace.", autocompletion=complete_from("decay", "d-pace"))
     ] = "decay"
     decay: Annotated[float, Option(help="With decay: how much less each depth counts.")] = 1.0
     draft_depth: Annotated[int, Option(help="Guesses of a round where drafts are judged.")] = 8

@@ -13,16 +13,7 @@ from rich.text import Text
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.tune.report import TuneReport
-from forerun.tune.show import (
-    WORTH,
-    drafters,
-    facts_of,
-    memory_figures,
-    speeds,
-    template_line,
-    title,
-    verdict,
-)
+from forerun.tune.show import WORTH, drafters, facts_of, memory_figures, speeds, template_line, title, verdict
 from forerun.tune.study import Studied
 
 WIDTH = 640  # pixels of a chart without its legend

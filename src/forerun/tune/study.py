@@ -20,15 +20,7 @@ from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import BenchRun
 from forerun.errors import DraftError, NotEnoughMemory
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
-from forerun.tune.predict import (
-    DecodingJob,
-    Expected,
-    acceptance_at_depth,
-    expect,
-    interval,
-    played,
-    speed_up,
-)
+from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, played, speed_up
 from forerun.tune.settings import PILOT_DEPTH, Candidate
 from forerun.tune.trial import DrafterMemory, OutOfTime, Trial
 

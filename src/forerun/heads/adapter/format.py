@@ -24,11 +24,7 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
     Raises ModelError for a folder that cannot be used.
     """
     of, checkpoint = folder.target.config, folder.checkpoint
-    defaults = {
-        "vocab_size": of.vocab_size,
-        "max_position_embeddings": of.max_positions,
-        "rms_norm_eps": of.norm_eps,
-    }
+    defaults = {"vocab_size": of.vocab_size, "max_position_embeddings": of.max_positions, "rms_norm_eps": of.norm_eps}
     fields = replace(folder.fields, values=defaults | dict(folder.fields.values))
     trained_for = fields.whole(EXIT)
     if trained_for != layer:

@@ -220,12 +220,7 @@ def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
 
 
 def author_values(
-    ids: Sequence[int],
-    block_size: int,
-    mask_id: int | None,
-    markov_rank: int,
-    selector_rank: int,
-    confident: bool,
+    ids: Sequence[int], block_size: int, mask_id: int | None, markov_rank: int, selector_rank: int, confident: bool
 ) -> dict[str, Any]:
     """The fields of a block that reads the states which these layers leave, beside those of its layers.
 

@@ -160,9 +160,7 @@ def quantize_groups(
     return whole.contiguous(), torch.cat([scales for _, scales in parts]).view(outputs, -1)
 
 
-def round_groups(
-    x: Float[Tensor, "within groups"],
-) -> tuple[Int8[Tensor, "within groups"], Float[Tensor, " groups"]]:
+def round_groups(x: Float[Tensor, "within groups"]) -> tuple[Int8[Tensor, "within groups"], Float[Tensor, " groups"]]:
     """Whole numbers and scales, as `quantize_groups` has them, of groups in columns: their sums add whole rows."""
     high, low = x.amax(0), x.amin(0)
     largest = torch.where(high >= -low, high, low)
