@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -181,6 +183,28 @@ def serving(made: Callable[[], LLM] = drafting, **settings: Any) -> Any:
             yield served
 
     return server
+
+
+def command(*options: str) -> list[str]:
+    """The command that serves this model with a drafter, at a free port unless the options say otherwise."""
+    words = [sys.executable, "-m", "forerun", "serve", "--model", str(TARGET), "--draft", f"model:{SMALL}"]
+    return [*words, "--dtype", "float32", "--depth", "3", "--port", "0", *options]
+
+
+def launched(words: list[str], streams: int = subprocess.DEVNULL, **env: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, with these in the place of its streams."""
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | env
+    return subprocess.Popen(words, env=env, stdout=streams, stderr=streams, text=True)
+
+
+def started(*options: str) -> tuple[subprocess.Popen[str], str]:
+    """The command in a process of its own whose log is read, and where it listens."""
+    process = launched(command(*options), subprocess.PIPE)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "/v1" in line:
+            return process, line.split(" at ")[1].split("/v1")[0]
+    raise AssertionError(f"it ended with {process.wait()}")
 
 
 def until(condition: Callable[[], object], patience_s: float = PATIENCE_S, pause_s: float = 0.002) -> None:

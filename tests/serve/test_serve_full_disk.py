@@ -31,9 +31,9 @@ from forerun.engine import calibration
 from forerun.serve import records
 from forerun.serve.envelope import ACCESS
 from forerun.streams import BackgroundStream, unfailing_stderr
-from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.checkpoints import ROOT
 from kit.engines import PATIENCE_S
-from kit.servers import OK, drafting, expected, httpx, library_answer, running, until
+from kit.servers import OK, command, drafting, expected, httpx, launched, library_answer, running, until
 
 gives_up = pytest.mark.filterwarnings("ignore:.*past answers are no longer kept there:RuntimeWarning")
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes are of POSIX")
@@ -127,22 +127,8 @@ def serving(redirect: str, *options: str, **env: str) -> Iterator[httpx.Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [
-        sys.executable,
-        "-m",
-        "forerun",
-        "serve",
-        "--model",
-        str(TARGET),
-        "--draft",
-        f"model:{SMALL}",
-        "--depth",
-        "3",
-    ]
-    words += ["--dtype", "float32", "--port", str(port), "--access-log", *options]
-    line = "exec " + " ".join(words) + " " + redirect
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"} | env
-    process = subprocess.Popen(["bash", "-c", line], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    line = " ".join(["exec", *command("--port", str(port), "--access-log", *options), redirect])
+    process = launched(["bash", "-c", line], **env)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S) as http:
 

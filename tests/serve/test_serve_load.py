@@ -3,11 +3,9 @@
 import asyncio
 import json
 import logging
-import os
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +19,21 @@ from forerun.engine.engine import Engine, RoundPlan
 from forerun.errors import InvalidRequest
 from forerun.serve.access import ApiKeys
 from forerun.serve.settings import require_certificate
-from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.engines import PATIENCE_S
-from kit.servers import ENDLESS, OK, Running, drafting, expected, httpx, openai, posted, running, serving, until
+from kit.servers import (
+    ENDLESS,
+    OK,
+    Running,
+    drafting,
+    expected,
+    httpx,
+    openai,
+    posted,
+    running,
+    serving,
+    started,
+    until,
+)
 
 HOUR_S = 3600.0
 server = serving()
@@ -222,21 +232,6 @@ def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
         with running(llm, log_prompts=True) as server:
             ask(server)
         assert "zebrafish" in caplog.text
-
-
-def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """The command itself, in a process of its own, and where it listens."""
-    command = [sys.executable, "-m", "forerun", "serve", "--model", str(TARGET), "--draft", f"model:{SMALL}"]
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    process = subprocess.Popen(
-        [*command, "--dtype", "float32", "--depth", "3", "--port", "0", *arguments],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "/v1" in line:
-            return process, line.split(" at ")[1].split("/v1")[0]
-    raise AssertionError(f"it ended with {process.wait()}")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from kit.engines import PATIENCE_S
-from kit.servers import httpx, library_answer, until
-from serve.test_serve_load import started
+from kit.servers import httpx, library_answer, started, until
 
 SECONDS = float(os.environ.get("FORERUN_SOAK_S", "20"))
 NUM_CLIENTS = 64
