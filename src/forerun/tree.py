@@ -89,6 +89,11 @@ class HostTree:
         return self.columns or range(len(self.tokens))
 
     @property
+    def bare(self) -> bool:
+        """Whether it is a root alone, of which nothing was removed, as in plain decoding."""
+        return len(self.tokens) == 1 and not self.cut and not self.drafters
+
+    @property
     def num_guesses(self) -> int:
         """Nodes that hold a guess."""
         return sum(token >= 0 for token in self.tokens) - 1

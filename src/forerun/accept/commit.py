@@ -59,12 +59,16 @@ class Accepted:
     @property
     def origins(self) -> list[Origin]:
         """Of its tokens: accepted guesses, then the token behind them."""
+        if self.tree.bare:
+            return [Origin.TARGET]
         drawn = Origin.RECOVERED if self.offered > self.length else Origin.BONUS
         return [Origin.DRAFTED] * self.length + [drawn if self.num_drafted else Origin.TARGET]
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
         """This run, to be counted; forced tokens apart from guesses."""
         tree = self.tree
+        if tree.bare:
+            return RowOutcome(seq_id, 0, 0, 0, num_emitted)
         if tree.forced:
             return RowOutcome(seq_id, 0, 0, 0, num_emitted, num_forced=self.num_drafted)
         row = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=len(tree.cut))

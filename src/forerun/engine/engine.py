@@ -283,7 +283,7 @@ class Engine:
             outcomes.append(delta.outcome)
             deltas.append(delta)
             places.append(len(sequence.tokens))
-            kept.append(replace(row, accepted=run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+            kept.append(row.accepting(run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
         self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
         self.active.decided = list(zip(places, deltas, strict=True))
         self.active.settle()

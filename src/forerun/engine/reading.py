@@ -77,6 +77,10 @@ class RoundRow:
         assert num_chunk == 0, "a sequence with unread text is not drafted"
         return Read(self.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
 
+    def accepting(self, nodes: Seq[int]) -> RoundRow:
+        """The row, with these nodes of its tree final."""
+        return RoundRow(self.plan, self.tree, self.first, self.num_scored, nodes)
+
     @property
     def path(self) -> list[int]:
         """Numbers of the read's tokens that stay, in order."""
