@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,8 +193,7 @@ class DraftTree:
     @classmethod
     def of_roots(cls, roots: Sequence[int]) -> DraftTree:
         """No guesses, behind roots that the host knows."""
-        known = [HostTree([root], [-1]) for root in roots]
-        return replace(cls.bare(torch.tensor(roots, dtype=torch.long)), known=known)
+        return cls.of_hosts([HostTree([root], [-1]) for root in roots], 1)
 
     @classmethod
     def chains(
@@ -340,11 +340,13 @@ class DraftTree:
 
 def survival_of(trees: Sequence[HostTree]) -> Float[Tensor, "batch nodes"]:
     """The survival of all nodes, where they stand in the DraftTree `of_hosts`; 0 at padding."""
-    return padded([tree.survival for tree in trees], 0.0, torch.float32)
+    return padded([tree.survival for tree in trees], 0.0, np.float32)
 
 
-def padded(rows: Sequence[Sequence[int | float]], filler: int | float = -1, dtype: torch.dtype = torch.long) -> Tensor:
+def padded(
+    rows: Sequence[Sequence[int | float]], filler: int | float = -1, dtype: type[np.generic] = np.int64
+) -> Tensor:
     """Rows of values by node as a tensor [batch, nodes] on the host, the shorter ones filled up."""
     nodes = max(map(len, rows), default=1)
     filled = [[*row, *[filler] * (nodes - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=dtype) if rows else torch.empty(0, nodes, dtype=dtype)
+    return torch.from_numpy(np.array(filled, dtype).reshape(len(rows), nodes))  # in half the time of torch.tensor

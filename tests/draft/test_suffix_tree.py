@@ -101,34 +101,30 @@ def test_another_text_is_followed_as_far_as_it_occurred(texts: list[list[int]], 
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(LETTERS, min_size=1, max_size=4), DEPTHS)
-def test_offers_are_shares_of_what_followed(texts: list[list[int]], context: list[int], depth: int) -> None:
+def test_what_followed_is_counted_and_offered_if_it_did_often(
+    texts: list[list[int]], context: list[int], depth: int
+) -> None:
     tree, _ = grown(texts, depth)
     counts, context = counted(texts, depth), context[: depth - 1]
     place = found(tree, context)
-    followed = {token: counts[(*context, token)] for token in range(3) if counts[(*context, token)]}
+    times = {token: counts[(*context, token)] for token in range(3) if counts[(*context, token)]}
     if place is None:
-        assert not followed
+        assert not times
         return
-    for _ in range(2):  # they are remembered
-        offers = place.offers()
-        assert [(offer.token, offer.share) for offer in offers] == sorted(
-            (
-                (token, count / sum(followed.values()))
-                for token, count in followed.items()
-                if count / sum(followed.values()) >= LEAST_SHARE
-            ),
-            key=lambda offer: (-offer[1], offer[0]),
-        )
-        for offer in offers:
-            assert offer.place.count == counts[(*context, offer.token)]
+    for _ in range(2):  # it is remembered
+        total, tokens, several = place.followed()
+        assert total == sum(times.values())
+        assert sorted(tokens) == [token for token, count in times.items() if count / total >= LEAST_SHARE]
+        assert (several is None) == (len(times) < 2)
+        assert several is None or {token: child.count for token, child in several.items()} == times
 
 
 def test_what_seldom_follows_is_not_offered() -> None:
     tree = SuffixTree(3)
     tree.add([0, 1] * 19 + [0, 2] * 2)
-    assert [(offer.token, offer.share) for offer in found(tree, [0]).offers()] == [(1, 19 / 21)]
+    assert found(tree, [0]).followed()[:2] == (21, [1])
     tree.add([0, 2])
-    assert [offer.token for offer in found(tree, [0]).offers()] == [1, 2]
+    assert found(tree, [0]).followed()[:2] == (22, [1, 2])
 
 
 @settings(max_examples=200, deadline=None)
@@ -141,7 +137,7 @@ def test_texts_that_leave_are_forgotten(texts: list[list[int]], depth: int, dice
     while left:
         for context in counted(texts, depth - 1):
             if place := found(tree, context):
-                place.offers()  # what it remembers has to go too
+                place.followed()  # what it remembers has to go too
         gone = left.pop(dice.randrange(len(left)))
         tree.remove(kept[gone])
         rest = [texts[i] for i in left]
@@ -152,8 +148,8 @@ def test_texts_that_leave_are_forgotten(texts: list[list[int]], depth: int, dice
             fresh.add(text)
         for context in counts:
             if len(context) < depth:
-                now, anew = ([offer[:2] for offer in found(t, context).offers()] for t in (tree, fresh))
-                assert now == anew
+                now, anew = (found(t, context).followed() for t in (tree, fresh))
+                assert (now[0], sorted(now[1])) == (anew[0], sorted(anew[1]))
     assert tree.root == Node()
     assert tree.num_bytes == 0
 
@@ -169,11 +165,11 @@ def test_what_is_undone_never_was(texts: list[list[int]], tail: list[int], depth
     longer = [*texts[:-1], [*texts[-1], *tail]]
     assert stored(tree, sum(map(len, longer))) == (counted(longer, depth), tree.num_bytes)
     for context in counted(longer, depth - 1):
-        found(tree, context).offers()
+        found(tree, context).followed()
     tree.undo(steps)
     assert tree == before
     for context in counted(texts, depth - 1):
-        assert found(tree, context).offers() == found(before, context).offers()
+        assert found(tree, context).followed() == found(before, context).followed()
 
 
 class Operations:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 
 from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
 from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
@@ -144,7 +144,7 @@ class NgramDrafter:
                 chances.append([1.0, *survival[: len(guesses)]])
             texts.append([row.tokens[-1], *guesses])
         tree = DraftTree.of_texts(texts)  # on the host, which knows it all
-        return Draft(tree, padded(chances, 0.0, torch.float32) if priced else None)
+        return Draft(tree, padded(chances, 0.0, np.float32) if priced else None)
 
     def survival(self, own: Matches, length: int, depth: int, others: Matches | None = None) -> list[float]:
         """The chances of `depth` guesses behind a match; every one that is right makes the match longer."""

@@ -62,13 +62,13 @@ class NgramTable:
             raise VocabularyMismatch(f"{path} holds another tokenizer's ids: name a folder that was made for this one")
         return cls(*(memoryview(array) for array in arrays))
 
-    def offers(self, context: Sequence[int]) -> Offers:
+    def offers(self, context: Sequence[int]) -> dict[int, float]:
         """What may follow the longest of a text's last tokens that is known, and how likely, the likeliest first."""
         for number in reversed([*hashes_of(context)]):
             place = bisect_left(self.hashes, number)
             if place < len(self.hashes) and self.hashes[place] == number:
-                return [(self.tokens[i], self.chances[i] / SCALE) for i in range(*self.firsts[place : place + 2])]
-        return ()
+                return {self.tokens[i]: self.chances[i] / SCALE for i in range(*self.firsts[place : place + 2])}
+        return {}
 
 
 def hashes_of(context: Sequence[int]) -> Iterator[int]:

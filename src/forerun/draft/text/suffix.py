@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import lru_cache
 from pathlib import Path
 
 from forerun.annotations import ProgressCallback
@@ -32,7 +32,12 @@ from forerun.tree import DraftTree, HostTree, survival_of
 PAST = "past answers"
 LEAST = 0.1  # chance to survive below which a path is not offered
 WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # occurrences of a context of 1, 2, ... tokens that shorter ones weigh as
+MOST_OFFERS = 4096  # of a table that are kept, of half a kilobyte each: most contexts are asked for often
 Places = Sequence[Node | Leaf]
+TableOffers = Callable[[tuple[int, ...]], Mapping[int, float]]
+# What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in the past and in its text; and as many
+# of these tokens as a table may ask for.
+Contexts = tuple[Places, Places, tuple[int, ...]]
 LIKELIEST = Budget(AUTO_DEPTH)  # what an outlook looks at
 
 
@@ -59,7 +64,7 @@ class SuffixDrafter:
 
     def __init__(self, past: Past | None = None, table: NgramTable | None = None) -> None:
         self.past = Past() if past is None else past
-        self.table = table
+        self.offers: TableOffers = (lambda last: {}) if table is None else lru_cache(MOST_OFFERS)(table.offers)
         self.sequences: dict[int, SuffixSequence] = {}
 
     def observe(self, news: Committed) -> None:
@@ -76,7 +81,7 @@ class SuffixDrafter:
                 growing.tree.append(token)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """The likeliest chain or tree of each sequence, within its budget, and how likely each guess is."""
+        """The likeliest chain or tree of each sequence, within its budget; with a minimum, how likely guesses are."""
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
         trees = []
         for row, budget in zip(draws.rows, budgets, strict=True):
@@ -86,7 +91,8 @@ class SuffixDrafter:
                 tree = self.guess(growing, budget, new)
             trees.append(HostTree.of_root(row.tokens[-1]) if tree is None else tree)
         width = max((budget.width for budget in budgets), default=1)
-        return Draft(DraftTree.of_hosts(trees, width), survival_of(trees))  # of chains too: a mix has to choose
+        priced = any(budget.min_survival for budget in budgets)
+        return Draft(DraftTree.of_hosts(trees, width), survival_of(trees) if priced else None)
 
     def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree:
         """The likeliest guesses."""
@@ -97,8 +103,8 @@ class SuffixDrafter:
         steps: list[Insertion] = []
         for token in tail:
             tree.append(token, steps)
-        contexts = Contexts(tree, tree.matches, self.past_of(growing), past, self.table, tree.text[-ORDER:])
-        grown = likeliest(tree.text[-1], contexts, budget)
+        contexts = (past, tree.matches, tuple(tree.text[-ORDER:]))
+        grown = likeliest(tree.text[-1], Sources(tree, self.past_of(growing), self.offers), contexts, budget)
         tree.undo(steps)
         return grown
 
@@ -146,53 +152,71 @@ def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[
     return [*tokens[1:], root] if tokens else ()
 
 
-@dataclass(slots=True)
-class Contexts:
-    """What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in its text and in the past.
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What continuations are looked up in: a text, its tenant's past, and what a table offers."""
 
-    `last` are as many of these tokens as a table may ask for.
-    """
+    text: SuffixTree
+    past: SuffixTree | None
+    offers: TableOffers
 
-    tree: SuffixTree
-    own: Places
-    past_tree: SuffixTree | None
-    past: Places
-    table: NgramTable | None
-    last: Sequence[int]
-
-    def behind(self, token: int) -> Contexts:
+    def behind(self, contexts: Contexts, token: int) -> Contexts:
         """Those of the path with one more token."""
-        past = () if self.past_tree is None else self.past_tree.follow(self.past, token)
-        last = [*self.last[1 - ORDER :], token]
-        return Contexts(self.tree, self.tree.follow(self.own, token), self.past_tree, past, self.table, last)
+        past, text, last = contexts
+        past = () if self.past is None else self.past.follow(past, token)
+        return past, self.text.follow(text, token), (*last[1 - ORDER :], token)
 
-    def counted(self) -> list[tuple[int, int, Node | Leaf]]:
+    def counted(self, contexts: Contexts) -> list[tuple[int, int, Node | Leaf]]:
         """The contexts that count: their length, and what is stored; the text's after the past's of the same length."""
-        found = []
-        for source, places in enumerate((self.past, self.own)):
-            longest = min(len(places), self.tree.depth - 1)  # behind longer ones nothing is stored
-            found += [(length, source, places[length - 1]) for length in {longest, longest // 2} if length]
-        return sorted(found, key=itemgetter(0, 1))
+        counted: list[tuple[int, int, Node | Leaf]] = []
+        most = self.text.depth - 1  # behind longer ones nothing is stored
+        for source, places in enumerate(contexts[:2]):
+            if places:
+                longest = len(places) if len(places) < most else most
+                if longest > 1:
+                    counted.append((longest // 2, source, places[longest // 2 - 1]))
+                counted.append((longest, source, places[longest - 1]))
+        if len(counted) > 2:
+            counted.sort()  # no length stands there twice of one source, so that places are not compared
+        return counted
 
-    def chances(self) -> list[tuple[float, int]]:
-        """Minus the chance of each continuation, and its token, the likeliest first."""
-        offers = () if self.table is None else self.table.offers(self.last)
-        counted = self.counted()
+    def chances(self, contexts: Contexts, width: int) -> list[tuple[float, int]]:
+        """Minus the chance of each of the `width` likeliest continuations, and its token, the likeliest first."""
+        table, counted = self.offers(contexts[2]), self.counted(contexts)
         if not counted:
-            return [(-chance, token) for token, chance in offers]
-        chances = dict(offers)
-        for _, _, place in counted:
-            for offer in place.offers():
-                chances.setdefault(offer.token, 0.0)
+            return [(-chance, token) for token, chance in table.items()][:width]
+        chances = dict(table) if width > 1 else {}
+        corrections = []
         for length, _, place in counted:
-            weight = WEIGHTS[min(length, len(WEIGHTS)) - 1]
-            total = place.num_followed() + weight
-            for token, chance in chances.items():
-                chances[token] = (weight * chance + place.num_before(token)) / total
-        return sorted([(-chance, token) for token, chance in chances.items()])
+            weight = WEIGHTS[length - 1] if length < len(WEIGHTS) else WEIGHTS[-1]
+            count, tokens, several = place.followed()
+            corrections.append((weight, count, tokens, several, weight + count))
+            for token in tokens:
+                chances[token] = table.get(token, 0.0)
+            if several is not None and width == 1:
+                for token in several.keys() & table.keys():
+                    chances[token] = table[token]
+        top = 0.0
+        for token, chance in table.items():
+            if chance < top:  # the likeliest is this one or has a count
+                break
+            chances[token] = top = chance
+        ranked = []
+        for token, chance in chances.items():
+            for weight, count, tokens, several, total in corrections:
+                chance *= weight
+                if several is None:
+                    if token in tokens:
+                        chance += count
+                elif token in several:
+                    chance += several[token].count
+                chance /= total
+            ranked.append((-chance, token))
+        ranked.sort()
+        return ranked[:width]
 
 
-def likeliest(root: int, contexts: Contexts, budget: Budget) -> HostTree:
+def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -> HostTree:
     """The likeliest of all paths, as many as the budget allows; of a tree with fewer guesses, the first ones.
 
     Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
@@ -200,8 +224,8 @@ def likeliest(root: int, contexts: Contexts, budget: Budget) -> HostTree:
     tree, least = HostTree.of_root(root), max(LEAST, budget.min_survival)
     heap: list[tuple[float, int, int, int, Contexts]] = []
     node, chance, depth = 0, 1.0, 0
-    while len(tree.tokens) <= budget.nodes:
-        for minus, token in contexts.chances()[: budget.width] if depth < budget.depth else ():
+    for num_left in range(budget.nodes, 0, -1):
+        for minus, token in sources.chances(contexts, budget.width) if depth < budget.depth else ():
             if -minus * chance < least:
                 break
             heapq.heappush(heap, (minus * chance, node, token, depth + 1, contexts))
@@ -209,18 +233,17 @@ def likeliest(root: int, contexts: Contexts, budget: Budget) -> HostTree:
             break
         minus, parent, token, depth, contexts = heapq.heappop(heap)
         node, chance = tree.add(token, parent, -minus), -minus
-        if len(tree.tokens) <= budget.nodes:
-            contexts = contexts.behind(token)
+        if num_left > 1:
+            contexts = sources.behind(contexts, token)
     return tree
 
 
 def shortened(chain: HostTree, budget: Budget) -> HostTree:
     """A chain's guesses within a budget."""
-    length = min(budget.depth, budget.nodes)
-    chances = [chance for chance in chain.survival[1 : 1 + length] if chance >= budget.min_survival]
-    tree = HostTree.of_root(chain.tokens[0])
-    tree.extend(chain.tokens[1 : 1 + len(chances)], chances)
-    return tree
+    num_nodes = 1 + min(budget.depth, budget.nodes, len(chain.tokens) - 1)
+    while chain.survival[num_nodes - 1] < budget.min_survival:
+        num_nodes -= 1
+    return HostTree(chain.tokens[:num_nodes], chain.parents[:num_nodes], survival=chain.survival[:num_nodes])
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:

@@ -13,8 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-LEAST_SHARE = 0.1  # rarer continuations are counted, but not offered: there are never more than ten offers
+LEAST_SHARE = 0.1  # rarer continuations are counted, but not offered: there are never more than ten
 NODE_BYTES, LEAF_BYTES, TOKEN_BYTES = 75, 120, 45  # measured on CPython 3.11, over random and repetitive texts
+
+
+# What followed a context: how often anything did, the tokens that did in at least LEAST_SHARE of all cases, and, if
+# there were several, what is stored for each.
+Followed = tuple[int, Sequence[int], "dict[int, Node | Leaf] | None"]
 
 
 @dataclass(slots=True)
@@ -27,54 +32,31 @@ class Leaf:
 
     def after(self, token: int) -> Leaf | None:
         """The contexts with one more token; None where another one followed."""
-        return Leaf(self.text, self.end + 1) if self.num_before(token) else None
+        return Leaf(self.text, self.end + 1) if self.text[self.end : self.end + 1] == [token] else None
 
-    def num_before(self, token: int) -> int:
-        """How often this token followed."""
-        return int(self.end < len(self.text) and self.text[self.end] == token)
-
-    def num_followed(self) -> int:
-        """How often anything did."""
-        return int(self.end < len(self.text))
-
-    def offers(self) -> Sequence[Continuation]:
-        """The one continuation, if there is any."""
-        if self.end >= len(self.text):
-            return ()
-        return (Continuation(self.text[self.end], 1.0, Leaf(self.text, self.end + 1)),)
+    def followed(self) -> Followed:
+        """What followed, if anything did."""
+        return (1, (self.text[self.end],), None) if self.end < len(self.text) else (0, (), None)
 
 
 @dataclass(slots=True)
 class Node:
     """A context that occurred `count` times, and what is stored for its continuations.
 
-    Most went on in one way only, by `token`, and need no dictionary. `ranked` are the offers, until something changes.
+    Most went on in one way only, by `token`, and need no dictionary. `known` is what followed, until something changes.
     """
 
     count: int = 0
     token: int = -1  # -1: there is no continuation, or several
     child: Node | Leaf | None = None
     several: dict[int, Node | Leaf] | None = None
-    ranked: Sequence[Continuation] | None = field(default=None, compare=False)
-    total: int = field(default=0, compare=False)  # that went on, as of `ranked`
+    known: Followed | None = field(default=None, compare=False)
 
     def after(self, token: int) -> Node | Leaf | None:
         """The context with one more token; None where it never occurred."""
         if self.several is not None:
             return self.several.get(token)
         return self.child if token == self.token else None
-
-    def num_before(self, token: int) -> int:
-        """How often this token followed."""
-        longer = self.after(token)
-        return 0 if longer is None else longer.count
-
-    def num_followed(self) -> int:
-        """How often anything did."""
-        if self.several is not None:
-            self.offers()
-            return self.total
-        return 0 if self.child is None else self.child.count
 
     def put(self, token: int, child: Node | Leaf) -> None:
         """Store a continuation, in the place of the one with the same token."""
@@ -96,25 +78,15 @@ class Node:
             ((self.token, self.child),) = self.several.items()
             self.several = None
 
-    def offers(self) -> Sequence[Continuation]:
-        """What followed in at least LEAST_SHARE of all cases, most often first, the smaller token among equals."""
+    def followed(self) -> Followed:
+        """What followed, if anything did."""
         if self.several is None:
-            return () if self.child is None else (Continuation(self.token, 1.0, self.child),)
-        if self.ranked is None:
-            self.total = total = sum(child.count for child in self.several.values())
-            often = [
-                Continuation(t, c.count / total, c) for t, c in self.several.items() if c.count / total >= LEAST_SHARE
-            ]
-            self.ranked = sorted(often, key=lambda offer: (-offer.share, offer.token))
-        return self.ranked
-
-
-class Continuation(NamedTuple):
-    """A continuation, the share of the cases in which it followed, and the context with it."""
-
-    token: int
-    share: float
-    place: Node | Leaf
+            return (0, (), None) if self.child is None else (self.child.count, (self.token,), None)
+        if self.known is None:
+            total = sum([child.count for child in self.several.values()])
+            often = [token for token, child in self.several.items() if child.count / total >= LEAST_SHARE]
+            self.known = total, often, self.several
+        return self.known
 
 
 class Change(NamedTuple):
@@ -167,13 +139,15 @@ class SuffixTree:
         """
         text = self.text
         text.append(token)
-        leaf, behind, changes, old = Leaf(text, len(text)), None, [], self.num_bytes
+        leaf, old = Leaf(text, len(text)), self.num_bytes
+        changes: list[Change] = []
+        behind: Leaf | None = None
         matched: list[Node] = []
         for node in (self.root, *self.matches[: self.depth - 1]):
             before = node.after(token)
             if steps is not None:
                 changes.append(Change(node, token, before))
-            node.ranked = None
+            node.known = None
             if isinstance(before, Node):
                 before.count += 1
                 matched.append(before)
@@ -181,19 +155,19 @@ class SuffixTree:
                 node.put(token, leaf)
                 self.num_bytes += LEAF_BYTES
             else:  # a second time; contexts that occurred once until now did so in one place
-                behind = before.offers() if behind is None else behind
-                node.put(token, again := self.opened(behind, len(matched) + 1))
+                behind = behind or Leaf(before.text, before.end + 1)
+                node.put(token, again := self.opened(before, behind, len(matched) + 1))
                 matched.append(again)
         if steps is not None:
             steps.append(Insertion(changes, self.matches, old))
         self.num_bytes += TOKEN_BYTES
         self.matches = matched
 
-    def opened(self, behind: Sequence[Continuation], depth: int) -> Node:
-        """The node, in a leaf's place, of a context of `depth` tokens; `behind` is what the leaf offers."""
-        if depth < self.depth and behind:
+    def opened(self, leaf: Leaf, behind: Leaf, depth: int) -> Node:
+        """The node, in a leaf's place, of a context of `depth` tokens; `behind` is one token further."""
+        if depth < self.depth and leaf.end < len(leaf.text):
             self.num_bytes += NODE_BYTES
-            return Node(2, behind[0].token, behind[0].place)
+            return Node(2, leaf.text[leaf.end], behind)
         self.num_bytes += NODE_BYTES - LEAF_BYTES
         return Node(2)
 
@@ -202,7 +176,7 @@ class SuffixTree:
         for step in reversed(steps):
             self.text.pop()
             for node, token, before in step.changes:
-                node.ranked = None
+                node.known = None
                 if isinstance(before, Node):
                     before.count -= 1
                 elif before is None:
@@ -219,7 +193,7 @@ class SuffixTree:
             for token in text[start : start + self.depth]:
                 child = node.after(token)
                 assert child is not None, "a text that was never added cannot leave"
-                node.ranked = None
+                node.known = None
                 if isinstance(child, Leaf):
                     node.drop(token)
                     self.num_bytes -= LEAF_BYTES
