@@ -26,7 +26,7 @@ from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_same
 from kit.checkpoints import written
 from kit.texts import VOCAB, random_text
-from law.fuzz import Bench
+from law.fuzz import Bench, run
 
 STRANGE = {  # another family, and other heads, widths and positions than any target of the tests
     "architectures": ["Qwen3ForCausalLM"],
@@ -117,3 +117,9 @@ def some_texts(bench: Bench, engine: Engine, count: int, shapes: Sequence[Specul
         wish = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
         texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, wish))
     return texts
+
+
+def plain(bench: Bench, count: int, shapes: Sequence[Speculation]) -> list[list[int]]:
+    """These texts by plain decoding."""
+    engine = bench.engine()
+    return run(engine, some_texts(bench, engine, count, shapes))

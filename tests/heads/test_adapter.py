@@ -1,8 +1,8 @@
 """Adapters against exits without one, against deeper exits, against plain decoding, and against reading all anew."""
 
 import random
-from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Sequence as TextSequence
 from forerun.errors import ForerunError, ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
@@ -30,14 +29,14 @@ from heads.adapters import (
     Benches,
     adapter_of,
     assert_same_guesses,
+    plain,
     silent_adapter,
     some_texts,
     strange_adapter,
 )
 from kit.checkpoints import TARGET
 from kit.texts import VOCAB, random_text
-from kit.unchecked import unchecked
-from law.fuzz import Bench, rows_of
+from law.fuzz import Bench, rows_of, run
 
 CHAINS, MIXED = SHAPES["chains"], SHAPES["mixed"]
 
@@ -69,12 +68,11 @@ def beside(bench: Bench, spec: str) -> Beside:
     return Beside(runner, drafter_of(bench, runner, spec))
 
 
-def adapter_rows(drafter: Beside | EarlyExitDrafter, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an adapter's cache holds of a sequence."""
-    own = drafter.drafter if isinstance(drafter, Beside) else drafter
-    assert isinstance(own, EarlyExitDrafter)
-    assert own.adapter is not None
-    return rows_of(own.adapter, seq_id)
+def adapted(drafter: object) -> tuple[EarlyExitDrafter, Runner]:
+    """An exit, and the adapter that it has."""
+    assert isinstance(drafter, EarlyExitDrafter)
+    assert drafter.adapter is not None
+    return drafter, drafter.adapter
 
 
 @pytest.mark.short("float32-next two layers", "bfloat16-next layer")
@@ -98,11 +96,12 @@ def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
 def test_what_came_true_is_not_read_again(bench_of: Benches, tmp_path: Path) -> None:
     """Of a chain the guesses that were read; that the adapter's cache then holds what reading anew leaves is checked
     with engines, below."""
-    drafter, text = (
-        beside(bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"),
+    spec, text = f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}", random_text(30, 0)
+    drafter = beside(bench_of("float32"), spec)
         random_text(30, 0),
+        beside(bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"),
     )
-    adapter = drafter.drafter.adapter  # type: ignore[attr-defined]
+    _, adapter = adapted(drafter.drafter)
     drafter.observe(committed([Row(0, text)]))
     guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
     read, plain_read = list[int](), adapter.read
@@ -121,43 +120,20 @@ def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **o
     return engine
 
 
-def run(engine: Engine, texts: list[TextSequence], anew: Callable[[], Beside] | None = None) -> list[list[int]]:
-    """All rounds; with `anew` the adapter's cache is compared now and then with one that is told all at once."""
-    with unchecked():
-        for text in texts:
-            engine.submit(text)
-        for number in range(10_000):
-            if not engine.has_work:
-                break
-            engine.step()
-            engine.runner.cache.check()
-            if anew is not None and number % 5 == 4:
-                check(engine, anew())
-    return [text.tokens for text in texts]
-
-
 def check(engine: Engine, anew: Beside) -> None:
-    """What the adapter knows of each sequence is what it would know of its text."""
-    drafter = engine.drafter
-    assert isinstance(drafter, EarlyExitDrafter)
-    assert drafter.adapter is not None
-    drafter.adapter.cache.check()
+    """What the adapter knows of each sequence is what one would know that is told of its text all at once."""
+    (drafter, adapter), (other, others_adapter) = adapted(engine.drafter), adapted(anew.drafter)
+    adapter.cache.check()
     texts = [t for t in engine.sequences.values() if t.num_read and t.id in drafter.sequences]
     anew.observe(committed([Row(t.id, t.tokens[: t.num_read + 1]) for t in texts]))
-    for each in (drafter, anew.drafter):
-        assert isinstance(each, EarlyExitDrafter)
+    for each in (drafter, other):
         each.catch_up([DraftRow(text.id, (), NO_DRAFT) for text in texts if not each.sequences[text.id].lost], 0)
     for text in texts:
         if drafter.sequences[text.id].lost:
-            assert text.id not in drafter.adapter.cache
+            assert text.id not in adapter.cache
             continue
-        for found, expected in zip(adapter_rows(drafter, text.id), adapter_rows(anew, text.id), strict=True):
+        for found, expected in zip(rows_of(adapter, text.id), rows_of(others_adapter, text.id), strict=True):
             assert torch.equal(found, expected)
-
-
-def plain(bench: Bench, count: int, shapes: tuple[Speculation, ...]) -> list[list[int]]:
-    engine = bench.engine()
-    return run(engine, some_texts(bench, engine, count, shapes))
 
 
 @pytest.mark.short("float32-mixed", "int4-chains")
@@ -171,13 +147,18 @@ def test_tokens_are_those_of_plain_decoding(
     sizes = (256, 200) if batch > 1 else (2048, 2048)
     engine = engine_of(bench, spec, *sizes, max_num_seqs=batch, chunk_tokens=24)
     texts = some_texts(bench, engine, batch + 1, shapes)
-    assert run(engine, texts, lambda: beside(bench, spec)) == plain(bench, batch + 1, shapes)
+    rounds = count(1)
+
+    def after_round() -> None:
+        engine.runner.cache.check()
+        if next(rounds) % 5 == 0:
+            check(engine, beside(bench, spec))
+
+    assert run(engine, texts, after_round=after_round) == plain(bench, batch + 1, shapes)
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
-    drafter = engine.drafter
-    assert isinstance(drafter, EarlyExitDrafter)
-    assert drafter.adapter is not None
-    assert not any((drafter.sequences, drafter.lower.tails, drafter.adapter.tails))
-    assert drafter.adapter.cache.num_rows == 0
+    drafter, adapter = adapted(engine.drafter)
+    assert not any((drafter.sequences, drafter.lower.tails, adapter.tails))
+    assert adapter.cache.num_rows == 0
 
 
 def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) -> None:
@@ -197,10 +178,7 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) 
                 assert int(tree.depths().max()) <= left
         drafter.observe(committed([Row(0, text + [5] * 9)], [len(text) - 1]))
         assert drafter.outlook([0]).limit == [0]  # its text is longer than what the adapter reads
-        own = drafter.drafter
-        assert isinstance(own, EarlyExitDrafter)
-        assert own.adapter is not None
-        assert own.adapter.cache.num_rows == 0
+        assert adapted(drafter.drafter)[1].cache.num_rows == 0
         drafter.forget([0])
         drafter.observe(committed([Row(0, text)]))
         assert drafter.outlook([0]).limit == [left]
@@ -248,10 +226,7 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     assert (memory.bytes_per_position, memory.positions(512), memory.positions(64)) == (2 * 16 * 4, 100, 64)
     other = plan_drafter(f"early-exit:3:{strange_adapter(tmp_path / 'b', 3)}", context(bench))
     assert plan.fingerprint() != other.fingerprint()
-    drafter = plan.build({spec: 128}, None, bench.runner)
-    assert isinstance(drafter, EarlyExitDrafter)
-    assert drafter.adapter is not None
-    adapter, target = drafter.adapter, bench.runner
+    (_, adapter), target = adapted(plan.build({spec: 128}, None, bench.runner)), bench.runner
     assert adapter.decoder.embedding is target.decoder.embedding
     assert adapter.decoder.head is target.decoder.head
     assert adapter.decoder.dtype == target.decoder.dtype

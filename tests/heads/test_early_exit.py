@@ -31,7 +31,7 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from heads.adapters import FORMATS, SHAPES, Benches, assert_same_guesses, some_texts
+from heads.adapters import FORMATS, SHAPES, Benches, assert_same_guesses, plain, some_texts
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
 from kit.texts import VOCAB, random_text
@@ -89,11 +89,6 @@ def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) 
     return engine
 
 
-def plain(bench: Bench, count: int, shapes: str) -> list[list[int]]:
-    engine = bench.engine()
-    return run(engine, some_texts(bench, engine, count, SHAPES[shapes]))
-
-
 @pytest.mark.short("bfloat16-5-2")
 @pytest.mark.parametrize(("batch", "layer"), [(1, 4), (5, 2)])
 @pytest.mark.parametrize("name", FORMATS)
@@ -105,7 +100,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
     for shapes in SHAPES:
         engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_num_seqs=batch, chunk_tokens=24)
         texts = some_texts(bench, engine, batch + 1, SHAPES[shapes])
-        assert run_checked(bench, engine, texts) == plain(bench, batch + 1, shapes), shapes
+        assert run_checked(bench, engine, texts) == plain(bench, batch + 1, SHAPES[shapes]), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
         assert not engine.drafter.sequences  # type: ignore[union-attr]
 
@@ -238,7 +233,7 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
 
     engine.runner.read = reading  # type: ignore[assignment,method-assign]
     with watched(monkeypatch) as work:
-        assert run_checked(bench, engine, texts) == plain(bench, 6, "chains")
+        assert run_checked(bench, engine, texts) == plain(bench, 6, SHAPES["chains"])
     assert all(start == 0 for _, start, _ in work.passes)
     assert (engine.stats.num_drafted > 0) != first
 
