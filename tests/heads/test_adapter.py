@@ -98,9 +98,6 @@ def test_what_came_true_is_not_read_again(bench_of: Benches, tmp_path: Path) -> 
     with engines, below."""
     spec, text = f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}", random_text(30, 0)
     drafter = beside(bench_of("float32"), spec)
-        random_text(30, 0),
-        beside(bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"),
-    )
     _, adapter = adapted(drafter.drafter)
     drafter.observe(committed([Row(0, text)]))
     guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
