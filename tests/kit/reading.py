@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.models.runner import Read, Runner
+from kit.unchecked import unchecked
 
 
 def logits_in_pieces(runner: Runner, tokens: Sequence[int], sizes: Sequence[int], seq_id: int = 0) -> Tensor:
@@ -30,3 +31,29 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def bits_in_any_company(runner: Runner, tokens: Sequence[int]) -> Tensor:
+    """The logits of a text read token by token, which pieces, threads, a batch and a tree give to the bit."""
+    length = len(tokens)
+    with unchecked():
+        alone = logits_in_pieces(runner, tokens, [1] * length)
+        of_33 = [33] * (length // 33) + [length % 33]
+        for num_threads, sizes in ((1, [length]), (2, [17, 3, length - 20]), (3, of_33), (2, [5] * (length // 5))):
+            with threads(num_threads):
+                assert torch.equal(logits_in_pieces(runner, tokens, sizes), alone), (num_threads, sizes)
+        texts = [[*tokens[-count:], *tokens[:3]] for count in (1, 2, 7, 64)]
+        together = runner.read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
+        runner.release(range(len(texts)))
+        for found, text in zip(together.split([len(t) for t in texts]), texts, strict=True):
+            assert torch.equal(found, logits_in_pieces(runner, text, [len(text)]))
+        runner.read([Read(0, tokens[:60])])
+        runner.keep([0], [range(60)])
+        guesses, parents = tokens[60:68], [-1, -1, 0, 0, 1, 2, 4, 5]
+        logits = runner.read([Read(0, guesses, parents, range(8), scratch=4)]).logits
+        paths = [runner.tails[0].path(node) for node in range(8)]
+        runner.release([0])
+        for node, path in enumerate(paths):
+            plain = logits_in_pieces(runner, [*tokens[:60], *(guesses[n] for n in path)], [60] + [1] * len(path))
+            assert torch.equal(logits[node], plain[-1]), f"node {node}"
+    return alone

@@ -25,7 +25,7 @@ from forerun.models.projections import LayerTable, tensor_shapes
 from forerun.models.runner import Read, Runner
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
-from kit.reading import logits_in_pieces, threads
+from kit.reading import bits_in_any_company, logits_in_pieces
 from kit.sparse import FAMILIES, write_sparse
 from kit.unchecked import unchecked
 from models.damage import ABSENT, VALUES, write
@@ -58,31 +58,6 @@ def text(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 512) for _ in range(length)]
 
 
-def check_rows(runner: Runner) -> Tensor:
-    """Pieces, threads, a batch and a tree against the same tokens alone; the logits of the text alone."""
-    tokens = text(LENGTH)
-    with unchecked():
-        alone = logits_in_pieces(runner, tokens, [1] * LENGTH)
-        for num_threads, sizes in ((1, [LENGTH]), (2, [17, 3, LENGTH - 20]), (3, [33] * 4 + [18]), (2, [5] * 30)):
-            with threads(num_threads):
-                assert torch.equal(logits_in_pieces(runner, tokens, sizes), alone), (num_threads, sizes)
-        texts = [text(length, length) for length in (1, 2, 7, 64)]
-        together = runner.read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
-        runner.release(range(len(texts)))
-        for found, each in zip(together.split([len(t) for t in texts]), texts, strict=True):
-            assert torch.equal(found, logits_in_pieces(runner, each, [len(each)]))
-        runner.read([Read(0, tokens[:60])])
-        runner.keep([0], [range(60)])
-        guesses, parents = text(8, 8), [-1, -1, 0, 0, 1, 2, 4, 5]
-        logits = runner.read([Read(0, guesses, parents, range(8), scratch=4)]).logits
-        paths = [runner.tails[0].path(node) for node in range(8)]
-        runner.release([0])
-        for node, path in enumerate(paths):
-            plain = logits_in_pieces(runner, tokens[:60] + [guesses[n] for n in path], [60] + [1] * len(path))
-            assert torch.equal(logits[node], plain[-1]), f"node {node}"
-    return alone
-
-
 COMPANY = [
     pytest.param(family, choice, *numbers, marks=[pytest.mark.full] * (choice == "torch" and numbers in FORMATS[2:]))
     for family in FAMILIES
@@ -96,7 +71,7 @@ COMPANY = [
 def test_a_row_has_bits_of_its_own(
     folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
 ) -> None:
-    assert check_rows(load(folders[family], choice, dtype, quantize)).std() > 1.5
+    assert bits_in_any_company(load(folders[family], choice, dtype, quantize), text(LENGTH)).std() > 1.5
 
 
 @pytest.mark.short("qwen3_moe-*'int8'*")
@@ -129,7 +104,7 @@ def test_also_by_kernels_for_lesser_processors(
 ) -> None:
     kernels = checked(compiled_for(level))
     monkeypatch.setattr(choosing, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
-    found = check_rows(load(folders[family], "native", *numbers))
+    found = bits_in_any_company(load(folders[family], "native", *numbers), text(LENGTH))
     if numbers == ("float32", None):
         by_torch = logits_in_pieces(load(folders[family], "torch"), text(LENGTH), [LENGTH])
         assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()

@@ -3,7 +3,9 @@
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from forerun.llm import LLM
 from forerun.serve.logprob_text import TokenTexts
 from kit.checkpoints import TARGET
 
@@ -48,3 +50,9 @@ def with_special_tokens(folder: Path) -> Path:
     own = json.loads(config.read_text("utf-8")) | {"eos_token_id": [2, *map(id_of, ENDS)]}
     config.write_text(json.dumps(own), "utf-8")
     return folder
+
+
+def tagged() -> LLM:
+    """The model with these tokens, loaded."""
+    with TemporaryDirectory() as folder:
+        return LLM(str(with_special_tokens(Path(folder))), dtype="float32", max_num_seqs=4)

@@ -1,7 +1,6 @@
 """Literals: text that spells a special token in other tokens is told to the letter, and only such a token is a tag."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.stop import StopChecker
-from forerun.llm import LLM
 from forerun.messages import ChatOptions
 from forerun.sampling.params import SamplingParams
 from forerun.serve.call_grammar import call_grammar
@@ -22,19 +20,15 @@ from forerun.serve.parts import AnswerForm, AnswerPart, AnswerSplitter, TokenCou
 from forerun.serve.template_forms import answer_form
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer
-from kit.servers import Running, running
+from kit.servers import Running, serving
 from serve.call_templates import HARMONY, MISTRAL, NAMED, answer, joined, parts
-from serve.special_tokens import SPECIAL, id_of, with_special_tokens
+from serve.special_tokens import SPECIAL, id_of, tagged, with_special_tokens
 from serve.test_serve_harmony import ASKED, TOOLS
 
 THINK = "{{ messages[0].content }}{# </think> #}"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = with_special_tokens(tmp_path_factory.mktemp("literals") / "model")
-    with LLM(str(folder), dtype="float32", max_num_seqs=4) as llm, running(llm) as served:
-        yield served
+server = serving(tagged)
 
 
 @pytest.mark.parametrize("skip", [True, False])

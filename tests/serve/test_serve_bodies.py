@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from forerun.serve.schema import KNOWN, Endpoint
-from kit.servers import JSON, Running, drafting, running, serving, specification
+from kit.servers import Running, drafting, running, serving, specification
 
 OK = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}", "max_tokens": 2}
@@ -85,14 +85,14 @@ def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running,
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "code"),
+    ("content", "status", "said"),
     [
         (b"", 400, "invalid_json"),
         (b"[]", 400, "invalid_json"),
         (b"{", 400, "invalid_json"),
         (b'{"temperature": NaN}', 400, "invalid_json"),
         (b'{"prompt": "\xff"}', 400, "invalid_json"),
-        (b'{"prompt": "a", "n": 1, "n": 2}', 400, "invalid_json"),
+        (b'{"prompt": "a", "n": 1, "n": 2}', 400, '"n" is there twice'),
         (b'{"prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}", 413, "body_too_large"),
         (b'{"prompt":' + b"[" * 40_000 + b"]" * 40_000 + b"}", 400, "invalid_json"),
         (b'{"n":' + b"9" * 5000 + b"}", 400, "invalid_json"),
@@ -100,11 +100,12 @@ def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running,
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_no_body(server: Running, content: bytes, status: int, code: str) -> None:
+def test_what_is_no_body(server: Running, content: bytes, status: int, said: str) -> None:
     with server.http() as http:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
             answer = http.post(path, content=content, headers={"content-type": "application/json"})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"] == said or said in error["message"]) == (status, True), error
 
 
 def test_an_answer_may_be_as_long_as_the_context_and_what_is_not_asked_for_is_cut(server: Running) -> None:
@@ -115,28 +116,6 @@ def test_an_answer_may_be_as_long_as_the_context_and_what_is_not_asked_for_is_cu
         assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (12, "length")
     refused = server.post("/v1/completions", **body, max_tokens=13)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
-def test_an_overflow_has_the_words_that_other_programs_look_for(server: Running) -> None:
-    """The code, and in the message what litellm, LangChain and pydantic-ai know an overflow by."""
-    long = {"messages": [{"role": "user", "content": "a " * 600}]}
-    full = {"max_tokens": None, "max_completion_tokens": 511}
-    for fields, param, words in (
-        (long, "messages", "prompt is too long"),
-        (full, "max_completion_tokens", "context_length_exceeded"),
-    ):
-        error = server.post("/v1/chat/completions", **CHAT | fields).json()["error"]
-        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-        assert words in error["message"]
-        assert "this model's maximum context length is 512" in error["message"]
-
-
-def test_a_value_that_cannot_be_served_names_its_field_once(server: Running) -> None:
-    answer = server.post("/v1/completions", prompt="a", temperature=-1)
-    assert answer.json()["error"]["message"].startswith("temperature: -1")
-    with server.http() as http:
-        twice = http.post("/v1/completions", content=b'{"prompt": "a", "prompt": "b"}', headers=JSON)
-        assert '"prompt" is there twice' in twice.json()["error"]["message"]
 
 
 def test_other_types_methods_models_and_origins_are_refused(server: Running) -> None:

@@ -3,21 +3,19 @@
 import itertools
 import random
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from forerun.llm import LLM
 from forerun.serve.harmony import history
 from forerun.serve.parts import AnswerForm, TokenCounter
 from forerun.serve.template_forms import is_harmony
 from forerun.serve.tools import tools_of
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
-from kit.servers import Running, running
+from kit.servers import Running, serving
 from serve.call_templates import HARMONY, NAMED, answer, parts
-from serve.special_tokens import SPECIAL, Spelled, id_of, with_special_tokens
+from serve.special_tokens import SPECIAL, Spelled, id_of, tagged
 
 FUNCTIONS: dict[str, Any] = {"weather": {}, "say_hi": {}}
 FORM = answer("Harmony", FUNCTIONS)
@@ -124,11 +122,7 @@ def test_earlier_reasoning_calls_and_results_are_in_the_prompt() -> None:
     assert again.count("of a") == again.count("Rome") == again.count("I look.") == 2
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = with_special_tokens(tmp_path_factory.mktemp("harmony") / "model")
-    with LLM(str(folder), dtype="float32", max_num_seqs=4) as llm, running(llm) as found:
-        yield found
+server = serving(tagged)
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}

@@ -6,12 +6,11 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
-from kit.servers import ENDLESS, OK, Running, drafting, ended, expected, head, posted, running, until
+from kit.servers import ENDLESS, OK, Running, ended, expected, head, posted, serving, until
 
 BODY = json.dumps(OK).encode()
 READY = b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -23,11 +22,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\n"
 LENGTH = b"Content-Length: %d\r\n"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting() as llm, running(llm, max_body_bytes=10_000) as found:
-        found.post("/v1/completions", **OK)
-        yield found
+server = serving(max_body_bytes=10_000)
 
 
 def answers(raw: bytes) -> list[tuple[int, dict[str, str], bytes]]:

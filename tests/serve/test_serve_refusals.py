@@ -11,10 +11,11 @@ from serve.test_serve_bodies import CHAT, OK
 from serve.test_serve_messages import BODY, THINKS
 from serve.test_serve_messages import WEATHER as TOOL
 from serve.test_serve_responses import CALLING, PLAIN, WEATHER
-from serve.test_serve_tools import TOOLS
+from serve.test_serve_tools import TOOLS, earlier
 
 server = serving(max_body_bytes=100_000)
 Refusals = list[tuple[dict[str, Any], str, str]]  # fields, the one at fault, and what is said or the code of it
+UNKNOWN_SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
 COMPLETIONS: Refusals = [
     ({"max_toke": 3}, "max_toke", "did you mean 'max_tokens'?"),
     ({"temprature": 3}, "temprature", "did you mean 'temperature'?"),
@@ -43,7 +44,7 @@ COMPLETIONS: Refusals = [
     ({"max_tokens": 0}, "max_tokens", "0 leaves no answer: ask for 1 or more"),
     ({"max_tokens": -1}, "max_tokens", "-1 cannot be served; use at least 1 token"),
     ({"max_tokens": []}, "max_tokens", "or null until the context is full"),
-    ({"temperature": -1}, "temperature", "cannot be served"),
+    ({"temperature": -1}, "temperature", "temperature: -1 cannot be served"),
     ({"stop": ["x", None]}, "stop", '["x", null]'),
     ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
     ({"logit_bias": {"600": 1}}, "logit_bias", "below the vocabulary size"),
@@ -63,17 +64,24 @@ COMPLETIONS: Refusals = [
     ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not drafting here"),
     ({"speculation": {"tree": [[5, 5]]}}, "speculation.tree", "has no parent"),
     ({"chat_template": "x"}, "chat_template", "there is no field"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "there is no schema"),
+    ({"response_format": {"type": "json_schema", "schema": {"type": "obj"}}}, "response_format", "Invalid type: obj"),
 ]
 CHATS: Refusals = [
     ({"messages": None}, "messages", ""),
     ({"messages": []}, "messages", ""),
+    (
+        {"messages": [{"role": "user", "content": "a " * 600}]},
+        "messages",
+        "prompt is too long",
+    ),  # which clients look for
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", ""),
     ({"messages": [{"role": "user", "content": [{"image_url": {}}]}]}, "messages[0].content[0].image_url", ""),
     ({"chat_template": "{% for %}"}, "chat_template", ""),
     ({"chat_template": "{{ raise_exception('no') }}"}, "messages", ""),
     ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template", ""),
     ({"chat_template": None}, "chat_template", ""),
-    ({"max_tokens": None, "max_completion_tokens": 511}, "max_completion_tokens", ""),
+    ({"max_tokens": None, "max_completion_tokens": 511}, "max_completion_tokens", "context_length_exceeded"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", ""),
     ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens", ""),
     ({"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", ""),
@@ -90,6 +98,14 @@ CHATS: Refusals = [
     ),
     ({"logprobs": True, "top_logprobs": 200}, "top_logprobs", ""),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+]
+TOOLS_OF_CHATS: Refusals = [
+    ({"chat_template": "{{ messages[0].content }}"}, "tools", "does not show tools"),
+    ({"chat_template": "{{ tools }}{{ messages[0].content }}"}, "tools", "form that is not known"),
+    ({"messages": [earlier(arguments="[]")]}, "messages", "messages[0].tool_calls[1]: the arguments"),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave out one"),
+    ({"tools": [{}]}, "tools", "is no function"),
+    ({"tools": UNKNOWN_SCHEMA, "tool_choice": "required"}, "tools", "Unimplemented keys"),
 ]
 RESPONSES: Refusals = [
     ({"input": None}, "input", "missing_required_parameter"),
@@ -154,6 +170,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [  # whose errors name no field but
 REFUSED: dict[str, tuple[str, dict[str, Any], Refusals]] = {
     "completions": ("/v1/completions", OK, COMPLETIONS),
     "chats": ("/v1/chat/completions", CHAT, CHATS),
+    "tools of chats": ("/v1/chat/completions", {**CHAT, "chat_template": HERMES, "tools": TOOLS}, TOOLS_OF_CHATS),
     "responses": ("/v1/responses", {**CALLING, "tools": None, "chat_template": PLAIN}, RESPONSES),
     "tools of responses": ("/v1/responses", {**CALLING, "chat_template": HERMES}, TOOLS_OF_RESPONSES),
     "messages": ("/v1/messages", BODY, [(fields, "", said) for fields, said in MESSAGES]),

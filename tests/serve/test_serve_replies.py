@@ -1,17 +1,15 @@
 """Replies: every interface says the same, whole and streamed, with tools, reasoning, forms and special tokens."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 
-from forerun.llm import LLM
-from kit.servers import TEMPLATE, Running, library_answer, running, serving
+from kit.servers import TEMPLATE, Running, library_answer, serving
 from serve.call_templates import HARMONY, HERMES, LLAMA, MISTRAL
 from serve.replies import told_everywhere
-from serve.special_tokens import SPECIAL, id_of, with_special_tokens
+from serve.special_tokens import SPECIAL, id_of, tagged
 from serve.test_serve_tools import CALL, TOOLS, WEATHER
 
 HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400}
@@ -38,7 +36,7 @@ PLAIN: list[tuple[dict[str, Any], tuple[int, int], str]] = [  # a chat; the fewe
     ),
     ({"chat_template": HERMES, "tools": TOOLS, "max_tokens": 12}, (0, 0), "(.|\n)+"),
 ]  # fmt: skip
-server = serving()
+server, specially = serving(), serving(tagged)
 
 
 def check(call: tuple[str, Any]) -> None:
@@ -73,14 +71,6 @@ def test_what_every_interface_says_is_what_the_library_says(server: Running) -> 
     assert reply.counts == (len(ids), 24, 0)
 
 
-@pytest.fixture(scope="module")
-def tagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model has special tokens for reasoning and calls."""
-    folder = with_special_tokens(tmp_path_factory.mktemp("special") / "model")
-    with LLM(str(folder), dtype="float32", max_num_seqs=4) as llm, running(llm) as served:
-        yield served
-
-
 THINKING = {"chat_template": THINK, "logit_bias": {str(id_of("<think>")): 60, str(id_of("</think>")): 22}}
 ENDED = {"logit_bias": {str(id_of("<|end|>")): 25}}
 SPECIALLY: list[tuple[dict[str, Any], str]] = [  # a chat, and what it has in some of its answers
@@ -96,9 +86,9 @@ SPECIALLY: list[tuple[dict[str, Any], str]] = [  # a chat, and what it has in so
 
 @pytest.mark.short("1", "4", "6")
 @pytest.mark.parametrize("number", range(len(SPECIALLY)))
-def test_special_tokens_are_shown_nowhere_and_tell_parts_apart(tagged: Running, number: int) -> None:
+def test_special_tokens_are_shown_nowhere_and_tell_parts_apart(specially: Running, number: int) -> None:
     body, part = SPECIALLY[number]
-    replies = [told_everywhere(tagged, **HI | body, temperature=1.3, seed=seed) for seed in range(4)]
+    replies = [told_everywhere(specially, **HI | body, temperature=1.3, seed=seed) for seed in range(4)]
     assert any(getattr(reply, part) for reply in replies)
     for reply in replies:
         assert not any(token in reply.reasoning + reply.text for token in SPECIAL)
@@ -112,7 +102,7 @@ def test_special_tokens_are_shown_nowhere_and_tell_parts_apart(tagged: Running, 
 
 
 @pytest.mark.parametrize("template", [HARMONY, THINK])
-def test_an_answer_that_spells_special_tokens_is_told_to_the_letter(tagged: Running, template: str) -> None:
+def test_an_answer_that_spells_special_tokens_is_told_to_the_letter(specially: Running, template: str) -> None:
     ending = {str(id_of("<|end|>" if template == HARMONY else "</think>")): 60}
     body = {"chat_template": template, "logit_bias": ending, "structured_outputs": {"choice": [SAID]}}
-    assert told_everywhere(tagged, **HI | body, seed=1).text == SAID
+    assert told_everywhere(specially, **HI | body, seed=1).text == SAID

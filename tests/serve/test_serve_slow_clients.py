@@ -5,7 +5,6 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from forerun.serve import connections
 from forerun.serve.connections import Connection
-from kit.servers import ENDLESS, OK, Running, drafting, ended, httpx, posted, running, until
+from kit.servers import ENDLESS, OK, Running, drafting, ended, httpx, posted, running, serving, until
 from serve.test_serve_load import certificate_at
 
 MUCH = ENDLESS | {"max_tokens": 200, "logprobs": 20}
@@ -21,11 +20,7 @@ SMALL_BUFFER = 4096
 LONG_S = 3600.0
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with drafting(max_num_seqs=1) as llm, running(llm) as found:
-        found.post("/v1/completions", **OK)
-        yield found
+server = serving(lambda: drafting(max_num_seqs=1))
 
 
 def unread(server: Running, stream: bool, **body: Any) -> socket.socket:

@@ -144,14 +144,3 @@ def chat(template: str) -> Any:
     from forerun.messages import ChatOptions
 
     return ChatOptions(chat_template=template)
-
-
-def test_a_refusal_is_a_400_and_others_go_on(server: Running) -> None:
-    answer = server.post("/v1/completions", prompt="Once", response_format={"type": "json_schema"})
-    assert answer.status_code == 400
-    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "obj"}}}
-    answer = server.post("/v1/completions", prompt="Once", response_format=bad)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "response_format"
-    assert "Invalid type: obj" in answer.json()["error"]["message"]
-    assert server.post("/v1/completions", prompt="Once", max_tokens=2).status_code == 200

@@ -137,27 +137,3 @@ def test_tools_are_in_the_prompt_unless_none_may_be_called(server: Running) -> N
     assert with_tools > without[0] + 9
     counted = server.post("/tokenize", messages=MESSAGES, chat_template=HERMES, tools=TOOLS).json()["count"]
     assert counted == with_tools
-
-
-def test_refusals_name_their_field(server: Running) -> None:
-    body = {"messages": MESSAGES, "chat_template": HERMES, "tools": TOOLS, "max_tokens": 3}
-    wrong: list[tuple[dict[str, Any], str, str]] = [
-        ({"chat_template": "{{ messages[0].content }}"}, "tools", "does not show tools"),
-        ({"chat_template": "{{ tools }}{{ messages[0].content }}"}, "tools", "form that is not known"),
-        ({"messages": [earlier(arguments="[]")]}, "messages", "messages[0].tool_calls[1]: the arguments"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave out one"),
-        ({"tools": [{}]}, "tools", "is no function"),
-        (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-                "tool_choice": "required",
-            },
-            "tools",
-            "Unimplemented keys",
-        ),
-    ]
-    for own, field, why in wrong:
-        answer = server.post("/v1/chat/completions", **{**body, **own})
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == field
-        assert why in answer.json()["error"]["message"]
