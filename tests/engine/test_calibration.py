@@ -1,7 +1,9 @@
 """What an engine measures before its first request: it is kept, not remembered as text, and changes no token."""
 
+import itertools
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,3 +291,24 @@ def test_a_few_tokens_tell_no_gain() -> None:
     for _ in range(3):
         llm.generate(PROMPTS[0], params)
     assert llm.stats.gain is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "asks"),
+    [
+        ("{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}Answer:", True),
+        ("{{ raise_exception('no') }}", False),
+        ("{{ 'word ' * 200 }}{{ messages[0].content }}", False),  # longer than a calibration has time for
+        (None, False),
+    ],
+)
+def test_a_model_with_a_chat_template_is_asked_questions(tmp_path: Path, template: str | None, asks: bool) -> None:
+    folder = tmp_path / "chat"
+    shutil.copytree(TARGET, folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    llm = LLM(str(folder), max_model_len=512)
+    sequences = itertools.islice(calibration.samples(llm.requests, SamplingParams()), len(calibration.QUESTIONS))
+    prompts = [llm.tokenizer.decode(sequence.tokens) for sequence in sequences]
+    assert [question in prompt for question, prompt in zip(calibration.QUESTIONS, prompts, strict=True)] == [asks] * 8
+    assert all(prompt.endswith("Answer:") for prompt in prompts) == asks

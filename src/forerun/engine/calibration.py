@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
 from forerun.annotations import ProgressCallback
@@ -27,10 +28,12 @@ from forerun.draft.base import Budget, Draft, Outlook
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence as TextSequence
+from forerun.errors import InvalidRequest, TokenizerError
 from forerun.guard import attempt
 from forerun.neighbours import Neighbours, disturbance
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from forerun.text.tokenizer import Tokenizer
 from forerun.tree import DraftTree
 
 BATCHES = (1, 8, 32)
@@ -40,6 +43,7 @@ WARM = 3  # further rounds at the very first that do not
 SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time that is over when a batch size must be done
 LIMIT_S = 3.6  # a round that is under way then is finished
 PROMPT_TOKENS = 24
+CHAT_TOKENS = 96  # of a question in the model's chat template, at most
 READ_TOKENS = 192  # of the texts by which it is measured how fast drafters read
 NUM_READ = 2  # of them, the first of which only warms up
 TEXT_TOKENS = 256  # that a sample's answer has at most
@@ -116,6 +120,7 @@ def calibrate(
     the engine, and drafters do not remember the sample texts.
     """
     assert engine.drafter is not None, "something drafts"
+    key = f"{key} {sha256(repr((SAMPLES, QUESTIONS)).encode()).hexdigest()[:8]}"
     kept = read_kept(key, engine.drafter.names)
     if kept is not None:
         return kept
@@ -219,9 +224,11 @@ def advanced(engine: Engine) -> bool:
 def samples(
     requests: RequestChecker, params: SamplingParams, num_tokens: int = PROMPT_TOKENS
 ) -> Iterator[TextSequence]:
-    """Sequences that begin in different places of the sample texts, and do not end before they are long.
+    """Sequences that do not end before they are long: answers to questions where a model has a chat template, since how
+    often guesses are right differs much between an answer and a text that it was not trained to go on with.
 
-    A prompt has so many tokens, as far as the context leaves room for an answer; a sample is followed by the next ones.
+    Other prompts begin in different places of the sample texts, each of which is followed by the next ones. They
+    have so many tokens, as far as the context leaves room for an answer.
     """
     assert requests.tokenizer is not None, "samples are text"
     endless = SamplingParams(
@@ -234,19 +241,58 @@ def samples(
         ignore_eos=True,
         seed=0,
     )
+    questions = chats(requests.tokenizer, requests.max_length // 4) if num_tokens == PROMPT_TOKENS else []
+    for prompt in itertools.cycle(questions) if questions else passages(requests, num_tokens):
+        (sequence,) = requests.sequences(
+            Request(
+                prompt_token_ids=tuple(prompt),
+                sampling_params=endless,
+                speculation=Speculation(AUTO_DEPTH, auto=True),
+            )
+        )
+        sequence.tenant = None
+        yield sequence
+
+
+def chats(tokenizer: Tokenizer, most: int) -> list[list[int]]:
+    """The questions as the model's chat template has them; none where it has none, or one is longer than `most`."""
+    if not tokenizer.template().is_usable:
+        return []
+    prompts = []
+    for question in QUESTIONS:
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+        except (TokenizerError, InvalidRequest):
+            return []
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    return prompts if max(map(len, prompts)) <= min(most, CHAT_TOKENS) else []
+
+
+def passages(requests: RequestChecker, num_tokens: int) -> Iterator[list[int]]:
+    """Pieces of the sample texts, without end."""
+    assert requests.tokenizer is not None, "samples are text"
     texts = [requests.tokenizer.encode(text) for text in SAMPLES]
     most = max(1, min(num_tokens, requests.max_length // 4))
     for number in itertools.count():
         text = texts[number % len(texts)]
         start = number // len(texts) * 5 % max(1, len(text) - most)
         others = [token for later in range(1, len(texts)) for token in texts[(number + later) % len(texts)]]
-        prompt = tuple([*text[start:], *others][:most])
-        (sequence,) = requests.sequences(
-            Request(prompt_token_ids=prompt, sampling_params=endless, speculation=Speculation(AUTO_DEPTH, auto=True))
-        )
-        sequence.tenant = None
-        yield sequence
+        yield [*text[start:], *others][:most]
 
+
+# Questions that are answered in a calibration.
+QUESTIONS = (
+    "How does a bicycle stay upright?",
+    "Write a Python function that merges two sorted lists, and explain it.",
+    "Write a short letter in which you thank a colleague for her help.",
+    "What were the main causes of the First World War?",
+    "A shirt costs 24 dollars after a discount of 20 percent. What did it cost before?",
+    "Name five ways to save energy at home, with one sentence for each.",
+    "Explain what photosynthesis is to a child of eight.",
+    "Tell me a story about a fox that is afraid of the dark.",
+)
 
 # Texts that are continued in a calibration: prose, code, a table and a dialogue, a few lines of each.
 SAMPLES = (
