@@ -41,7 +41,7 @@ class Word:
 
     def accepts(self, value: object) -> bool:
         """Whether the value asks for nothing that is not done here."""
-        if any(type(value) is type(own) and value == own for own in self.same):
+        if any(type(value) is type(harmless) and value == harmless for harmless in self.same):
             return True
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return self.amount and number and 0 <= value < math.inf  # type: ignore[operator]
@@ -157,8 +157,8 @@ def check_words(
         word = table.get(name)
         if word is None:
             parameters = inspect.signature(function).parameters.values()
-            own = [own.name for own in parameters if own.kind is not own.VAR_KEYWORD]
-            raise UnknownKeyword(function.__name__, name, nearest(name, [*own, *table]))
+            names = [names.name for names in parameters if names.kind is not names.VAR_KEYWORD]
+            raise UnknownKeyword(function.__name__, name, nearest(name, [*names, *table]))
         if not word.accepts(value):
             raise InvalidRequest(name, f"{shown(value)} is not served here: {word.answer}.")
 

@@ -170,8 +170,8 @@ class LLM:
             level = logging.INFO if any(each.depth for each in self.forecasts) else logging.WARNING
             logger.log(level, "%s", forecast_line(self.forecasts))
         if self.generation_defaults.given:
-            given = described(self.generation_defaults.given, "=")
-            logger.info("defaults of requests: %s, from the model's generation_config.json", given)
+            defaults = described(self.generation_defaults.given, "=")
+            logger.info("defaults of requests: %s, from the model's generation_config.json", defaults)
         for problem in self.generation_defaults.problems:
             logger.warning("%s", problem)
 
@@ -353,7 +353,7 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
         return plan_drafter(draft, context)
     lacking = [part for part in vars(Drafter) if not (part.startswith("_") or draft is None or hasattr(draft, part))]
     if lacking:
-        wanted = f"nor a Drafter: it has no {lacking[0]}"
-        raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', {wanted}.")
+        problem = f"nor a Drafter: it has no {lacking[0]}"
+        raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', {problem}.")
     num_members = len(draft.names) - 1 if draft is not None and MERGED in draft.names else 1
     return DraftPlan({}, lambda _tokens, _progress, _target: draft, num_members=num_members)

@@ -72,15 +72,15 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
 
 def vector_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """The processor's vector and matrix instructions, by the system's names; empty where it does not list them."""
-    told = ((cpuinfo_field(cpuinfo, field).split(), form) for field, form in VECTOR_FLAGS.items())
-    return tuple(sorted({flag for flags, form in told for flag in flags if form.fullmatch(flag)}))
+    stated = ((cpuinfo_field(cpuinfo, field).split(), form) for field, form in VECTOR_FLAGS.items())
+    return tuple(sorted({flag for flags, form in stated for flag in flags if form.fullmatch(flag)}))
 
 
 def cpuinfo_field(cpuinfo: Path, name: str) -> str:
     """What the system says under this name of its first processor; nothing where it does not."""
     if cpuinfo.exists():
         fields = (line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines())
-        return next((value.strip() for own, _, value in fields if own.strip() == name), "")
+        return next((value.strip() for key, _, value in fields if key.strip() == name), "")
     return ""
 
 

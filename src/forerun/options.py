@@ -262,13 +262,13 @@ def read_config(ctx: Any, path: Path | None) -> Path | None:
         known = {name.lstrip("-").replace("-", "_"): param for param in options for name in param.opts}
         others = {option.name for group in (ModelOptions, AnswerOptions) for option in parameters_of(group)}
         try:
-            found = read_settings(path, set(known) - {CONFIG, "help"}, others)
+            settings = read_settings(path, set(known) - {CONFIG, "help"}, others)
         except ForerunError as error:
             show_error(error)
             raise typer.Exit(MISTAKE) from error
         ctx.default_map = {
             str(known[name].name): [value] if getattr(known[name], "multiple", False) else value
-            for name, value in found.items()
+            for name, value in settings.items()
         }
     return path
 

@@ -69,15 +69,15 @@ def paragraphs(text: str | None) -> list[str]:
 
 def groups(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The options by their group, with arguments first and options without a group last."""
-    found: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
+    rows_by_group: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
     for param in command.get_params(ctx):
         record = param.get_help_record(ctx)
         if record is not None:
             argument = param.param_type_name == "argument"
             title = ARGUMENTS if argument else getattr(param, "rich_help_panel", None) or OPTIONS
-            found.setdefault(title, []).append((RANGE.sub(r"<\1>", record[0]), record[1]))
-    found[OPTIONS] = found.pop(OPTIONS, [])
-    yield from ((title, rows) for title, rows in found.items() if rows)
+            rows_by_group.setdefault(title, []).append((RANGE.sub(r"<\1>", record[0]), record[1]))
+    rows_by_group[OPTIONS] = rows_by_group.pop(OPTIONS, [])
+    yield from ((title, rows) for title, rows in rows_by_group.items() if rows)
 
 
 def definitions(rows: Sequence[tuple[str, str]], width: int, names: int) -> str:

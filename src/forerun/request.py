@@ -87,11 +87,11 @@ def requests_of(
 
 def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
     """One prompt or many, as a list of prompts. A value that is no prompt is passed on and refused later, by name."""
-    given = plain(prompts)
-    many = isinstance(given, Seq) and not isinstance(given, str | bytes)
-    if not many or (given and all(is_number(item) for item in given)):
-        return [given]
-    return given  # type: ignore[no-any-return]
+    batch = plain(prompts)
+    many = isinstance(batch, Seq) and not isinstance(batch, str | bytes)
+    if not many or (batch and all(is_number(item) for item in batch)):
+        return [batch]
+    return batch  # type: ignore[no-any-return]
 
 
 def parsed(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
@@ -106,12 +106,12 @@ def parsed(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
 
 def parsed_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
     """The text and the token ids of a prompt that names its parts; None for the one that is not there."""
-    given = {key: value for key, value in prompt.items() if value is not None}
-    for key in given:
+    fields = {key: value for key, value in prompt.items() if value is not None}
+    for key in fields:
         if key not in PROMPT_KEYS:
             raise InvalidRequest("prompt", f"the key {shown(key)} is not served here; {FORMS}.")
-    text, ids = given.get("prompt"), given.get("prompt_token_ids")
-    if not isinstance(text, str | None) or not given:
+    text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+    if not isinstance(text, str | None) or not fields:
         raise InvalidRequest("prompt", f"{shown(prompt)} holds no prompt; {FORMS}.")
     return text, None if ids is None else token_ids(plain(ids))
 

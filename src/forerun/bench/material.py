@@ -114,11 +114,11 @@ def shipped(name: str) -> list[Passage]:
 
 def passages_of(workload: str | None, prompts: Path | None, replay: Path | None) -> dict[str, list[Passage]]:
     """The texts that are asked for, by the name of their workload: what ships, or one file of the user's."""
-    given = [
+    excerpts = [
         name for name, value in (("workload", workload), ("prompts", prompts), ("replay", replay)) if value is not None
     ]
-    if len(given) > 1:
-        raise InvalidRequest(given[1], f"it says what to run, and so does --{given[0]}: give one of them.")
+    if len(excerpts) > 1:
+        raise InvalidRequest(excerpts[1], f"it says what to run, and so does --{excerpts[0]}: give one of them.")
     if prompts is not None:
         return {prompts.stem: read_passages(prompts)}
     if replay is not None:

@@ -97,7 +97,7 @@ class PrefixStore:
         if not displaced:
             return
         sources = {block for move in moves for block in range(move.source, move.source + move.count)}
-        holes, own = self.holes(sources, len(displaced)), []
+        holes, moves_made = self.holes(sources, len(displaced)), []
         for kept in sorted(displaced, key=lambda kept: -kept.used):  # the oldest are given up, and are the last here
             hole = next(holes, None)
             while hole is None and kept in self.order:
@@ -105,11 +105,11 @@ class PrefixStore:
                 self.give_up(oldest)
                 hole = None if oldest in displaced else oldest.block
             if hole is not None:
-                own.append(Move(kept.block, hole, 1))
+                moves_made.append(Move(kept.block, hole, 1))
                 del self.at[kept.block]
                 kept.block = hole
                 self.at[hole] = kept
-        self.move(own)
+        self.move(moves_made)
 
     def holes(self, apart: set[int], num_displaced: int) -> Iterator[int]:
         """Free blocks that hold nothing and are not `apart`, the last ones first: rows grow towards those later."""

@@ -78,7 +78,7 @@ def chat(
 def label_of_widened(llm: LLM, where: ModelOptions) -> str:
     """What stands behind every speed: a checkpoint that is not what its name says is named for what it is."""
     labels = ((llm.name, where.model), (llm.draft_name, where.draft))
-    return "".join(f"; {label}" for label, given in labels if label and label != given)
+    return "".join(f"; {label}" for label, asked_for in labels if label and label != asked_for)
 
 
 def read_line(console: Console) -> str | None:

@@ -76,11 +76,11 @@ class StudentSizes:
         try:
             taps = tuple(int(each) for each in self.taps.split(","))
         except ValueError as error:
-            wanted = "must be numbers of layers between commas, such as 2,4."
-            raise InvalidRequest("taps", f"{self.taps!r} {wanted}") from error
+            problem = "must be numbers of layers between commas, such as 2,4."
+            raise InvalidRequest("taps", f"{self.taps!r} {problem}") from error
         if len(set(taps)) < len(taps) or not all(0 <= tap <= num_layers for tap in taps):
-            wanted = f"must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
-            raise InvalidRequest("taps", f"{self.taps!r} {wanted}")
+            problem = f"must be different layers, from 0 to {num_layers}, such as 2,{num_layers}."
+            raise InvalidRequest("taps", f"{self.taps!r} {problem}")
         return taps
 
 

@@ -45,8 +45,8 @@ def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int
     A folder that the same call made before is taken as it is. Raises InvalidRequest for a drafter that is none of
     HEADS, for a padded vocabulary, and where the folder holds something else; ModelError for an unusable drafter.
     """
-    plan, found = planned(draft, source, wider, seed)
-    return put(found, plan, target / parse_spec(draft).name, draft)
+    plan, wide_drafter = planned(draft, source, wider, seed)
+    return put(wide_drafter, plan, target / parse_spec(draft).name, draft)
 
 
 def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) -> DraftSpec:
@@ -54,13 +54,13 @@ def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) 
 
     The drafter's folder is named by its weights: a later call with equal ones finds it, and one with others does not.
     """
-    plan, found = planned(draft, source, wider, 0)
+    plan, wide_drafter = planned(draft, source, wider, 0)
     digest = hashlib.sha256(plan.recipe.encode())
-    for path in (found.folder.path / "config.json", *sorted(found.folder.path.glob("*.safetensors"))):
+    for path in (wide_drafter.folder.path / "config.json", *sorted(wide_drafter.folder.path.glob("*.safetensors"))):
         digest.update(path.read_bytes())
     name = f"{parse_spec(draft).name}-{digest.hexdigest()[:16]}"
     with FileLock(target / f".{name}.lock"):
-        return put(found, plan, target / name, draft, told=("recipe", "seed"))  # the name stands for the weights
+        return put(wide_drafter, plan, target / name, draft, told=("recipe", "seed"))  # the name stands for the weights
 
 
 def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
@@ -68,8 +68,8 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
     spec, plan = parse_spec(draft), Plan.of(source, wider, seed)
     kind = HEADS.get(spec.name)
     if kind is None or spec.argument is None:
-        wanted = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
-        raise InvalidRequest("draft", f"{draft} reads no states of the target: {wanted}.")
+        cure = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
+        raise InvalidRequest("draft", f"{draft} reads no states of the target: {cure}.")
     if plan.wide.vocab_size != plan.source.config.vocab_size:
         raise InvalidRequest("vocab_size", "drafters have the source's vocabulary: leave it as it is.")
     return plan, kind.find(spec, plan.source).widened(plan)

@@ -49,8 +49,8 @@ def compiler() -> str:
     """The C++ compiler: the one that CXX names, else the system's."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     for name in names:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise NoKernels(f"no C++ compiler found (looked for {', '.join(names)}): {FIX}")
 
 
@@ -83,8 +83,8 @@ def attempt(call: list[str], path: Path) -> None:
 
 def complaint(said: str) -> str:
     """The line of a compiler's output that says what is wrong, cut to what a reader takes in."""
-    found = COMPLAINT.search(said)
-    line = found.group() if found else next(iter(said.strip().splitlines()), "")
+    match = COMPLAINT.search(said)
+    line = match.group() if match else next(iter(said.strip().splitlines()), "")
     short = line if len(line) <= LONGEST_QUOTE else f"{line[: LONGEST_QUOTE - 3]}..."
     return f" ({short})" if short else ""
 
@@ -134,11 +134,13 @@ def compile_variant(folder: Path, command: str, variant: Variant, system: str) -
 
 def target(command: str) -> tuple[str, str]:
     """Architecture and system that a compiler compiles for, such as x86_64 and linux. Raises NoKernels."""
-    said = run([command, "-dumpmachine"], VERSION_TIMEOUT_S).stdout.strip().lower()  # x86_64-linux-gnu, arm64-apple-...
-    architecture = said.partition("-")[0]
-    system = next((name for name in ("linux", "darwin") if name in said), "")
+    triple = (
+        run([command, "-dumpmachine"], VERSION_TIMEOUT_S).stdout.strip().lower()
+    )  # x86_64-linux-gnu, arm64-apple-...
+    architecture = triple.partition("-")[0]
+    system = next((name for name in ("linux", "darwin") if name in triple), "")
     if not system:
-        raise NoKernels(f"{command} compiles for {said or 'an unknown system'}: the kernels need Linux or macOS")
+        raise NoKernels(f"{command} compiles for {triple or 'an unknown system'}: the kernels need Linux or macOS")
     return MACHINES.get(architecture, architecture), system
 
 

@@ -99,13 +99,13 @@ def from_wheel() -> ctypes.CDLL | None:
 
 def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
     """Load the wheel's library, or the one that is kept, or compile it and keep it. Raises NoKernels."""
-    if (found := from_wheel()) is not None:
-        return found
+    if (lib := from_wheel()) is not None:
+        return lib
     command = compiler()
     name = library_name(command)
     with suppress(OSError):  # which the second look meets again, and reports
-        if (found := Shelf.open(name).load()) is not None:
-            return found
+        if (lib := Shelf.open(name).load()) is not None:
+            return lib
     if progress is not None:
         progress("compiling kernels, once on this machine", 0.0)
     try:
@@ -122,8 +122,8 @@ def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
     try:
         shelf = Shelf.open(name)
         with FileLock(shelf.folder / f"{name}.lock", timeout=TIMEOUT_S):
-            if (found := shelf.load()) is not None:  # another process compiled it while this one waited
-                return found
+            if (lib := shelf.load()) is not None:  # another process compiled it while this one waited
+                return lib
             if os.path.lexists(shelf.path):
                 logger.warning("%s is damaged, or another user could have written it: compiling it again.", shelf.path)
             compile_to(path, command)

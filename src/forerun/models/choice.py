@@ -196,10 +196,10 @@ def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> Meas
     for _ in range(TURNS):
         for backend, copies in layers.items():
             for i, rows in enumerate(ROWS):
-                own = x[: max(rows, MIN_ROWS if backend.kernels == "torch" else 1)].to(backend.dtype)
+                rows_read = x[: max(rows, MIN_ROWS if backend.kernels == "torch" else 1)].to(backend.dtype)
                 for layer in copies if rows < max(ROWS) else copies[:1]:
                     started_s = time.perf_counter()
-                    layer(own)
+                    layer(rows_read)
                     shortest[backend][i] = min(shortest[backend][i], time.perf_counter() - started_s)
     return {backend: tuple(times) for backend, times in shortest.items()}
 
@@ -218,8 +218,12 @@ def times_file() -> Path:
 def read_times() -> dict[str, tuple[float, ...]]:
     """All times that are kept, of any machine; a file that cannot be read, or is no such file, has none."""
     with suppress(OSError, ValueError, RecursionError):
-        found = json.loads(times_file().read_text(encoding="utf-8"))
-        return {key: tuple(own) for key, own in found.items() if is_times(own)} if isinstance(found, dict) else {}
+        stored = json.loads(times_file().read_text(encoding="utf-8"))
+        return (
+            {key: tuple(seconds) for key, seconds in stored.items() if is_times(seconds)}
+            if isinstance(stored, dict)
+            else {}
+        )
     return {}
 
 

@@ -88,9 +88,9 @@ class Blueprint:
         checkpoint = Checkpoint.of_model(folder, dtypes[0])
         judged = check_weights(config, checkpoint)
         if placement.fixed and (judged.experts or judged.sinks or not judged.is_plain):
-            wanted = "use device cpu, or choose a checkpoint without them"
+            cure = "use device cpu, or choose a checkpoint without them"
             what = "experts and attention sinks" if judged.is_plain else f"the layers of {judged.family}"
-            raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {wanted}")
+            raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {cure}")
         stored = checkpoint.stored_groups(judged)
         as_stored = stored is not None and stored.formats and spec.quantize is None and spec.dtype == "auto"
         if placement.fixed:

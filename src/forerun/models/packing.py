@@ -148,12 +148,12 @@ def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
 
 def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
     """The parts of a projection, the first of them edited."""
-    found = list(parts)
+    edits_made = list(parts)
     for i, edit in enumerate(edits):
-        part: Any = found[i] if edit.rows is None else found[i][edit.rows]
+        part: Any = edits_made[i] if edit.rows is None else edits_made[i][edit.rows]
         part = centred(part, 0) if edit.centred else part
-        found[i] = part if edit.scale == 1.0 else part * edit.scale
-    return found
+        edits_made[i] = part if edit.scale == 1.0 else part * edit.scale
+    return edits_made
 
 
 def centred(numbers: Tensor, dim: int) -> Tensor:
@@ -186,8 +186,8 @@ def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Ed
     """A projection's weight in groups, if all its parts are stored so."""
     number = projection.stack.expert if projection.stack else None
     parts = [groups(name, shape, number) for name, shape in projection.weights().items()]
-    found = [part for part in parts if part is not None]
-    return GroupedWeight.joined(edited(projection.parts(found), edits)) if len(found) == len(parts) else None
+    present = [part for part in parts if part is not None]
+    return GroupedWeight.joined(edited(projection.parts(present), edits)) if len(present) == len(parts) else None
 
 
 def linear(

@@ -79,8 +79,8 @@ def read_rope(fields: Fields, family: Family, positions: int, width: int, of: st
     values = rope.values
     sets = [name for name, value in values.items() if isinstance(value, dict)]
     if sets:
-        wanted = "one set of parameters for all layers is supported: choose another checkpoint"
-        raise fields.refuse(key, f"it has objects under {shown(sets)}, and {wanted}")
+        problem = "one set of parameters for all layers is supported: choose another checkpoint"
+        raise fields.refuse(key, f"it has objects under {shown(sets)}, and {problem}")
     kind_key = "rope_type" if "rope_type" in values else "type"
     kind = rope.text(kind_key) or "default"
     kind = "longrope" if kind in family.stretched else kind

@@ -100,42 +100,40 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
     near, others = similar(name), f"bundled are {BUNDLED_NAMES}"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     if not HUB_ID.fullmatch(name):
-        wanted = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
-        raise ModelNotFound(f"there is no folder {name}, and it is not a hub id such as owner/name: {wanted}")
+        cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
+        raise ModelNotFound(f"there is no folder {name}, and it is not a hub id such as owner/name: {cure}")
     if near and "/" not in name:
-        wanted = f"{hint}write a hub id as owner/name; {others}"
-        raise ModelNotFound(f"{name} is neither a folder here nor a bundled checkpoint: {wanted}")
+        cure = f"{hint}write a hub id as owner/name; {others}"
+        raise ModelNotFound(f"{name} is neither a folder here nor a bundled checkpoint: {cure}")
     try:
         from huggingface_hub import errors as hub
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        wanted = f"install it (`pip install huggingface_hub`), or name a folder; {others}"
+        cure = f"install it (`pip install huggingface_hub`), or name a folder; {others}"
         raise MissingPackage(
-            f"{name} is no folder here, and fetching hub ids needs huggingface_hub: {hint}{wanted}"
+            f"{name} is no folder here, and fetching hub ids needs huggingface_hub: {hint}{cure}"
         ) from error
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=[*files], ignore_patterns=[*HUB_DUPLICATES])
         )
     except hub.GatedRepoError as error:
-        wanted = f"accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`"
-        raise ModelNotFound(f"{name} is gated: {wanted}") from error
+        cure = f"accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`"
+        raise ModelNotFound(f"{name} is gated: {cure}") from error
     except hub.RevisionNotFoundError as error:
         raise ModelNotFound(f"{name} has no revision {revision!r} on the hub: name a branch, tag or commit") from error
     except hub.RepositoryNotFoundError as error:
-        wanted = f"{hint}check the spelling, or log in with `hf auth login` if it is private; {others}"
-        raise ModelNotFound(f"{name} is neither a folder here nor a model on the hub: {wanted}") from error
+        cure = f"{hint}check the spelling, or log in with `hf auth login` if it is private; {others}"
+        raise ModelNotFound(f"{name} is neither a folder here nor a model on the hub: {cure}") from error
     except hub.LocalEntryNotFoundError as error:
-        wanted = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
-        raise ModelNotFound(f"{name} is no folder here, and the hub cannot be reached: {wanted}; {others}") from error
+        cure = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
+        raise ModelNotFound(f"{name} is no folder here, and the hub cannot be reached: {cure}; {others}") from error
     except hub.HFValidationError as error:
-        wanted = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
-        raise ModelNotFound(
-            f"there is no folder {name}, and as a hub id it is not valid ({error}): {wanted}"
-        ) from error
+        cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
+        raise ModelNotFound(f"there is no folder {name}, and as a hub id it is not valid ({error}): {cure}") from error
     except (hub.HfHubHTTPError, OSError) as error:
-        wanted = "try again, what has arrived is kept"
-        raise ModelNotFound(f"{name} could not be fetched from the hub ({error}): {wanted}") from error
+        cure = "try again, what has arrived is kept"
+        raise ModelNotFound(f"{name} could not be fetched from the hub ({error}): {cure}") from error
 
 
 def similar(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:

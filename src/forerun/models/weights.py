@@ -149,16 +149,16 @@ class Checkpoint:
         """A tensor of whole numbers, as int64. Raises MissingWeights or UnsupportedModel."""
         entry = self.stored.get(name)
         if entry is None or entry.shape != shape or entry.format not in WHOLE:
-            found = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
-            raise UnsupportedModel(f"{self.folder}: {name} {found}; it must be whole numbers of shape {list(shape)}")
+            finding = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
+            raise UnsupportedModel(f"{self.folder}: {name} {finding}; it must be whole numbers of shape {list(shape)}")
         return entry.read().long()
 
     def find(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Where a tensor lies, judged by its header."""
         entry = self.stored.get(name)
         if entry is None:
-            wanted = "the checkpoint is incomplete or of another architecture than config.json says"
-            raise MissingWeights(f"{self.folder} has no tensor {name}: {wanted}; download it again")
+            problem = "the checkpoint is incomplete or of another architecture than config.json says"
+            raise MissingWeights(f"{self.folder} has no tensor {name}: {problem}; download it again")
         if entry.shape != shape:
             raise WrongShape(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, config.json promises {list(shape)}: "

@@ -232,19 +232,19 @@ def refuse_what_cannot_be_said(plan: Plan) -> None:
     if plan.source.config.experts is not None or wide.experts is None:
         return
     with suppress(UnsupportedModel):
-        said = config_of(replace(fields, values=config_values(plan, None)), wide.bos_id, wide.eos_ids)
-        if replace(said, widened=None) == wide:
+        spelled = config_of(replace(fields, values=config_values(plan, None)), wide.bos_id, wide.eos_ids)
+        if replace(spelled, widened=None) == wide:
             return
-    wanted = f"{wide.family} has no biases or windows like those of {plan.source.name}: leave it out."
-    raise InvalidRequest("experts", f"{wide.experts.count} cannot be given to it: {wanted}")
+    problem = f"{wide.family} has no biases or windows like those of {plan.source.name}: leave it out."
+    raise InvalidRequest("experts", f"{wide.experts.count} cannot be given to it: {problem}")
 
 
 def refuse_emitted_padding(source: Blueprint) -> None:
     """Raise InvalidRequest where the tokenizer has ids that padding of the vocabulary would turn into real ones."""
     num_ids, vocab_size = source.tokenizer().num_ids, source.config.vocab_size
     if num_ids > vocab_size:
-        wanted = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
-        raise InvalidRequest("vocab_size", wanted)
+        problem = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
+        raise InvalidRequest("vocab_size", problem)
 
 
 def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
@@ -253,25 +253,25 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
         size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
         free = shutil.disk_usage(partial).free
         if size > free:
-            wanted = f"{size / 1e9:.1f} GB are needed there, {free / 1e9:.1f} GB are free: choose another disk"
-            raise InvalidRequest("out", f"{destination}: {wanted}")
+            problem = f"{size / 1e9:.1f} GB are needed there, {free / 1e9:.1f} GB are free: choose another disk"
+            raise InvalidRequest("out", f"{destination}: {problem}")
         copy_files(companions(plan.source.folder), plan.source.folder, partial)
         write_weights(plan, partial, progress)
         write_config(plan, partial, None)
         assert replace(read_config(partial), widened=None) == plan.wide, "config.json says something else than planned"
-        found = agreement(plan.source, partial, progress)
-        if not found.largest_difference <= found.tolerance:
+        gap = agreement(plan.source, partial, progress)
+        if not gap.largest_difference <= gap.tolerance:
             raise WidenedDiffers(
-                f"{plan.source.name}, widened, has logits that differ by up to {found.largest_difference:.3g}, where "
-                f"{found.tolerance:.3g} is allowed: the checkpoint was removed; please report this with its config.json"
+                f"{plan.source.name}, widened, has logits that differ by up to {gap.largest_difference:.3g}, where "
+                f"{gap.tolerance:.3g} is allowed: the checkpoint was removed; please report this with its config.json"
             )
-        write_config(plan, partial, found)
+        write_config(plan, partial, gap)
 
 
 def companions(folder: Path) -> list[Path]:
     """The files beside the weights that a checkpoint keeps when it is widened, and config.json."""
-    found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return sorted(path for path in found if not path.name.endswith((".safetensors.index.json", INDEX)))
+    files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in files if not path.name.endswith((".safetensors.index.json", INDEX)))
 
 
 def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:
@@ -353,11 +353,11 @@ def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
     number = int(layer[1]) if layer else 0
     origin = plan.origins[number] if layer else LayerOrigin(0, True)
     part = parts_of(config, plan.wide).get(layer[2]) if layer else None
-    own = f"model.layers.{origin.layer}.{part.name if part else layer[2]}" if layer else name
-    promised = promised_by(config).get(own)
+    source_name = f"model.layers.{origin.layer}.{part.name if part else layer[2]}" if layer else name
+    promised = promised_by(config).get(source_name)
     if promised is None:  # a router that the source does not have; the logits have a spread of 1
         return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=generator).to(plan.wide.dtype)
-    source = checkpoint.take(own, promised)
+    source = checkpoint.take(source_name, promised)
     if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):
         source = (source.double() * shrinkage(config, plan.wide)).to(source.dtype)
     if name.endswith(WRITERS):

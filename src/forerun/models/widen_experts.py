@@ -35,8 +35,8 @@ def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> Exper
     if e is None:
         return None
     if e.names.is_stacked and not e.names.transposed:
-        wanted = "save it with transformers, which writes each expert by itself"
-        raise UnsupportedModel(f"a checkpoint of {config.family} whose experts lie in one tensor cannot grow: {wanted}")
+        cure = "save it with transformers, which writes each expert by itself"
+        raise UnsupportedModel(f"a checkpoint of {config.family} whose experts lie in one tensor cannot grow: {cure}")
     inner, shared = (round(size * mlp / config.intermediate) for size in (e.intermediate, e.shared))
     sparse = tuple(i for i, origin in enumerate(layers) if origin in e.layers)
     return replace(e, intermediate=inner, shared=shared, layers=sparse)
@@ -102,12 +102,12 @@ class ExpertPart:
 @cache
 def parts_of(source: ModelConfig, wide: ModelConfig) -> dict[str, ExpertPart]:
     """The tensors of experts that a dense source was given, by their names inside a layer; none for other sources."""
-    own = LayerTable.of(source, 0)
-    if source.experts is not None or wide.experts is None or own.every is None:
+    table = LayerTable.of(source, 0)
+    if source.experts is not None or wide.experts is None or table.every is None:
         return {}
-    found = {}
+    parts = {}
     for number, expert in enumerate(LayerTable.of(wide, 0).experts):
-        for mine, its, axis in ((own.every.gate_up, expert.gate_up, 0), (own.every.down, expert.down, 1)):
+        for mine, its, axis in ((table.every.gate_up, expert.gate_up, 0), (table.every.down, expert.down, 1)):
             for name, new in zip(mine.weights(), its.weights(), strict=True):
-                found[new] = ExpertPart(name, number, axis)
-    return found
+                parts[new] = ExpertPart(name, number, axis)
+    return parts

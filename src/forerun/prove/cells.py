@@ -66,10 +66,10 @@ class Cells:
         counts = Counter(text[: self.num_tokens] for text in texts)
         seen = [counts[text] for text in self.chances]
         expected = [num_texts * chance for chance in self.chances.values()]
-        others, wanted = num_texts - sum(seen), num_texts - sum(expected)
-        if wanted >= LEAST_EXPECTED:
-            return chi_square([*seen, others], [*expected, wanted])
-        return chi_square([*seen[:-1], seen[-1] + others], [*expected[:-1], expected[-1] + wanted])
+        others, others_expected = num_texts - sum(seen), num_texts - sum(expected)
+        if others_expected >= LEAST_EXPECTED:
+            return chi_square([*seen, others], [*expected, others_expected])
+        return chi_square([*seen[:-1], seen[-1] + others], [*expected[:-1], expected[-1] + others_expected])
 
 
 def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] = ()) -> Cells:
@@ -90,11 +90,11 @@ def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] =
         longer = {(*text, v): chances[text] * p for text, law in fresh.items() for v, p in law.items()}
         chances = {text: chance for text, chance in chances.items() if ended(text, ends)} | longer
         ranked = sorted(chances.items(), key=lambda entry: (-entry[1], entry[0]))
-        own = {text: chance for text, chance in ranked[:MOST_CELLS] if chance >= least}
-        if num_tokens > LEAST_TOKENS and sum(own.values()) < OWN_SHARE:
+        likely = {text: chance for text, chance in ranked[:MOST_CELLS] if chance >= least}
+        if num_tokens > LEAST_TOKENS and sum(likely.values()) < OWN_SHARE:
             break
         laws |= fresh
-        best = Cells(num_tokens, own, dict(laws), ends)
+        best = Cells(num_tokens, likely, dict(laws), ends)
     assert best is not None, "the law of an empty text is always looked at"
     return best
 

@@ -132,10 +132,10 @@ def prove_law(
     with engine_as(llm.engine, rule, llm.engine.scheduler.max_num_seqs):
         prompts = [list(opening.prompt) for _ in params]
         answers = llm.generate(prompts, params, speculation=shape, progress=progress)
-    said = [completion.token_ids for answer in answers for completion in answer.outputs]
-    cells, texts = opening.cells, [text[1:] for text in said]
-    num_impossible = sum(text[0] != opening.token or cells.impossible(text[1:]) for text in said)
-    found = cells.test(texts)
+    token_ids = [completion.token_ids for answer in answers for completion in answer.outputs]
+    cells, texts = opening.cells, [text[1:] for text in token_ids]
+    num_impossible = sum(text[0] != opening.token or cells.impossible(text[1:]) for text in token_ids)
+    tested = cells.test(texts)
     return LawResult(
         verification=rule,
         shape=shape,
@@ -145,9 +145,9 @@ def prove_law(
         num_texts=len(texts),
         num_tokens=cells.num_tokens,
         num_cells=len(cells.chances),
-        statistic=found.statistic,
-        freedom=found.freedom,
-        p_value=0.0 if num_impossible else found.p_value,
+        statistic=tested.statistic,
+        freedom=tested.freedom,
+        p_value=0.0 if num_impossible else tested.p_value,
         adjusted_p=1.0,
         smallest_bias=0.0,
         num_impossible=num_impossible,

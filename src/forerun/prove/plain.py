@@ -24,12 +24,12 @@ CHUNKS = (1, 2, 3, 5, 16)
 
 def last_logits(llm: LLM, texts: Sequence[TokenIds]) -> Float[Tensor, "texts vocab"]:
     """The target's logits after each whole text, every text read in one go, several side by side."""
-    runner, found = llm.engine.runner, []
+    runner, rows = llm.engine.runner, []
     for group in grouped(texts, min(PASS_TOKENS, runner.cache.num_free_tokens // 2)):
         reads = [Read(next(llm.requests.seq_ids), text, judged=[len(text) - 1]) for text in group]
-        found.append(runner.read(reads).logits)
+        rows.append(runner.read(reads).logits)
         runner.release([read.seq_id for read in reads])
-    return torch.cat(found)
+    return torch.cat(rows)
 
 
 def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]:
@@ -86,10 +86,10 @@ def rounding_noise(llm: LLM, texts: Sequence[TokenIds]) -> float:
 def read_in_chunks(llm: LLM, text: TokenIds, chunk: int) -> Float[Tensor, "tokens vocab"]:
     """The logits after every token of a text that is read `chunk` tokens at a time."""
     runner, seq_id = llm.engine.runner, next(llm.requests.seq_ids)
-    found = []
+    chunks = []
     for start in range(0, len(text), chunk):
         tokens = text[start : start + chunk]
-        found.append(runner.read([Read(seq_id, tokens, judged=range(len(tokens)))]).logits.float())
+        chunks.append(runner.read([Read(seq_id, tokens, judged=range(len(tokens)))]).logits.float())
         runner.keep([seq_id], [range(len(tokens))])
     runner.release([seq_id])
-    return torch.cat(found)
+    return torch.cat(chunks)

@@ -73,21 +73,21 @@ class ProofReport:
     @property
     def proven(self) -> list[str]:
         """What this run shows, in sentences."""
-        said, e = [], self.equality
+        sentences, e = [], self.equality
         if e.same_tokens:
             same = "the same tokens and log-probabilities" if not e.differences else "the same tokens up to rounding"
-            said.append(f"coupled verification gave {same} as plain decoding, for the requests that were run")
+            sentences.append(f"coupled verification gave {same} as plain decoding, for the requests that were run")
         if e.same_logits and e.exact_backend:
-            said.append("the target's logits did not depend on how a text is cut and batched, on two of the texts")
+            sentences.append("the target's logits did not depend on how a text is cut and batched, on two of the texts")
         for rule in dict.fromkeys(law.verification for law in self.laws):
-            own = [law for law in self.laws if law.verification == rule]
-            if all(law.holds and law.num_drafted for law in own):
-                least = max(law.smallest_bias for law in own)
-                said.append(
+            laws = [law for law in self.laws if law.verification == rule]
+            if all(law.holds and law.num_drafted for law in laws):
+                least = max(law.smallest_bias for law in laws)
+                sentences.append(
                     f"{rule} verification emitted the target's law: chances that are off by {least:.0%} or more would"
                     " have shown in 95 of 100 runs"
                 )
-        return said
+        return sentences
 
     @property
     def not_proven(self) -> list[str]:
@@ -102,13 +102,13 @@ class ProofReport:
 
     def as_object(self) -> dict[str, Any]:
         """The report as JSON has it: finite numbers, lists and names only."""
-        found: dict[str, Any] = jsonable(
+        values: dict[str, Any] = jsonable(
             {"holds": self.holds, "level": LEVEL, **asdict(self), "proven": self.proven, "not_proven": self.not_proven}
         )
-        found["equality"] |= {"same_tokens": self.equality.same_tokens, "same_logits": self.equality.same_logits}
-        for entry, law in zip(found["laws"], self.laws, strict=True):
+        values["equality"] |= {"same_tokens": self.equality.same_tokens, "same_logits": self.equality.same_logits}
+        for entry, law in zip(values["laws"], self.laws, strict=True):
             entry["holds"] = law.holds
-        return found
+        return values
 
 
 def prove(
@@ -125,11 +125,11 @@ def prove(
         raise InvalidRequest("draft", "there is none, so there is nothing to compare: name a drafter, such as 'ngram'")
     if not prompts:
         raise InvalidRequest("prompts", "there are none: give at least one")
-    given = [tuple(llm.requests.prompt_tokens(Request.of(prompt))) for prompt in prompts[: workload.num_prompts]]
-    asked = [given[i % len(given)] for i in range(workload.num_prompts)]
+    prompt_ids = [tuple(llm.requests.prompt_tokens(Request.of(prompt))) for prompt in prompts[: workload.num_prompts]]
+    asked = [prompt_ids[i % len(prompt_ids)] for i in range(workload.num_prompts)]
     report = progress or (lambda _what, _done: None)
     equality = prove_equality(llm, asked, workload, report)
-    laws = prove_laws(llm, given, workload, report)
+    laws = prove_laws(llm, prompt_ids, workload, report)
     return ProofReport(Environment.of(llm), workload, equality, laws)
 
 

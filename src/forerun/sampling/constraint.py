@@ -92,11 +92,11 @@ class Constraint:
 
     def after(self, behind: tuple[int, ...]) -> Allowed:
         """What may come next behind these tokens."""
-        found = self._allowed.get(behind)
-        if found is None:
+        known = self._allowed.get(behind)
+        if known is None:
             over = not self.ends.isdisjoint(behind)
-            found = self._allowed[behind] = ANYTHING if over else self._attempt(lambda: self._compute(behind))
-        return found
+            known = self._allowed[behind] = ANYTHING if over else self._attempt(lambda: self._compute(behind))
+        return known
 
     def forced(self, most: int) -> list[int]:
         """The tokens that must come next, as far as there is no choice, at most so many."""
@@ -147,13 +147,13 @@ class Constraint:
 
     def _move(self, behind: tuple[int, ...]) -> bool:
         """Put the matcher behind these tokens; False if the grammar does not allow them."""
-        wanted = [*self._answer, *behind]
-        common = num_common(self._read, wanted, len(self._answer))
+        text = [*self._answer, *behind]
+        common = num_common(self._read, text, len(self._answer))
         if common < len(self._read):
             self._matcher.rewind(len(self._read) - common)
-        count = self._matcher.read(wanted[common:]) if common < len(wanted) else 0
-        self._read = wanted[: common + count]
-        return common + count == len(wanted)
+        count = self._matcher.read(text[common:]) if common < len(text) else 0
+        self._read = text[: common + count]
+        return common + count == len(text)
 
 
 def num_common(one: Sequence[int], other: Sequence[int], likely: int) -> int:
@@ -166,10 +166,10 @@ def num_common(one: Sequence[int], other: Sequence[int], likely: int) -> int:
 def packed(places: Sequence[Allowed], vocab: int) -> Int[Tensor, "nodes words"]:
     """Masks as a tensor: a bit for each of `vocab` ids, the lowest first, in int32."""
     words = np.full((len(places), -(-vocab // 32)), 0xFFFFFFFF, dtype=np.uint32)
-    for own, place in zip(words, places, strict=True):
+    for row, place in zip(words, places, strict=True):
         if place.mask is not None:
-            size = min(len(own), len(place.mask))
-            own[:size], own[size:] = place.mask[:size], 0
+            size = min(len(row), len(place.mask))
+            row[:size], row[size:] = place.mask[:size], 0
     return torch.from_numpy(words.view(np.int32))
 
 

@@ -35,8 +35,8 @@ class TextCounts:
     def of(cls, tokens: Sequence[int], first: int, num_prompt: int) -> TextCounts:
         """Those of a whole text."""
         ids, inverse = np.unique(np.array(tokens[first:], dtype=np.int32), return_inverse=True)
-        said = np.bincount(inverse[max(0, num_prompt - first) :], minlength=len(ids)).astype(np.int32)
-        return cls(first, num_prompt, len(tokens), array("i", ids.tobytes()), array("i", said.tobytes()))
+        counted = np.bincount(inverse[max(0, num_prompt - first) :], minlength=len(ids)).astype(np.int32)
+        return cls(first, num_prompt, len(tokens), array("i", ids.tobytes()), array("i", counted.tobytes()))
 
     def at(self, tokens: Sequence[int]) -> TextCounts:
         """Those of a text that this one begins; of any other they are made anew."""
@@ -108,7 +108,7 @@ class TextEdits:
         """The lists of `RowLaw` in laws.hpp, by name; `tokens` are the text."""
         none = array("i")
         reach = max(self.lengths, default=1) - 1
-        said = tokens[max(self.num_prompt, len(tokens) - reach) :] if reach else ()
+        ending = tokens[max(self.num_prompt, len(tokens) - reach) :] if reach else ()
         return {
             "fixed": self.fixed,
             "added": self.added,
@@ -117,5 +117,5 @@ class TextEdits:
             "times": none if self.counts is None else self.counts.times,
             "words": self.words,
             "lengths": self.lengths,
-            "said": array("i", said),
+            "said": array("i", ending),
         }

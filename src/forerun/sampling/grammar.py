@@ -54,16 +54,16 @@ class Grammar:
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool | str, *, whitespace: bool = True) -> Grammar:
         """JSON that a schema describes; `schema` is parsed JSON or its text."""
-        given: Any = schema
+        value: Any = schema
         if isinstance(schema, str):
             try:
-                given = json.loads(schema)
+                value = json.loads(schema)
             except (ValueError, RecursionError) as error:
                 raise InvalidGrammar(f"the schema {shown(schema)} is no JSON ({error}).") from error
-        if not isinstance(given, Mapping | bool):
+        if not isinstance(value, Mapping | bool):
             raise InvalidGrammar(f"the schema {shown(schema)} must be an object, such as {{'type': 'object'}}.")
         try:
-            text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidGrammar(f"the schema {shown(schema)} cannot be written as JSON ({error}).") from error
         return cls("json", text, whitespace)
@@ -86,8 +86,8 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Grammar:
         """One of these texts."""
-        given = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
-        if not given or not texts or not all(isinstance(text, str) and text for text in texts):
+        is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
+        if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
             raise InvalidGrammar(f"the choice {shown(texts)} must be a list of strings, none of them empty.")
         return cls("lark", "start: " + " | ".join(map(quoted, texts)))
 

@@ -139,13 +139,13 @@ class Matchers:
         """
         with self._lock:
             self._drop_heavy()
-            own = self._kept.setdefault(grammar, KeptGrammar())
+            kept = self._kept.setdefault(grammar, KeptGrammar())
             self._kept.move_to_end(grammar)
             while len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
-        with own.lock:
-            own.matcher = own.matcher or self._compiled(grammar)
-            return own.matcher
+        with kept.lock:
+            kept.matcher = kept.matcher or self._compiled(grammar)
+            return kept.matcher
 
     def _drop_heavy(self) -> None:
         """Keep no grammar that has shown to be heavy.

@@ -131,7 +131,7 @@ def loud_ids(key: int, vocab: int) -> Int[Tensor, " loud"]:
     unsigned words are logical, half of what torch would take for it.
     """
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32 & 0xFFFFFFFF)
-    scrambled, found = _scrambled_ids(vocab, "cpu").numpy().view(np.uint32), []
+    scrambled, candidates = _scrambled_ids(vocab, "cpu").numpy().view(np.uint32), []
     for start in range(0, vocab, _BLOCK):
         x = scrambled[start : start + _BLOCK] ^ low
         x ^= x >> 16
@@ -140,8 +140,8 @@ def loud_ids(key: int, vocab: int) -> Int[Tensor, " loud"]:
         x ^= x >> 15
         x *= np.uint32(_MUL2 % 2**32)
         x ^= x >> 16
-        found.append(np.flatnonzero(x < _NUM_LOUD) + start)
-    return torch.from_numpy(np.concatenate(found))
+        candidates.append(np.flatnonzero(x < _NUM_LOUD) + start)
+    return torch.from_numpy(np.concatenate(candidates))
 
 
 def _blocks(rows: int, width: int, *, on_cpu: bool) -> list[tuple[slice, slice]]:

@@ -49,8 +49,10 @@ class Recorded(Draws):
         """The verdict by the recorded tokens; what rows would draw themselves is drawn too, for its time."""
         super().verdict(tree, logits, drawn)
         depths = tree.depths().tolist()
-        said = [self.said(row, self.root_places[row] + 1 + depth) for row, own in enumerate(depths) for depth in own]
-        return super().verdict(tree, logits, array("q", [UNKNOWN if token < 0 else token for token in said]))
+        recorded = [
+            self.said(row, self.root_places[row] + 1 + depth) for row, of_row in enumerate(depths) for depth in of_row
+        ]
+        return super().verdict(tree, logits, array("q", [UNKNOWN if token < 0 else token for token in recorded]))
 
     def said(self, row: int, position: int) -> int:
         """The token of a row's text at a position; -1 where nothing is recorded."""

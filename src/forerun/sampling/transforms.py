@@ -217,11 +217,11 @@ class Transforms:
         return logits.scatter(1, ids, bounded(new, old))
 
     def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
-        ids, said = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
-        ids, said = _with_path(ids, said, at)
+        ids, counts = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
+        ids, counts = _with_path(ids, counts, at)
         frequency = self._column("frequency", lambda p: p.frequency_penalty, 0.0, logits, greedy_too=True)[at.row]
         presence = self._column("presence", lambda p: p.presence_penalty, 0.0, logits, greedy_too=True)[at.row]
-        return logits.scatter(1, ids, logits.gather(1, ids) - frequency * said - presence * (said > 0))
+        return logits.scatter(1, ids, logits.gather(1, ids) - frequency * counts - presence * (counts > 0))
 
     @cached_property
     def _edits(self) -> list[TextEdits]:
@@ -246,8 +246,8 @@ class Transforms:
             for row in self.rows
         ]
         lasts = [[word[-1] for word in row.bad_words] + [0] * (count - len(row.bad_words)) for row in self.rows]
-        said = [row.tokens[max(row.num_prompt, len(row.tokens) - reach) :] for row in self.rows]
-        ends = [[*[-1] * (reach - len(own)), *own] for own in said]
+        endings = [row.tokens[max(row.num_prompt, len(row.tokens) - reach) :] for row in self.rows]
+        ends = [[*[-1] * (reach - len(ending)), *ending] for ending in endings]
         return tuple(self._tensor(table, torch.int64) for table in (heads, lasts, ends))
 
     def _short_table(self) -> tuple[Tensor, ...]:
@@ -274,10 +274,10 @@ class Transforms:
 
     def _counts(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """(the ids of each text, how often each occurs), padded by repeating a pair; id 0, no times, for no text."""
-        found = [np.unique(np.array(text, dtype=np.int64), return_counts=True) for text in texts]
-        width = max([1, *(len(ids) for ids, _ in found)])
+        counted = [np.unique(np.array(text, dtype=np.int64), return_counts=True) for text in texts]
+        width = max([1, *(len(ids) for ids, _ in counted)])
         ids, counts = np.zeros((len(texts), width), np.int64), np.zeros((len(texts), width), np.float32)
-        for row, (own, times) in enumerate(found):
+        for row, (own, times) in enumerate(counted):
             if len(own):
                 ids[row], counts[row] = own[0], times[0]
                 ids[row, : len(own)], counts[row, : len(own)] = own, times
@@ -286,7 +286,7 @@ class Transforms:
     def _padded(self, entries: Sequence[list[Any]], none: Any) -> list[list[Any]]:
         """Lists of one length: the first entry is repeated, so that what is written twice is the same."""
         width = max(1, *map(len, entries))
-        return [own + [own[0] if own else none] * (width - len(own)) for own in entries]
+        return [entry + [entry[0] if entry else none] * (width - len(entry)) for entry in entries]
 
     def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         if name not in self._tables:
@@ -305,16 +305,16 @@ def _run_processors(
     A dead end (nothing left to draw) ends the text: guessed continuations reach dead ends that the target never
     would, and must not fail the request. Raises InvalidRequest for a result that is no logits.
     """
-    field, given = "logits_processors", logits
+    field, result = "logits_processors", logits
     for processor in row.params.logits_processors:
         logits = processor(text, logits.clone())
-        if not isinstance(logits, Tensor) or logits.shape != given.shape or not logits.is_floating_point():
+        if not isinstance(logits, Tensor) or logits.shape != result.shape or not logits.is_floating_point():
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise InvalidRequest(field, f"{processor!r} gave {got}; return floating logits of {tuple(given.shape)}")
-    logits = torch.cat([logits.to(given)[:num_ids], given[num_ids:]])
-    if logits.isnan().any() and not given.isnan().any():
+            raise InvalidRequest(field, f"{processor!r} gave {got}; return floating logits of {tuple(result.shape)}")
+    logits = torch.cat([logits.to(result)[:num_ids], result[num_ids:]])
+    if logits.isnan().any() and not result.isnan().any():
         raise InvalidRequest(field, f"the result after {len(text)} tokens has NaN; return finite numbers or -inf")
-    if not logits.isneginf().all() or given.isneginf().all():
+    if not logits.isneginf().all() or result.isneginf().all():
         return logits
     if not row.eos_ids:
         raise InvalidRequest(field, f"no token is left after {len(text)} tokens, and the model has no end token")

@@ -67,16 +67,16 @@ class ApiKeys:
         if not self.tenants:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
-        given, found = digest(key.strip()), None
+        key_digest, tenant = digest(key.strip()), None
         for known, name in self.tenants.items():
-            if hmac.compare_digest(known, given):
-                found = name
-        if scheme.lower() != SCHEME or found is None:
+            if hmac.compare_digest(known, key_digest):
+                tenant = name
+        if scheme.lower() != SCHEME or tenant is None:
             problem = "there is no API key" if not authorization else "the API key is not a known one"
             raise ApiError(
                 401, f"{problem}: send Authorization: Bearer KEY, or x-api-key: KEY.", code="invalid_api_key"
             )
-        return found
+        return tenant
 
 
 def warn_of_readers(path: Path) -> None:

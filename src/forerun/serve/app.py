@@ -271,10 +271,10 @@ def application(service: Service) -> FastAPI:
         *(("GET", path, handler, None) for path, handler in page_routes(service)),
     ]
     for method, path, handler, endpoint in table:
-        extra, own = None if endpoint is None else openapi_body(endpoint), routes.guarded(handler)
-        app.add_api_route(path, own, methods=[method], openapi_extra=extra, response_class=Response)
+        extra, answering = None if endpoint is None else openapi_body(endpoint), routes.guarded(handler)
+        app.add_api_route(path, answering, methods=[method], openapi_extra=extra, response_class=Response)
         if method == "GET":  # whoever asks for the head gets the same without the body
-            app.add_api_route(path, own, methods=["HEAD"], include_in_schema=False)
+            app.add_api_route(path, answering, methods=["HEAD"], include_in_schema=False)
 
     async def no_route(request: Request, error: Exception) -> Response:
         return routes.problem(request, error)

@@ -100,7 +100,7 @@ class TimeFigures:
         good = [answer for answer in answers if not answer.error]
 
         def by(value: Callable[[TimedAnswer], float | None]) -> Mapping[str, float] | None:
-            values = [found for answer in good if (found := value(answer)) is not None]
+            values = [taken for answer in good if (taken := value(answer)) is not None]
             return {f"p{share}": percentile(values, float(share)) for share in PERCENTILES} if values else None
 
         return cls(
@@ -167,8 +167,8 @@ def traffic_figures(
     for load in plan.loads:
         plain = {b.turn.repetition: b for b in blocks if (b.turn.load, b.turn.mode) == (load, plan.baseline)}
         for mode in plan.modes:
-            own = [block for block in blocks if (block.turn.load, block.turn.mode) == (load, mode)]
-            figures.append(figures_of(own, plain, agreement, category))
+            of_mode = [block for block in blocks if (block.turn.load, block.turn.mode) == (load, mode)]
+            figures.append(figures_of(of_mode, plain, agreement, category))
     return figures
 
 
@@ -196,11 +196,11 @@ def figures_of(
         mode=blocks[0].turn.mode,
         num_requests=len(answers),
         times=TimeFigures.of(answers),
-        by_category={kind: TimeFigures.of(own) for kind, own in kinds.items() if kind},
+        by_category={kind: TimeFigures.of(times) for kind, times in kinds.items() if kind},
         errors=dict(Counter(answer.error for answer in answers if answer.error)),
         requests_per_s=Spread.of(len(block.complete) / block.seconds for block in blocks),
         tokens_per_s=Spread.of(block.tokens_per_s for block in blocks),
-        speed_up=Spread.of(own / other for own, other in ratios if other),
+        speed_up=Spread.of(times / other for times, other in ratios if other),
         goodput_per_s=Spread.of(sum(map(agreement.kept_by, b.answers)) / b.seconds for b in blocks),
         kept=kept if agreement.asks else None,
         holds=kept >= agreement.percentile / 100 if agreement.asks else None,
@@ -223,8 +223,8 @@ def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[Other
 
 def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[TrafficFigures | None, bool]:
     """The heaviest load of a mode up to which the agreement holds, and whether a heavier one that breaks it was run."""
-    own = [each for each in figures if each.mode == mode]
-    kinds = [each for each in own if each.load.kind == "rate"] or own
+    of_mode = [each for each in figures if each.mode == mode]
+    kinds = [each for each in of_mode if each.load.kind == "rate"] or of_mode
     best: TrafficFigures | None = None
     for each in sorted(kinds, key=lambda each: each.load.value):
         if not each.holds:

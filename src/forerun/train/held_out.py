@@ -108,7 +108,7 @@ def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> 
     places = []
     for root in range(num_tokens):
         most = num_tokens - root - is_cut
-        right = next((depth for depth, own in enumerate(hits) if not own[root]), len(hits))
+        right = next((depth for depth, at_depth in enumerate(hits) if not at_depth[root]), len(hits))
         places.append([Guessed(min(d, most), min(d, most, right)) for d in range(1, len(hits) + 1)])
     return TextRounds("", 0, num_tokens, places)
 
@@ -136,7 +136,7 @@ def shares_right(objective: Objective, student: Student, texts: Sequence[TargetT
                 places.append(0)
             counts[d] += torch.bincount(judged[judged >= 0].cpu(), minlength=MOST_CHILDREN)
             places[d] += len(judged)
-    return [(own / max(1, num)).tolist() for own, num in zip(counts, places, strict=True)]
+    return [(count / max(1, num)).tolist() for count, num in zip(counts, places, strict=True)]
 
 
 def worthiest(shares: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:

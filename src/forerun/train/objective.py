@@ -125,12 +125,12 @@ class Objective:
     ) -> tuple[Float[Tensor, ""], StepFigures]:
         """The mean loss of the places that count, by their weights, with gradients; and what the batch gave."""
         predictions = student.predict(batch, dice)
-        found = list(self.depths(student, predictions, batch, is_exact=False))
-        weights = self.weights(student, found)
-        total = torch.stack([own.sum() for own in weights]).sum().clamp(min=1e-9)
+        depths = list(self.depths(student, predictions, batch, is_exact=False))
+        weights = self.weights(student, depths)
+        total = torch.stack([weight.sum() for weight in weights]).sum().clamp(min=1e-9)
         losses = [
-            (LOSSES[name](each.laws, each.counted.flatten()) * own.flatten()).sum()
-            for each, own in zip(found, weights, strict=True)
+            (LOSSES[name](each.laws, each.counted.flatten()) * weight.flatten()).sum()
+            for each, weight in zip(depths, weights, strict=True)
         ]
         loss = torch.stack(losses).sum() / total
         for more in predictions.more.values():
@@ -138,8 +138,8 @@ class Objective:
         if predictions.target is not None:
             loss = loss + TUNED_WEIGHT * self.tuned_distance(batch, predictions.target)[0]
         if predictions.confidence:
-            loss = loss + confidence_loss(predictions.confidence, found, weights) / total
-        first = found[0]
+            loss = loss + confidence_loss(predictions.confidence, depths, weights) / total
+        first = depths[0]
         overlap = first.laws.overlap.detach()[first.counted.flatten()]
         return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
 
@@ -161,9 +161,9 @@ def confidence_loss(
 ) -> Float[Tensor, ""]:
     """The sum of cross-entropies between the estimates and the overlaps of the laws, which get no gradient (DSpark)."""
     losses = []
-    for estimate, each, own in zip(estimates, found, weights, strict=True):
-        overlap = each.laws.overlap.detach().view(own.shape).clamp(max=1.0)
-        losses.append((binary_cross_entropy_with_logits(estimate.float(), overlap, reduction="none") * own).sum())
+    for estimate, each, weight in zip(estimates, found, weights, strict=True):
+        overlap = each.laws.overlap.detach().view(weight.shape).clamp(max=1.0)
+        losses.append((binary_cross_entropy_with_logits(estimate.float(), overlap, reduction="none") * weight).sum())
     return torch.stack(losses).sum()
 
 
@@ -172,12 +172,12 @@ def d_pace(
 ) -> list[Float[Tensor, "batch roots"]]:
     """By depth: the sum, over this and all deeper ones, of the chance that a draft gets there (smoothed)."""
     reached, chances = torch.ones_like(overlaps[0]), []
-    for overlap, own in zip(overlaps, counted, strict=True):
-        reached = reached * ((1 - SMOOTH) * overlap + SMOOTH) * own
+    for overlap, counted_here in zip(overlaps, counted, strict=True):
+        reached = reached * ((1 - SMOOTH) * overlap + SMOOTH) * counted_here
         chances.append(reached)
     weights = list[Tensor]()
-    for chance, own in zip(reversed(chances), reversed(counted), strict=True):
-        weights.append((chance + (weights[-1] if weights else 0)) * own)
+    for chance, counted_here in zip(reversed(chances), reversed(counted), strict=True):
+        weights.append((chance + (weights[-1] if weights else 0)) * counted_here)
     return weights[::-1]
 
 
@@ -186,19 +186,19 @@ def deepened(values: Sequence[Tensor], depth: int) -> list[Tensor]:
 
     A draft that gets deeper than what was predicted goes on as the deepest prediction does from a root further on.
     """
-    found = list(values)
+    deep = list(values)
     for _ in range(len(values), depth):
-        shifted = torch.zeros_like(found[-1])
-        shifted[:, :-1] = found[-1][:, 1:]
-        found.append(shifted)
-    return found
+        shifted = torch.zeros_like(deep[-1])
+        shifted[:, :-1] = deep[-1][:, 1:]
+        deep.append(shifted)
+    return deep
 
 
 def gathered(weights: Sequence[Tensor], num_depths: int) -> list[Tensor]:
     """The inverse: what is deeper than the deepest prediction is added where that was made."""
-    found = list(weights[:num_depths])
-    for number, own in enumerate(weights[num_depths:], start=1):
-        moved = torch.zeros_like(own)
-        moved[:, number:] = own[:, :-number] if number < own.shape[1] else 0
-        found[-1] = found[-1] + moved
-    return found
+    sums = list(weights[:num_depths])
+    for number, weight in enumerate(weights[num_depths:], start=1):
+        moved = torch.zeros_like(weight)
+        moved[:, number:] = weight[:, :-number] if number < weight.shape[1] else 0
+        sums[-1] = sums[-1] + moved
+    return sums

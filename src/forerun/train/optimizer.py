@@ -32,8 +32,8 @@ class Float32Muon(torch.optim.Muon):
                 state = self.state[weight]
                 mean = state.setdefault("momentum_buffer", torch.zeros_like(weight))
                 mean.lerp_(weight.grad, 1 - group["momentum"])
-                found = weight.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
-                update = orthogonal(found, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                direction = weight.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+                update = orthogonal(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1.0, len(weight) / weight.shape[1])))
 

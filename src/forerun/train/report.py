@@ -102,8 +102,8 @@ class TrainReport:
         table = fact_table()
         table.add_row("drafter", Text(f"--draft {self.draft}"))
         if self.tuned is not None:
-            told = f"{self.tuned.folder}, whose held-out loss is {self.tuned.rise:.2%} above the old one's"
-            table.add_row("tuned target", Text(f"--model {told}"))
+            tuned = f"{self.tuned.folder}, whose held-out loss is {self.tuned.rise:.2%} above the old one's"
+            table.add_row("tuned target", Text(f"--model {tuned}"))
         table.add_row("trained", f"{self.state.step} steps in {self.state.seconds:.0f} s; {self.state.stopped}")
         table.add_row("best", f"step {self.state.best_step}, on {len(self.data.held_out)} held-out prompts")
         for name, figures in (("before", self.first), ("now", self.best)):
@@ -153,8 +153,8 @@ def series(log: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[int, Any]
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """The means of the last SMOOTHED values, at MOST_POINTS places at most."""
     stride = max(1, len(points) // MOST_POINTS)
-    found = []
+    means = []
     for end in range(len(points), 0, -stride):
         part = [value for _, value in points[max(0, end - SMOOTHED) : end]]
-        found.append((points[end - 1][0], sum(part) / len(part)))
-    return found[::-1]
+        means.append((points[end - 1][0], sum(part) / len(part)))
+    return means[::-1]

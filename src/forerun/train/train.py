@@ -98,16 +98,16 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
         state = Trainer(student, source, folder, held_out, costs, report).run()
         if student.most_depth is not None and team.is_first:
             write_tree(task.out, source.objective, student, state, held_out)
-    found = TrainReport(about, state, costs, task.out, student.spec(task.out), data)
+    report_made = TrainReport(about, state, costs, task.out, student.spec(task.out), data)
     if tuned is not None:
         target, judged = settle_target(task, tuned, target, data, settings, state, report)
-        found = replace(found, tuned=judged)
+        report_made = replace(report_made, tuned=judged)
     if not is_over:
         if costs is not None and team.is_first:
             write_whole(folder.round_costs, json.dumps(asdict(costs)) + "\n")
-        record = found.record(target, settings.sampling(0).temperature)
+        record = report_made.record(target, settings.sampling(0).temperature)
         write_whole(task.out / RECORD, record.text())
-    return found
+    return report_made
 
 
 def advise_on_vocabulary(target: Blueprint) -> None:

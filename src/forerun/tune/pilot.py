@@ -72,10 +72,10 @@ class PilotDrafter(ForwardingDrafter):
 
 def judged_at_depths(draft: GuessedTree | None, text: Sequence[int], deepest: int) -> list[Guessed]:
     """How a draft did, cut to depth 1, 2, and so on, as long as that makes a difference; `text` followed the root."""
-    found = [] if draft is None else [judged(draft, text, depth) for depth in range(1, deepest + 1)]
-    while len(found) > 1 and found[-1] == found[-2]:
-        found.pop()
-    return found if any(guessed.drafted for guessed in found) else []
+    by_depth = [] if draft is None else [judged(draft, text, depth) for depth in range(1, deepest + 1)]
+    while len(by_depth) > 1 and by_depth[-1] == by_depth[-2]:
+        by_depth.pop()
+    return by_depth if any(guessed.drafted for guessed in by_depth) else []
 
 
 def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:

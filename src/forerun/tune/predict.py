@@ -49,16 +49,16 @@ class TextRounds:
 
     def guessed(self, place: int, depth: int) -> Guessed:
         """The guesses of a round that begins there and drafts so far."""
-        own = self.places[place] if place < len(self.places) else ()
-        return own[min(depth, len(own)) - 1] if own and depth else Guessed()
+        depths = self.places[place] if place < len(self.places) else ()
+        return depths[min(depth, len(depths)) - 1] if depths and depth else Guessed()
 
     def at_depth(self, depth: int, place: int = 1) -> list[Guessed]:
         """The rounds of a run at this depth, in order, from a place on; the first token comes from the prompt."""
-        found = []
+        guessed = []
         while place < self.num_tokens:
-            found.append(self.guessed(place, depth))
-            place += found[-1].accepted + 1
-        return found
+            guessed.append(self.guessed(place, depth))
+            place += guessed[-1].accepted + 1
+        return guessed
 
 
 class RoundShape(NamedTuple):
@@ -176,9 +176,9 @@ def speed_up(job: DecodingJob, round_s: RoundCost, drafter: str, depth: int) -> 
 
     def token_s(depth: int) -> float:
         """Of decoding alone; 0 where every round reads a prompt."""
-        found = played(job, depth)
-        taken_s = sum(times * round_s(drafter, shape) for shape, times in found.rounds.items())
-        return taken_s / found.num_decoded if found.num_decoded else 0.0
+        time_s = played(job, depth)
+        taken_s = sum(times * round_s(drafter, shape) for shape, times in time_s.rounds.items())
+        return taken_s / time_s.num_decoded if time_s.num_decoded else 0.0
 
     drafted_s = token_s(depth)
     return token_s(0) / drafted_s if drafted_s else 1.0
@@ -209,10 +209,10 @@ def interval(
     rng = random.Random(seed)
     num_draws = max(20, min(RESAMPLES, MOST_PLAYED // sum(text.num_tokens for text in job.texts)))
     draws = (replace(job, texts=rng.choices(job.texts, k=len(job.texts))) for _ in range(num_draws))
-    found = sorted(speed_up(draw, round_s, drafter, depth) for draw in draws)
+    speed_ups = sorted(speed_up(draw, round_s, drafter, depth) for draw in draws)
     outside = round((1 - LIKELY) / 2 * (num_draws - 1))
     usual = speed_up(job, round_s, drafter, depth)
-    low, high = (usual * (end / usual) ** math.sqrt(2) for end in (found[outside], found[-1 - outside]))
+    low, high = (usual * (end / usual) ** math.sqrt(2) for end in (speed_ups[outside], speed_ups[-1 - outside]))
     return low, high
 
 

@@ -51,15 +51,15 @@ class TuneReport:
 
     def choice(self, batch: int, temperature: float) -> TunedChoice | None:
         """The fastest that was measured here; None where nothing was."""
-        found = []
+        choices = []
         for each in self.studied:
             cell = each.cell(batch, temperature)
-            for auto, own in ((False, cell and cell.drafted), (True, cell and cell.chosen)):
-                if cell and own and own.speed_up:
-                    speed_up = own.speed_up.median
+            for auto, figures in ((False, cell and cell.drafted), (True, cell and cell.chosen)):
+                if cell and figures and figures.speed_up:
+                    speed_up = figures.speed_up.median
                     named = each.candidate.draft, cell.prediction.depth, speed_up, cell.interval_around(speed_up)
-                    found.append(TunedChoice(batch, temperature, *named, auto))
-        best = max(found, key=lambda choice: choice.speed_up, default=None)
+                    choices.append(TunedChoice(batch, temperature, *named, auto))
+        best = max(choices, key=lambda choice: choice.speed_up, default=None)
         return best if best is None or best.speed_up > 1 else TunedChoice(batch, temperature, None, 0, 1.0)
 
     @property
@@ -95,8 +95,8 @@ class TuneReport:
         for each in self.studied:
             cell = each.cell(self.settings.batches[0], self.temperatures[0])
             if each.candidate.family != each.candidate.draft and cell and cell.speed_up:
-                own = cell.speed_up, each.candidate.draft
-                best[each.candidate.family] = max(own, best.get(each.candidate.family, own))
+                candidate = cell.speed_up, each.candidate.draft
+                best[each.candidate.family] = max(candidate, best.get(each.candidate.family, candidate))
         return {family: draft for family, (_, draft) in best.items()}
 
     @property

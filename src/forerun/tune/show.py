@@ -103,11 +103,12 @@ def memory_figures(report: TuneReport) -> FigureTable:
     """What each drafter takes beside the target, and what the target takes."""
     figures = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
     rows: list[list[Cell]] = [
-        [Text(name), *map(size, (own.weights_bytes, own.cache_bytes, own.remembered_bytes))] for name, own in figures
+        [Text(name), *map(size, (first.weights_bytes, first.cache_bytes, first.remembered_bytes))]
+        for name, first in figures
     ]
     if figures:
-        own = figures[0][1]
-        rows.insert(0, [Text("target"), size(own.target_weights_bytes), size(own.target_cache_bytes), ""])
+        first = figures[0][1]
+        rows.insert(0, [Text("target"), size(first.target_weights_bytes), size(first.target_cache_bytes), ""])
     return FigureTable(("memory", "weights", "cache", "past answers\nat most"), rows, num_names=1)
 
 

@@ -124,7 +124,7 @@ def study(trial: Trial) -> Studied:
             candidate=trial.candidate,
             memory=memory,
             costs={group: table.by_drafter for group, table in tables.items()},
-            acceptance={temperature: acceptance_of(own) for temperature, own in by_temperature.items()},
+            acceptance={temperature: acceptance_of(texts) for temperature, texts in by_temperature.items()},
             cells=tuple(measured(trial, jobs, tables)),
         )
     except OutOfTime:
@@ -175,7 +175,7 @@ def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
 def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, PassTable]) -> list[TuneCell]:
     """All cells, with as many repetitions as there is time for."""
     repeats, runs, costs = trial.settings.repeats, dict[Group, list[BenchRun]](), dict[Group, list[RowCosts]]()
-    expected = {group: expect(own, tables[group].round_s, PILOT_DEPTH) for group, own in jobs.items()}
+    expected = {group: expect(jobs_of, tables[group].round_s, PILOT_DEPTH) for group, jobs_of in jobs.items()}
     order = [(repetition, group) for repetition in range(repeats) for group in expected]
     for number, (repetition, group) in enumerate(order):
         best = expected[group]

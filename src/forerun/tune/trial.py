@@ -165,12 +165,12 @@ class Trial:
             pilot, together = PilotDrafter(drafter), replace(group, batch=batch)
             stage = self.stage(FixedDepth(), pilot, arm)
             tape, tenant = Tape(batch, PILOT_DEPTH), f"pilot {together} {arm}"
-            found = []
+            rounds = []
             for sequence in stage.wave(together, PILOT_DEPTH, range(num_texts), tape, tenant=tenant):
                 prompt = sequence.num_prompt
                 answer = sequence.tokens[prompt:]
-                found.append([prompt, len(answer), pilot.places(sequence.id, prompt, answer, PILOT_DEPTH)])
-            return found
+                rounds.append([prompt, len(answer), pilot.places(sequence.id, prompt, answer, PILOT_DEPTH)])
+            return rounds
 
         texts = []
         for number, (num_prompt, num_tokens, places) in enumerate(
@@ -186,12 +186,12 @@ class Trial:
         """What rounds of these sizes take, by the number of rows, kept under the name of this `part`."""
 
         def timed() -> list[list[Any]]:
-            found: list[list[Any]] = []
-            for num_rows, own in sizes.items():
+            measured: list[list[Any]] = []
+            for num_rows, groups in sizes.items():
                 rows = replace(group, batch=num_rows)
                 meter = PassMeter(self.stage(FixedDepth()), rows, arm or None, PILOT_DEPTH, repeats)
-                found.append([num_rows, asdict(meter.measure(own, self.report))])
-            return found
+                measured.append([num_rows, asdict(meter.measure(groups, self.report))])
+            return measured
 
         kept = self.known(f"passes, {group.name}, arm {arm}, {part}", timed)
         return {num_rows: RowCosts.from_json(costs) for num_rows, costs in kept}

@@ -119,8 +119,8 @@ class EarlyExitDrafter(FedFollower):
         """Keep the states of nodes that were read."""
         if self.noted is not None:
             each = states.split([len(read.tokens) for read in reads]) if len(reads) > 1 else [states]
-            for read, own in zip(reads, each, strict=True):
-                self.noted.setdefault(read.seq_id, []).append(own)
+            for read, rows in zip(reads, each, strict=True):
+                self.noted.setdefault(read.seq_id, []).append(rows)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """Leave the chains that were read to the target's pass, with their states; nothing else stays in its cache."""

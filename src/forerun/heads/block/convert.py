@@ -108,8 +108,8 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
 
 def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
     """The numbers of the layers that the states enter."""
-    found = fields.values.get(IDS)
-    ids = found if isinstance(found, list) else []
+    listed = fields.values.get(IDS)
+    ids = listed if isinstance(listed, list) else []
     if not ids or not all(isinstance(each, int) and 0 <= each <= num_layers for each in ids):
         raise fields.refuse(IDS, f"it must be a list of numbers from 0 to {num_layers - 1}: correct it")
     if num_layers in ids:

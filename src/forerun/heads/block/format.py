@@ -206,8 +206,8 @@ def read_causal(fields: Fields, layers: ModelConfig) -> bool:
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The states that it reads, from the numbers of the layers that leave them; the last one's is read normed."""
-    found = fields.values.get(TAP_IDS)
-    ids = found if isinstance(found, list) else []
+    listed = fields.values.get(TAP_IDS)
+    ids = listed if isinstance(listed, list) else []
     known = all(isinstance(each, int) and not isinstance(each, bool) and -1 <= each < num_layers for each in ids)
     if not ids or not known or len(set(ids)) < len(ids):
         raise fields.refuse(TAP_IDS, f"it must be a list of different layers, from -1 to {num_layers - 1}")

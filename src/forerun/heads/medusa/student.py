@@ -95,7 +95,7 @@ class MedusaStudent(TableStudent):
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The law of every head behind every root."""
-        c, found = self.config, []
+        c, predicted = self.config, []
         for head in range(c.num_heads):
             x = self.inputs(batch, head)
             if c.hydra:
@@ -104,8 +104,8 @@ class MedusaStudent(TableStudent):
                 name = BLOCK.format(head, block)
                 x = x + functional.silu(functional.linear(x, self.weights[name + WEIGHT], self.weights[name + BIAS]))
             output = self.weights.get(OUTPUT.format(head, c.num_blocks) + WEIGHT)
-            found.append(self.head(x) if output is None else functional.linear(x, output))
-        return Predictions(found, batch.roots)
+            predicted.append(self.head(x) if output is None else functional.linear(x, output))
+        return Predictions(predicted, batch.roots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class JointMedusaStudent(MedusaStudent):
         weights = merged(self.layers.weights, self.weights)
         stack = replace(self.layers, weights=weights)
         states = stack.normed(stack(functional.embedding(batch.read, weights[EMBEDDING])), FINAL_NORM)
-        found = super().predict(replace(batch, taps=states[:, :, None]), dice)
+        predicted = super().predict(replace(batch, taps=states[:, :, None]), dice)
         head = weights[EMBEDDING if stack.config.tied else HEAD]
-        return replace(found, target=functional.linear(states[:, batch.first_root :], head))
+        return replace(predicted, target=functional.linear(states[:, batch.first_root :], head))
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The heads; the target is written at the end of the training."""

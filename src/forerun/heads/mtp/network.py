@@ -76,9 +76,9 @@ class MtpDecoder(StateDecoder):
             own_head = make_head(take(head)[ids]) if head in tensors.own else None
             self.modules.append(MtpModule(embedding, entry, own_head or folder.shared_head(ids, target)))
         if len(self.modules) == 1:  # several take turns, step by step
-            own = self.modules[0]
-            self.embedding, self.head = own.embedding, own.head
-            self.enters_by(own.entry, None, backend)
+            first = self.modules[0]
+            self.embedding, self.head = first.embedding, first.head
+            self.enters_by(first.entry, None, backend)
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total states"] | None = None, **more: Any
@@ -104,18 +104,18 @@ class MtpDecoder(StateDecoder):
         rows = [row for row, position in enumerate(batch.positions.tolist()) if position >= module]
         out = torch.zeros_like(states)
         if rows:
-            own = batch.some(rows)
-            own = replace(own, paths=[without_first(path, module) for path in own.paths])
-            out[rows] = self.read_module(module, states[rows], own, cache)
+            part = batch.some(rows)
+            part = replace(part, paths=[without_first(path, module) for path in part.paths])
+            out[rows] = self.read_module(module, states[rows], part, cache)
         return out
 
     def read_module(
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
     ) -> Float[Tensor, "total hidden"]:
         """One module's outputs, behind its norm."""
-        own = self.modules[module]
-        embedded = own.embedding[batch.tokens]
-        return self.read_beside(own.entry, range(module, module + 1), embedded, states, batch, cache)
+        parts = self.modules[module]
+        embedded = parts.embedding[batch.tokens]
+        return self.read_beside(parts.entry, range(module, module + 1), embedded, states, batch, cache)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32, of outputs that are normed."""

@@ -224,9 +224,9 @@ def experts_of(
             yield f"{prefix}{form.format(i)}.{kind}", GgufTensor(place.shape[1:], (place.part(i),))
     elif which != "up":
         places = (place,) if which == "down" else (place, file.tensors[name.replace("_gate_", "_up_")])
-        own = names.down if which == "down" else names.gate_up[0]
+        names_of = names.down if which == "down" else names.gate_up[0]
         outputs, inputs = len(places) * place.shape[1], place.shape[2:]
         if kind == "bias":
-            yield f"{prefix}{own}_bias", GgufTensor((count, outputs), places)
+            yield f"{prefix}{names_of}_bias", GgufTensor((count, outputs), places)
         else:
-            yield f"{prefix}{own}", GgufTensor((count, *inputs, outputs), places, transposed=True)
+            yield f"{prefix}{names_of}", GgufTensor((count, *inputs, outputs), places, transposed=True)

@@ -146,9 +146,9 @@ class GraphRunner(Runner):
         """The size of a captured pass, or a new one if too much of every captured one would be padding."""
         if rows > SMALL_ROWS:
             return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
-        own, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
+        least, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
         there = (s.rows for s, _ in self.tables if s.path == path and (s.judged > 0) == judges)
-        return min((size for size in there if own <= size <= most), default=own)
+        return min((size for size in there if least <= size <= most), default=least)
 
     def tables_of(self, shape: Shape, of_states: bool) -> Inputs:
         """Tables of this shape, for tokens or states; always the same tensors where a graph uses them."""
@@ -173,8 +173,8 @@ def place(drawn: DeviceTokens, tokens: Tensor) -> None:
     """Overwrite the tokens that only the device knows; padding tokens may become any id."""
     source = upload(drawn.source, torch.long, tokens.device)
     known = drawn.tokens.flatten()[source.clamp_min(0)].clamp_min(0).to(tokens.dtype)
-    own = tokens[: len(source)]
-    own.copy_(torch.where(source >= 0, known, own))
+    table = tokens[: len(source)]
+    table.copy_(torch.where(source >= 0, known, table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +281,10 @@ class ChainGraph:
             return Chains(trees, read, guesses=guesses[:batch, :deepest])
         index = upload([start.row for start in starts], torch.long, device)
         depths = upload([start.depth for start in starts], torch.long, device)
-        found = torch.full((batch, deepest), -1, dtype=torch.long, device=device)
-        wanted = torch.arange(deepest, device=device) < depths[:, None]
-        found[index] = torch.where(wanted, guesses[: len(starts), :deepest], -1)
-        return Chains(trees, read, guesses=found)
+        guesses_at = torch.full((batch, deepest), -1, dtype=torch.long, device=device)
+        inside = torch.arange(deepest, device=device) < depths[:, None]
+        guesses_at[index] = torch.where(inside, guesses[: len(starts), :deepest], -1)
+        return Chains(trees, read, guesses=guesses_at)
 
 
 def whole_vectors(size: int) -> int:

@@ -36,10 +36,10 @@ def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple
         assert mlp.every is not None, "a layer without a router has a dense MLP"
         return run_gated(mlp.every, x), 0
     routes = choose_experts(mlp.router, x, num_tokens)
-    given, num_read = run_experts(mlp.experts, x, routes.experts)
-    total = given[:, 0].float() * routes.weights[:, :1]
+    outputs, num_read = run_experts(mlp.experts, x, routes.experts)
+    total = outputs[:, 0].float() * routes.weights[:, :1]
     for rank in range(1, mlp.router.active):
-        total = total + given[:, rank].float() * routes.weights[:, rank : rank + 1]
+        total = total + outputs[:, rank].float() * routes.weights[:, rank : rank + 1]
     if mlp.every is not None and routes.every is not None:
         total = total + run_gated(mlp.every, x)[:num_tokens].float() * routes.every
     return pad_rows(total.to(x.dtype), len(x)), num_read
@@ -88,12 +88,12 @@ def run_experts(
     active = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
-    given = x.new_empty(len(order), x.shape[1])
+    outputs = x.new_empty(len(order), x.shape[1])
     for expert, places in zip(experts, order.split(counts), strict=True):
         if len(places):
             rows = pad_rows(x[places // active], padded_rows(len(places)))
-            given[places] = run_gated(expert, rows)[: len(places)]
-    return given.view(-1, active, x.shape[1]), sum(count > 0 for count in counts)
+            outputs[places] = run_gated(expert, rows)[: len(places)]
+    return outputs.view(-1, active, x.shape[1]), sum(count > 0 for count in counts)
 
 
 def in_lanes(x: Float[Tensor, "rows width"], value: float) -> Float[Tensor, "rows padded"]:

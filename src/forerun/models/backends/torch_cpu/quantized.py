@@ -102,10 +102,10 @@ def quantized_packing_is_exact() -> bool:
     x[0] = 1.0
     whole, _ = quantize_rows(x)
     try:
-        found = QuantizedLinear(weight, None).multiply(whole)
+        product = QuantizedLinear(weight, None).multiply(whole)
     except (RuntimeError, AttributeError):  # no such operator in this torch, or none for this instruction set
         return False
-    return torch.equal(found, QuantizedLinear(weight, None, packed=False).multiply(whole))
+    return torch.equal(product, QuantizedLinear(weight, None, packed=False).multiply(whole))
 
 
 class Quantized4Linear:
