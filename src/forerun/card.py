@@ -119,10 +119,8 @@ def run_card(
         card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)
     if setting.defaults:
-        described_defaults = (
-            f"{described(setting.defaults, ' ')} (unless told otherwise; --generation-config none drops them)"
-        )
-        card.add_row("model's defaults", Text(described_defaults))
+        text = f"{described(setting.defaults, ' ')} (unless told otherwise; --generation-config none drops them)"
+        card.add_row("model's defaults", Text(text))
     if timing.num_tokens:
         times = f"{counted(timing.num_tokens, 'token')} in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
         card.add_row("speed", f"{timing.tokens_per_s:.1f} tokens/s ({times})")

@@ -100,8 +100,8 @@ class Speculation:
         settled = {"depth": tree.depth, "width": tree.width, "nodes": len(tree.paths)}
         unsaid = {"depth": DEFAULT_DEPTH, "width": 1, "nodes": None}
         for name, value in settled.items():
-            if (value_set := getattr(self, name)) not in (value, unsaid[name]):
-                raise InvalidRequest(f"speculation.{name}", f"{value_set} is not the tree's, {value}: leave it out.")
+            if (beside := getattr(self, name)) not in (value, unsaid[name]):
+                raise InvalidRequest(f"speculation.{name}", f"{beside} is not the tree's, {value}: leave it out.")
             object.__setattr__(self, name, value)
 
     @classmethod

@@ -157,7 +157,7 @@ def check_words(
         word = table.get(name)
         if word is None:
             parameters = inspect.signature(function).parameters.values()
-            names = [names.name for names in parameters if names.kind is not names.VAR_KEYWORD]
+            names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
             raise UnknownKeyword(function.__name__, name, nearest(name, [*names, *table]))
         if not word.accepts(value):
             raise InvalidRequest(name, f"{shown(value)} is not served here: {word.answer}.")

@@ -134,9 +134,7 @@ def compile_variant(folder: Path, command: str, variant: Variant, system: str) -
 
 def target(command: str) -> tuple[str, str]:
     """Architecture and system that a compiler compiles for, such as x86_64 and linux. Raises NoKernels."""
-    triple = (
-        run([command, "-dumpmachine"], VERSION_TIMEOUT_S).stdout.strip().lower()
-    )  # x86_64-linux-gnu, arm64-apple-...
+    triple = run([command, "-dumpmachine"], VERSION_TIMEOUT_S).stdout.strip().lower()  # such as x86_64-linux-gnu
     architecture = triple.partition("-")[0]
     system = next((name for name in ("linux", "darwin") if name in triple), "")
     if not system:

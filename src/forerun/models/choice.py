@@ -219,11 +219,7 @@ def read_times() -> dict[str, tuple[float, ...]]:
     """All times that are kept, of any machine; a file that cannot be read, or is no such file, has none."""
     with suppress(OSError, ValueError, RecursionError):
         stored = json.loads(times_file().read_text(encoding="utf-8"))
-        return (
-            {key: tuple(seconds) for key, seconds in stored.items() if is_times(seconds)}
-            if isinstance(stored, dict)
-            else {}
-        )
+        return {key: tuple(row) for key, row in stored.items() if is_times(row)} if isinstance(stored, dict) else {}
     return {}
 
 

@@ -257,8 +257,8 @@ def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | Non
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise fields.refuse("layer_types", f"it must give full_attention or sliding_attention for {layers} layers")
     if types != full and (rule in (Windows.NONE, Windows.ALL, Windows.ASKED) or window is None):
-        rule_broken = f"in {family.name} with sliding_window {window} all layers must be {full[0]}: correct either"
-        raise fields.refuse("layer_types", rule_broken)
+        problem = f"in {family.name} with sliding_window {window} all layers must be {full[0]}: correct either"
+        raise fields.refuse("layer_types", problem)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

@@ -148,12 +148,12 @@ def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
 
 def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
     """The parts of a projection, the first of them edited."""
-    edits_made = list(parts)
+    edited_parts = list(parts)
     for i, edit in enumerate(edits):
-        part: Any = edits_made[i] if edit.rows is None else edits_made[i][edit.rows]
+        part: Any = edited_parts[i] if edit.rows is None else edited_parts[i][edit.rows]
         part = centred(part, 0) if edit.centred else part
-        edits_made[i] = part if edit.scale == 1.0 else part * edit.scale
-    return edits_made
+        edited_parts[i] = part if edit.scale == 1.0 else part * edit.scale
+    return edited_parts
 
 
 def centred(numbers: Tensor, dim: int) -> Tensor:

@@ -305,16 +305,16 @@ def _run_processors(
     A dead end (nothing left to draw) ends the text: guessed continuations reach dead ends that the target never
     would, and must not fail the request. Raises InvalidRequest for a result that is no logits.
     """
-    field, result = "logits_processors", logits
+    field, original = "logits_processors", logits
     for processor in row.params.logits_processors:
         logits = processor(text, logits.clone())
-        if not isinstance(logits, Tensor) or logits.shape != result.shape or not logits.is_floating_point():
+        if not isinstance(logits, Tensor) or logits.shape != original.shape or not logits.is_floating_point():
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise InvalidRequest(field, f"{processor!r} gave {got}; return floating logits of {tuple(result.shape)}")
-    logits = torch.cat([logits.to(result)[:num_ids], result[num_ids:]])
-    if logits.isnan().any() and not result.isnan().any():
+            raise InvalidRequest(field, f"{processor!r} gave {got}; return floating logits of {tuple(original.shape)}")
+    logits = torch.cat([logits.to(original)[:num_ids], original[num_ids:]])
+    if logits.isnan().any() and not original.isnan().any():
         raise InvalidRequest(field, f"the result after {len(text)} tokens has NaN; return finite numbers or -inf")
-    if not logits.isneginf().all() or result.isneginf().all():
+    if not logits.isneginf().all() or original.isneginf().all():
         return logits
     if not row.eos_ids:
         raise InvalidRequest(field, f"no token is left after {len(text)} tokens, and the model has no end token")

@@ -79,14 +79,14 @@ def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, A
     function = tool.get("function") if tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise refused("tools", f'{name}: {shown(tool)} is no function: give {{"type": "function", "function": ...}}.')
-    called, schema = function.get("name"), function.get("parameters")
-    if not isinstance(called, str) or not called:
-        raise refused("tools", f"{name}: {shown(called)} is no name of a function.")
+    function_name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(function_name, str) or not function_name:
+        raise refused("tools", f"{name}: {shown(function_name)} is no name of a function.")
     if not isinstance(schema, dict | None):
         raise refused("tools", f"{name}: the parameters {shown(schema)} are no JSON schema.")
     if not isinstance(function.get("strict"), bool | None):
         raise refused("tools", f"{name}: strict: {shown(function['strict'])} must be true or false.")
-    return called, NOTHING if schema is None else schema
+    return function_name, NOTHING if schema is None else schema
 
 
 def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mapping[str, Mapping[str, Any]], bool]:

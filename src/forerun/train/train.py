@@ -63,8 +63,8 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
     """
     with Team.joined() as team, team.folder(task.out) as out:
         task = replace(task, out=out, spec=team.placed(task.spec))
-        report_made = train_together(task, settings, report if team.is_first else lambda *_: None, team)
-        return report_made if team.is_first else None
+        trained = train_together(task, settings, report if team.is_first else lambda *_: None, team)
+        return trained if team.is_first else None
 
 
 def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..., None], team: Team) -> TrainReport:
@@ -98,16 +98,16 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
         state = Trainer(student, source, folder, held_out, costs, report).run()
         if student.most_depth is not None and team.is_first:
             write_tree(task.out, source.objective, student, state, held_out)
-    report_made = TrainReport(about, state, costs, task.out, student.spec(task.out), data)
+    trained = TrainReport(about, state, costs, task.out, student.spec(task.out), data)
     if tuned is not None:
         target, judged = settle_target(task, tuned, target, data, settings, state, report)
-        report_made = replace(report_made, tuned=judged)
+        trained = replace(trained, tuned=judged)
     if not is_over:
         if costs is not None and team.is_first:
             write_whole(folder.round_costs, json.dumps(asdict(costs)) + "\n")
-        record = report_made.record(target, settings.sampling(0).temperature)
+        record = trained.record(target, settings.sampling(0).temperature)
         write_whole(task.out / RECORD, record.text())
-    return report_made
+    return trained
 
 
 def advise_on_vocabulary(target: Blueprint) -> None:

@@ -176,9 +176,9 @@ def speed_up(job: DecodingJob, round_s: RoundCost, drafter: str, depth: int) -> 
 
     def token_s(depth: int) -> float:
         """Of decoding alone; 0 where every round reads a prompt."""
-        time_s = played(job, depth)
-        taken_s = sum(times * round_s(drafter, shape) for shape, times in time_s.rounds.items())
-        return taken_s / time_s.num_decoded if time_s.num_decoded else 0.0
+        run = played(job, depth)
+        taken_s = sum(times * round_s(drafter, shape) for shape, times in run.rounds.items())
+        return taken_s / run.num_decoded if run.num_decoded else 0.0
 
     drafted_s = token_s(depth)
     return token_s(0) / drafted_s if drafted_s else 1.0
