@@ -115,8 +115,8 @@ def wrong_token_at(position: int) -> Callable[[Patch], None]:
     """Where the text's token `position` comes out of a round with guesses, the round ends there with another one."""
     true = engine_round.verify
 
-    def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: Verification) -> Verdict:
-        verdict = true(tree, logits, draws, rule)
+    def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: Verification, *judge: Any) -> Verdict:
+        verdict = true(tree, logits, draws, rule, *judge)
         place = position - draws.root_positions - 1
         hit = (place >= 0) & (place <= verdict.length) & (tree.valid.sum(1) > 1)
         length = torch.where(hit, place, verdict.length)
