@@ -3,10 +3,9 @@
 This file decides what `drafter.json` beside a drafter's weights says (which target it was trained for, by the target's
 weights, and what held-out answers gave), where `auto` looks, and which one is the best; without any it is the MTP
 modules that the target ships. Beside a target are the folders inside its own folder and those next to it, and the
-drafters that forerun ships, as far as they hold a record for this
-target: for its very weights, or for the model of which they are one of the number formats. What a drafter is worth is
-read there and not measured again, so choosing loads nothing; how deep drafts go, and whether they pay on this
-machine, remains the controller's question.
+drafters that forerun ships, as far as they hold a record for this target: for its very weights, or for the model of
+which they are one of the number formats. What a drafter is worth is read there and not measured again, so choosing
+loads nothing; how deep drafts go, and whether they pay on this machine, remains the controller's question.
 """
 
 from __future__ import annotations

@@ -146,10 +146,9 @@ class Outlook:
     """A drafter's estimates before a round, made without computing: host numbers, one per sequence asked for.
 
     `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by name and
-    in order; MERGED is not among them. Of members whose guesses were merged in the
-    last round, `came_true` has for each row how many of their own were judged by its tokens and how many were right,
-    along one path.
-    `survival` is what each further guess of the best draft adds to that, as far as the limit; empty where unknown.
+    in order; MERGED is not among them. Of members whose guesses were merged in the last round, `came_true` has for each
+    row how many of their own were judged by its tokens and how many were right, along one path. `survival` is what each
+    further guess of the best draft adds to that, as far as the limit; empty where unknown.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first

@@ -30,10 +30,9 @@ Begun = TypeVar("Begun", bound="Student")
 class TargetText:
     """A prompt and what the target wrote behind it, with the target's states while it wrote.
 
-    Row t of `taps` is the state after reading token t, at the student's taps in their order; row t of `last` is the
-    one behind the last layer, which the target's norm and head turn into the law of token t + 1. The text's last token
-    was not read. `seed` is that of the draws. `is_cut` tells an answer that ended at its limit from one that ended
-    itself.
+    Row t of `taps` is the state after reading token t, at the student's taps in their order; row t of `last` is the one
+    behind the last layer, which the target's norm and head turn into the law of token t + 1. The text's last token was
+    not read. `seed` is that of the draws. `is_cut` tells an answer that ended at its limit from one that ended itself.
     """
 
     tokens: Sequence[int]

@@ -66,8 +66,7 @@ class AcceptLaw:
     `accept[b, i]`, by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected), and the
     first failure stops the walk. By the block rule: the success probability of node i's own coin, and the deepest
     success wins (`last_success`, which may differ by sequence), whatever failed before it. 0 for roots and padding,
-    which no coin accepts.
-    `after[row[b, i]]` is the law of the token that follows if the walk stops at node i.
+    which no coin accepts. `after[row[b, i]]` is the law of the token that follows if the walk stops at node i.
     """
 
     accept: Float[Tensor, "batch nodes"]

@@ -33,10 +33,9 @@ RAW = re.compile("([\udc80-\udcff]+)")  # bytes that are no UTF-8, as "surrogate
 class Vocabulary:
     """The tokens of one model, as bytes and as text.
 
-    `spelled[id]` is what an id adds to a text, None for special tokens and for ids that the model cannot read;
-    `ids` is the other way round, one id for each string of bytes. `end` ends a text, for the tokenizer and the model;
-    `front` is what the tokenizer puts in front of one.
-    Raises ValueError for a tokenizer whose tokens are no bytes.
+    `spelled[id]` is what an id adds to a text, None for special tokens and for ids that the model cannot read; `ids` is
+    the other way round, one id for each string of bytes. `end` ends a text, for the tokenizer and the model; `front` is
+    what the tokenizer puts in front of one. Raises ValueError for a tokenizer whose tokens are no bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:
