@@ -29,16 +29,9 @@ from kit.texts import VOCAB, random_text
 from law.fuzz import Bench, run
 
 STRANGE = {  # another family, and other heads, widths and positions than any target of the tests
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": True,
-    "hidden_size": 64,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 100,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5000.0,
-}
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": True, "hidden_size": 64, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 100, "rms_norm_eps": 1e-6, "rope_theta": 5000.0,
+}  # fmt: skip
 LONG_ONLY = [pytest.param(numbers, marks=pytest.mark.full) for numbers in ("int8", "float16", "float32 by torch")]
 FORMATS = ("float32", "bfloat16", "int4", "bfloat16 by torch", *LONG_ONLY)
 SHAPES = {

@@ -21,17 +21,10 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 FOLDER, TARGET = DATA / "speculators", DATA / "stories260k"
 HIDDEN, VOCAB, DRAFT_VOCAB = 64, 512, 60
 LAYER = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+}  # fmt: skip
 TAPS, BLOCK_TAPS, BLOCK = (1, 2, 4), (1, 4), 4
 EAGLE = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": list(TAPS)}
 BLOCKS = {"block_size": BLOCK, "aux_hidden_state_layer_ids": list(BLOCK_TAPS), "mask_token_id": 7}

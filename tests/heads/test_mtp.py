@@ -126,16 +126,9 @@ def test_every_guess_is_that_of_the_reference(
 
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 32, "tie_word_embeddings": True}}
 SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-}
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "dtype": "float32",
+}  # fmt: skip
 
 
 def random_target(family: str, count: int, naming: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> MtpModel:

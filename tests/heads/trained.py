@@ -173,18 +173,15 @@ def seen_blocks(source: Path, folder: Path, target: Blueprint) -> tuple[Tensor, 
     return torch.cat(found), torch.tensor(before), torch.tensor(after)
 
 
-BLOCK_CONFIG = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "rms_norm_eps": 1e-5,
+SIZES = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 512,
+}  # fmt: skip
+BLOCK_CONFIG = {
+    **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, **SIZES},
     "dflash_config": {"target_layer_ids": [0, 2, 4], "block_size": 5},
 }
+EAGLE_CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, **SIZES}
 
 
 def drawn(shapes: Shapes, dice: torch.Generator, scale: float = 1.0) -> dict[str, Tensor]:
@@ -204,19 +201,6 @@ def written_block(
     every = drawn(own.shapes(), dice) | tensors
     written(folder, config, every)
     return every
-
-
-EAGLE_CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 512,
-}
 
 
 def written_eagle(

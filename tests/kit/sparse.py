@@ -20,17 +20,10 @@ from forerun.models.projections import tensor_shapes
 from kit.checkpoints import TARGET
 
 BASE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 83,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 83, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
     "torch_dtype": "float32",
-}
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],

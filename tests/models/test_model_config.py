@@ -18,45 +18,18 @@ from forerun.models.families import FAMILIES
 from forerun.models.rope_config import RopeConfig
 
 BASE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 200,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 200, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+}  # fmt: skip
 NAMES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "gpt_oss": "GptOss",
-    "gemma3_text": "Gemma3",
-    "granite": "Granite",
-    "smollm3": "SmolLM3",
-    "phi3": "Phi3",
-    "glm4": "Glm4",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "exaone4": "Exaone4",
-    "gemma2": "Gemma2",
-    "ministral3": "Ministral3",
-    "internlm3": "InternLM3",
-    "cohere2": "Cohere2",
-    "starcoder2": "Starcoder2",
-}
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss", "gemma3_text": "Gemma3",
+    "granite": "Granite", "smollm3": "SmolLM3", "phi3": "Phi3", "glm4": "Glm4", "olmo2": "Olmo2", "olmo3": "Olmo3",
+    "exaone4": "Exaone4", "gemma2": "Gemma2", "ministral3": "Ministral3", "internlm3": "InternLM3",
+    "cohere2": "Cohere2", "starcoder2": "Starcoder2",
+}  # fmt: skip
 GELU = ("gemma2", "gemma3_text", "starcoder2")
 EPS = {"cohere2": "layer_norm_eps", "starcoder2": "norm_epsilon"}  # the others': rms_norm_eps
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}

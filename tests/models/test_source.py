@@ -75,28 +75,14 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
         return str(tmp_path)
 
     wanted = {
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "merges.txt",
-        "chat_template.jinja",
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json",
+        "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja",
         "additional_chat_templates/tool_use.jinja",
-    }
+    }  # fmt: skip
     files = [
-        *wanted,
-        "consolidated.safetensors",
-        "pytorch_model.bin",
-        "original/params.json",
-        "original/tokenizer.model",
-        "onnx/model.bin",
-        "tokenizer/tokenizer.model",
-        "tokenizer/vocab.json",
-        "README.md",
-        "a/b.safetensors",
-    ]
+        *wanted, "consolidated.safetensors", "pytorch_model.bin", "original/params.json", "original/tokenizer.model",
+        "onnx/model.bin", "tokenizer/tokenizer.model", "tokenizer/vocab.json", "README.md", "a/b.safetensors",
+    ]  # fmt: skip
     fetched: set[str] = set()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     assert find_checkpoint("owner/name") == tmp_path

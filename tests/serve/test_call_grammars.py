@@ -179,19 +179,8 @@ def test_what_a_form_cannot_keep_of_a_schema_is_refused(schema: Any, why: str) -
 
 
 WORDS = [
-    "type",
-    "enum",
-    "const",
-    "anyOf",
-    "allOf",
-    "$ref",
-    "$defs",
-    "a",
-    "properties",
-    "required",
-    "pattern",
-    "minLength",
-]
+    "type", "enum", "const", "anyOf", "allOf", "$ref", "$defs", "a", "properties", "required", "pattern", "minLength",
+]  # fmt: skip
 odd = st.recursive(
     st.sampled_from([None, True, 3, "string", "integer", "#/$defs/a", "^a|b$", [], {}, ["string", "null"]]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(WORDS), inner),

@@ -203,20 +203,9 @@ def mutated(source: random.Random) -> bytes:
         b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n", b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ]  # fmt: skip
     pieces = [
-        b"\r\n",
-        b"\n",
-        b"\x00",
-        b":",
-        b" ",
-        b"\xff",
-        b"\t",
-        b"Host: a",
-        b"0",
-        b"-1",
-        b"HTTP/1.1",
-        b"%s" * 9,
+        b"\r\n", b"\n", b"\x00", b":", b" ", b"\xff", b"\t", b"Host: a", b"0", b"-1", b"HTTP/1.1", b"%s" * 9,
         b"a" * 20_000,
-    ]
+    ]  # fmt: skip
     raw = bytearray(b"".join(source.choices(seeds, k=source.randint(1, 3))))
     for _ in range(source.randint(0, 4)):
         at, length = source.randrange(len(raw) + 1), source.choice((0, 0, 1, 2, 20))

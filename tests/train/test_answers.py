@@ -50,6 +50,14 @@ def stirred(student: AnyStudent) -> AnyStudent:
     return student
 
 
+def batch_of(source: AnswerSource, student: Student, steps: int = 1) -> TextBatch:
+    """Answers to the first prompts, with the states that this student reads."""
+    of_student = source_of(source.data, SETTINGS, student)
+    texts = [text for step in range(steps) for text in of_student.of_step(step, quiet)]
+    of_student.llm.close()
+    return TextBatch.of(texts)
+
+
 @pytest.fixture(scope="module")
 def adapter() -> Student:
     return stirred(make_student("early-exit", Blueprint.of(str(TARGET)), SERVED["early-exit"], 0))
@@ -203,9 +211,7 @@ def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(
         student = student.with_vocabulary(SOME_IDS)
     student = stirred(student)
     student.write(student.weights, tmp_path)
-    small = source_of(source.data, SETTINGS, student)
-    batch = TextBatch.of([*small.of_step(0, quiet), *small.of_step(1, quiet)])
-    small.llm.close()
+    batch = batch_of(source, student, steps=2)
     with torch.no_grad():
         predicted = student.predict(batch, None)
     plain_offer = Draws.offer
@@ -239,9 +245,7 @@ def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(
 def test_a_guess_is_trusted_in_training_as_when_serving(source: AnswerSource, tmp_path: Path) -> None:
     student = stirred(BlockStudent.fresh(Blueprint.of(str(TARGET)), BLOCK, 0))
     student.write(student.weights, tmp_path)
-    small = source_of(source.data, SETTINGS, student)
-    batch = TextBatch.of(small.of_step(0, quiet))
-    small.llm.close()
+    batch = batch_of(source, student)
     llm = LLM(str(TARGET), student.spec(tmp_path), max_model_len=256)
     assert isinstance(llm.drafter, BlockDrafter)
     assert llm.drafter.heads.confidence is not None
@@ -261,9 +265,7 @@ def test_a_guess_is_trusted_in_training_as_when_serving(source: AnswerSource, tm
 def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSource, kind: str, one_in: int) -> None:
     """As many as guess each token about once, others in other steps; the laws are those that all roots have there."""
     student = make_student(kind, Blueprint.of(str(TARGET)), SERVED[kind], 0)
-    small = source_of(source.data, SETTINGS, student)
-    batch = TextBatch.of(small.of_step(0, quiet))
-    small.llm.close()
+    batch = batch_of(source, student)
     found = [student.predict(batch, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(found[0].roots, found[1].roots)
     assert not torch.equal(found[0].roots, found[2].roots)
