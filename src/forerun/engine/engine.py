@@ -233,10 +233,8 @@ class Engine:
             resumed = resumable(draft, tree, () if self.drafter is None else self.drafter.taps)
             begun = num_begun(draft) if resumed else begun
             draft = draft if resumed else replace(draft, resume=None)
-        if draft.drafter is not None:  # a constrained tree may have more columns than were proposed
-            draft = replace(
-                draft, drafter=pad(draft.drafter, (0, tree.tokens.shape[1] - draft.drafter.shape[1]), value=-1)
-            )
+        if draft.drafter is not None and (more := tree.tokens.shape[1] - draft.drafter.shape[1]):
+            draft = replace(draft, drafter=pad(draft.drafter, (0, more), value=-1))  # a constrained tree may have more
         rows = zip(plan.draws.seq_ids, begun, strict=True)
         left = [seq_id for seq_id, num in rows if not num and self.runner.cache.tail(seq_id)]
         if left:

@@ -71,7 +71,7 @@ class MixDrafter:
         for member in self.members:
             columns = [self.taps.index(tap) for tap in member.taps]
             features = None if news.features is None or not columns else news.features[:, columns]
-            member.observe(replace(news, features=features))
+            member.observe(news if features is news.features else replace(news, features=features))
         runs: dict[int, list[tuple[int, int]]] = {}
         for seq_id, tokens, root in news.rows() if self.guessed or self.came_true else ():
             self.came_true.pop(seq_id, None)
@@ -104,7 +104,7 @@ class MixDrafter:
             return Draft(DraftTree.bare(draws.roots_tokens))
         if len({*taken} - {-1}) == 1 and len(self.members) not in taken:
             ((_, draft),) = drafts.items()
-            guessed_by = torch.tensor(taken)[:, None].repeat(1, draft.tree.tokens.shape[1])
+            guessed_by = padded([[drafter] * draft.tree.tokens.shape[1] for drafter in taken])
             return replace(draft, drafter=guessed_by, drafter_s=drafter_s)
         parts = {drafter: harmless(draft, draws, shares[drafter]) for drafter, draft in drafts.items()}
         trees = {drafter: trees_of(part, drafter, self.chances(drafter)) for drafter, part in parts.items()}
@@ -126,7 +126,9 @@ class MixDrafter:
         if budget.depth and budget.drafter == len(self.members):
             width, least = max(1, budget.width // len(self.members)), max(budget.min_survival, ANY_SURVIVAL)
             return replace(budget, drafter=0, width=width, min_survival=least)
-        return replace(budget, drafter=0) if budget.drafter == drafter else NO_DRAFT
+        if budget.drafter != drafter:
+            return NO_DRAFT
+        return replace(budget, drafter=0) if drafter else budget
 
     def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
         """One row: what its member guessed, or the best of what all did."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from forerun.annotations import ProgressCallback
 from forerun.config import AUTO_DEPTH
@@ -152,8 +153,7 @@ def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[
     return [*tokens[1:], root] if tokens else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
+class Sources(NamedTuple):
     """What continuations are looked up in: a text, its tenant's past, and what a table offers."""
 
     text: SuffixTree
