@@ -2,8 +2,8 @@
 
 A round runs code that is not forerun's: processors of requests, drafters of users. It also needs memory that the
 machine may not have. A round that raises must end only the request at fault, and nobody may be left waiting, so the
-engine attempts its work here and then decides what happens to which request. Nothing else in the package catches every
-exception, except the call of a request's own code in `sampling/transforms.py`.
+engine attempts its work here and then decides what happens to which request. In a round only the call of a request's
+own code (`sampling/transforms.py`) catches every exception too.
 
 Interrupts are not caught. Python raises them in the main thread only, between any two instructions, and they are meant
 for the caller. In other threads no caller would receive them, so there they are treated as errors.

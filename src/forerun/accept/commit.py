@@ -52,7 +52,7 @@ class Accepted:
 
     @property
     def offered(self) -> int:
-        """The depths at which there was a guess to accept: one more than were accepted where it stopped at others."""
+        """At how many depths a guess was judged: one more than were accepted, unless nothing was guessed behind them."""
         last = self.nodes[-1]
         return self.length + (last in self.tree.parents or any(parent == last for parent, _ in self.tree.cut))
 

@@ -68,7 +68,7 @@ class RoundRow:
         return len(self.tree.tokens) if self.tree else 0
 
     def read(self) -> Read:
-        """The reads that the runner is asked for."""
+        """The read that the runner is asked for."""
         num_chunk = self.plan.num_chunk
         tokens = self.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
         judged = range(num_chunk - self.num_scored, len(tokens))
@@ -89,7 +89,7 @@ class RoundRow:
 
 
 def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
-    """Where the guesses among the tokens of all parts lie in the trees of those that have one."""
+    """Where the guesses among the tokens of all rows lie in the trees of those that have one."""
     source: list[int] = []
     first = 0
     for row in rows:
@@ -119,7 +119,7 @@ def num_begun(draft: Draft) -> list[int]:
 
 
 def begun_rows(rows: Seq[RoundRow], draft: Draft) -> PartialPass:
-    """What of the parts a drafter has read through the target's lower layers."""
+    """What of the rows a drafter has read through the target's lower layers."""
     assert draft.resume is not None, "a pass goes on where another one stopped"
     of_trees = iter(num_begun(draft))
     begun = [0 if row.tree is None else next(of_trees) for row in rows]
@@ -138,7 +138,7 @@ class TargetPass:
         """The logits of all trees' nodes, packed."""
         if not any(row.num_scored for row in self.rows):
             return self.states.logits
-        return torch.cat([self.states.logits[p.first_node : p.first_node + p.num_nodes] for p in self.rows])
+        return torch.cat([self.states.logits[row.first_node : row.first_node + row.num_nodes] for row in self.rows])
 
     def check_drawn(self, runs: Seq[Accepted]) -> None:
         """Raise RequestFailed for the first sequence that has no law for its next token; its logits say why."""

@@ -163,17 +163,17 @@ class Scheduler:
         if alone is None:
             self.admit()
             all_begun = all(sequence.num_read for sequence in self.running)
-            waiting = set() if all_begun else self.prefixes.begin(self.running)
+            held_back = set() if all_begun else self.prefixes.begin(self.running)
         else:
             self.start(alone)
-            waiting = set()
+            held_back = set()
         preempted: list[Sequence] = []
-        rows = self.rows(alone, waiting)
+        rows = self.rows(alone, held_back)
         while not self.fits(rows):
             assert len(self.running) > 1, "one sequence alone does not fit the cache that was planned for it"
             preempted.append(self.preempt(next(s for s in reversed(self.running) if s is not alone)))
-            rows = self.rows(alone, waiting)
-        self.oldest_first = self.left_out(rows, waiting)
+            rows = self.rows(alone, held_back)
+        self.oldest_first = self.left_out(rows, held_back)
         return rows, preempted
 
     def admit(self) -> None:
@@ -203,9 +203,9 @@ class Scheduler:
         known = len(sequence.tokens)
         return -(-min(known + size, known + sequence.room) // size)
 
-    def rows(self, alone: Sequence | None, waiting: Set[int]) -> list[RowPlan]:
-        """Each running sequence's part; or the whole round for one. Those that are `waiting` have none."""
-        sequences = [s for s in self.running if s.id not in waiting] if alone is None else [alone]
+    def rows(self, alone: Sequence | None, held_back: Set[int]) -> list[RowPlan]:
+        """Each running sequence's part; or the whole round for one. Those `held_back` have none."""
+        sequences = [s for s in self.running if s.id not in held_back] if alone is None else [alone]
         unread = [len(sequence.tokens) - 1 - sequence.num_read for sequence in sequences]
         each = zip(sequences, unread, self.chunks(unread), strict=True)
         rows = [RowPlan(sequence, num, draws=num == num_unread) for sequence, num_unread, num in each]
@@ -220,9 +220,9 @@ class Scheduler:
             left -= sizes[row]
         return sizes
 
-    def left_out(self, rows: Seq[RowPlan], waiting: Set[int]) -> bool:
+    def left_out(self, rows: Seq[RowPlan], held_back: Set[int]) -> bool:
         """Whether the oldest sequence that has a prompt to read has no part in a pass of these rows."""
-        unread = (s for s in self.running if s.id not in waiting and s.num_read < len(s.tokens) - 1)
+        unread = (s for s in self.running if s.id not in held_back and s.num_read < len(s.tokens) - 1)
         oldest = next(unread, None)
         return oldest is not None and not any(row.sequence is oldest for row in rows)
 

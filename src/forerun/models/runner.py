@@ -113,9 +113,8 @@ class Tail:
         return range(first, first + count)
 
 
-TreeRule = Callable[
-    [DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch verdict"]
-]  # of a tree, and what is drawn
+# The verdict on a tree by the tokens that are drawn after its nodes.
+TreeRule = Callable[[DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch verdict"]]
 
 
 class Runner:
@@ -217,7 +216,7 @@ class Runner:
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Int[Tensor, "batch verdict"] | None:
-        """What a rule says of the tokens that `draws` draw after all nodes, in one call; None where there is none."""
+        """What a rule says of the tokens that `draws` draw after all nodes, in one call; None but in runners of a GPU."""
         return None
 
     def draw_chains(
