@@ -52,7 +52,7 @@ class Accepted:
 
     @property
     def offered(self) -> int:
-        """At how many depths a guess was judged: one more than were accepted, unless nothing was guessed behind them."""
+        """At how many depths a guess was judged: one more than were accepted, unless nothing was guessed behind."""
         last = self.nodes[-1]
         return self.length + (last in self.tree.parents or any(parent == last for parent, _ in self.tree.cut))
 

@@ -227,7 +227,7 @@ class Engine:
         return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
 
     def matched(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
-        """The draft with the tree that is judged. What an early exit has read for the target stays if it fits this tree."""
+        """The draft with the tree that is judged. What an early exit has read for the target stays if it fits that."""
         begun = [0] * len(plan.drawing)
         if draft.resume is not None:
             resumed = resumable(draft, tree, () if self.drafter is None else self.drafter.taps)

@@ -216,7 +216,7 @@ class Runner:
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Int[Tensor, "batch verdict"] | None:
-        """What a rule says of the tokens that `draws` draw after all nodes, in one call; None but in runners of a GPU."""
+        """What a rule says of the tokens that `draws` draw after all nodes, in one call; None but on a GPU."""
         return None
 
     def draw_chains(
