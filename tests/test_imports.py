@@ -32,7 +32,7 @@ ORDER = """
     ecosystem messages output
     llm
     async_llm
-    serve prove trace
+    serve prove trace inside
     card
     bench
     tune

@@ -1,0 +1,380 @@
+"""forerun inside transformers: `model.generate(..., custom_generate=generate, draft="suffix")`.
+
+The file decides how a call of transformers' `generate` becomes requests to a forerun engine, and the engine's tokens
+the tensor that transformers would return. The engine holds the weights of the given model once more, packed for its own
+kernels, and is kept until the model changes or is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import LongTensor, Tensor
+
+from forerun.config import Speculation
+from forerun.draft.base import Drafter
+from forerun.engine.sequence import Sequence as EngineSequence
+from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, TokenizerError, UnsupportedModel
+from forerun.limits import shown
+from forerun.llm import LLM
+from forerun.models.config import read_config
+from forerun.models.spec import ModelSpec
+from forerun.request import Request
+from forerun.sampling.params import SamplingParams
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.generation import logits_process
+    from transformers.generation import stopping_criteria as criteria_of
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+except ImportError as error:
+    raise MissingPackage(
+        "forerun.inside.transformers needs transformers: pip install 'forerun[transformers]'"
+    ) from error
+
+FOLDER = Path(__file__).parent / "folder"  # what `custom_generate` takes where it is a folder
+WARPERS: Mapping[type, str] = {  # in transformers' order; each has the field of SamplingParams as an attribute
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopKLogitsWarper: "top_k",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.MinPLogitsWarper: "min_p",
+}
+NOT_BY_ROW = (  # they read the model or the whole batch, or remember what they were asked
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+)
+UNUSED = frozenset({"cache", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids"})
+ASKED_ALONE = {  # of a GenerationConfig: what else than plain decoding they ask for, and what to do instead
+    "num_beams": "beams are not searched here: leave it out",
+    "output_scores": "scores are not returned here: leave it out, or use forerun's LLM with logprobs",
+    "output_logits": "logits are not returned here: leave it out",
+    "output_attentions": "attentions are not returned here: leave it out",
+    "output_hidden_states": "hidden states are not returned here: leave it out",
+    "penalty_alpha": "contrastive search is not done here: leave it out",
+    "dola_layers": "layers are not contrasted here: leave it out",
+    "force_words_ids": "words are not forced here: leave it out",
+    "prompt_lookup_num_tokens": "say draft='ngram' instead",
+    "assistant_early_exit": "say draft='early-exit:LAYERS' instead",
+    "use_mtp": "say draft='mtp:DIR' instead",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The engine of a model, what it was built for, and the state that the weights had."""
+
+    llm: LLM
+    options: Mapping[str, object]
+    weights: Sequence[tuple[int, int]]
+
+
+ENGINES: WeakKeyDictionary[PreTrainedModel, BuiltEngine] = WeakKeyDictionary()  # an engine lasts as long as its model
+BUILDING = threading.RLock()
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    draft: str | Drafter | None = "suffix",
+    speculation: bool | int | str | Speculation | None = None,
+    engine: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """What `model.generate` returns with this function as its `custom_generate`: the tokens of plain decoding.
+
+    `draft`, `speculation` and `engine` are further keywords of `model.generate`: the drafter and how far it drafts, as
+    in LLM and LLM.generate, and other keywords of LLM, such as max_num_seqs. At temperature 0 the tokens are those of
+    the model's own `generate`, up to ties within rounding; at others they follow the same law, and the seed of
+    `torch.manual_seed` gives the same tokens with any drafter and with none. transformers 5 keeps `tokenizer` and
+    `streamer` from a callable: bind them, as partial(generate, streamer=streamer), or use `FOLDER`.
+    Raises UnsupportedModel for a model that forerun does not compute, InvalidRequest for what `generate` cannot do.
+    """
+    check_call(model, generation_config, model_kwargs)
+    if streamer is not None and len(input_ids) > 1:
+        raise InvalidRequest("streamer", f"it shows one text, and these are {len(input_ids)}: leave it out.")
+    llm = engine_of(model, draft=draft, tokenizer=tokenizer, **(engine or {}))
+    criteria = Criteria.of(stopping_criteria, llm.requests.num_ids)
+    num_new = criteria.max_length - input_ids.shape[1]
+    if criteria.max_length > llm.plan.max_model_len:
+        fix = f"the engine's longest text has {llm.plan.max_model_len} tokens: set max_new_tokens, or max_model_len"
+        raise InvalidRequest("max_length", f"{criteria.max_length}: {fix} in engine.")
+    seeds = [0] * len(input_ids)
+    if generation_config.do_sample:
+        seeds = torch.randint(2**62, (len(input_ids),)).tolist()
+    texts = []
+    for row, (ids, padding) in enumerate(prompts(input_ids, model_kwargs)):
+        params = SamplingParams(
+            max_tokens=num_new, ignore_eos=True, stop_token_ids=criteria.end_ids, seed=seeds[row],
+            **law_of(logits_processor, generation_config, row, padding),
+        )  # fmt: skip
+        (sequence,) = llm.requests.sequences(Request.of({"prompt_token_ids": ids}, params, speculation))
+        texts.append(RowText(sequence, padding, criteria, streamer))
+    run(llm, texts, criteria)
+    if streamer is not None:
+        streamer.end()
+    sequences = joined(input_ids, texts, criteria, generation_config)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=cast(LongTensor, sequences))
+    return sequences
+
+
+def generate_in_folder(
+    model: PreTrainedModel,
+    generation_config: Any = None,
+    stopping_criteria: Sequence[Any] | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    **arguments: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """`generate` for `custom_generate=FOLDER, trust_remote_code=True`: with streamers, and with stop strings."""
+    ends, strings = list(stopping_criteria or ()), arguments.pop("stop_strings", None)
+    config = generation_config or model.generation_config
+    if strings is None and config.stop_strings:
+        generation_config, strings = copy(config), config.stop_strings
+        generation_config.stop_strings = None
+    if strings:
+        if tokenizer is None:
+            raise InvalidRequest("stop_strings", f"{shown(strings)} need the tokenizer: give tokenizer=tokenizer too.")
+        ends.append(criteria_of.StopStringCriteria(tokenizer, strings))
+    result: Tensor | GenerateDecoderOnlyOutput = cast(Any, model).generate(
+        generation_config=generation_config,
+        stopping_criteria=criteria_of.StoppingCriteriaList(ends),
+        streamer=streamer,
+        custom_generate=partial(generate, tokenizer=tokenizer, streamer=streamer),
+        **arguments,
+    )
+    return result
+
+
+def engine_of(model: PreTrainedModel, **options: Any) -> LLM:
+    """The engine over this model's weights, built anew where the options or the weights are others than before.
+
+    Without options the one that there is: its `stats` tell how drafts did. Raises UnsupportedModel.
+    """
+    weights = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()]
+    with BUILDING:
+        built = ENGINES.get(model)
+        if built is not None and (not options or options == built.options) and weights == built.weights:
+            return built.llm
+        release(model)
+        ENGINES[model] = built = BuiltEngine(build(model, **options), options, weights)
+        return built.llm
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free the memory of the model's engine, if it has one."""
+    with BUILDING:
+        built = ENGINES.pop(model, None)
+    if built is not None:
+        built.llm.close()
+
+
+def build(model: PreTrainedModel, draft: str | Drafter | None = None, tokenizer: Any = None, **options: Any) -> LLM:
+    """A forerun engine with a copy of the model's weights, which pass through a temporary folder."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedModel(f"{model.name_or_path}: its weights are quantised: give the folder to forerun's LLM")
+    if any("lora_" in name or "base_layer" in name for name, _ in model.named_parameters()):
+        raise UnsupportedModel(f"{model.name_or_path}: it has adapters: merge them, as with merge_and_unload()")
+    with TemporaryDirectory(prefix="forerun-") as folder:
+        model.config.save_pretrained(folder)
+        read_config(Path(folder))  # before the weights are written
+        model.save_pretrained(folder)
+        source: str | None = model.name_or_path
+        if tokenizer is not None and not isinstance(tokenizer, str):
+            tokenizer.save_pretrained(folder)
+            source = None
+        spec = ModelSpec(folder, tokenizer=tokenizer or source if source is not None else None, dtype=model.dtype)
+        try:
+            return LLM(spec, draft, device=model.device, generation_config="none", **options)
+        except (ModelNotFound, TokenizerError) as error:
+            cure = "bind one, as in custom_generate=partial(generate, tokenizer=tokenizer)"
+            raise TokenizerError(
+                f"the model {source!r} has no tokenizer that forerun reads: {cure} ({error})"
+            ) from error
+
+
+def check_call(model: PreTrainedModel, config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest, naming the argument, for what would change the answer and is not done here."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel(f"{model.name_or_path}: it has an encoder: call generate without custom_generate")
+    for name, answer in ASKED_ALONE.items():
+        value = getattr(config, name, None)
+        if value and not (name == "num_beams" and value == 1):
+            raise InvalidRequest(name, f"{shown(value)}: {answer}.")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in UNUSED:
+            raise InvalidRequest(name, f"{shown(value)[:80]} is not read here: leave it out.")
+    for name in ("cache", "past_key_values"):
+        cache = model_kwargs.get(name)
+        if cache is not None and cache.get_seq_length():
+            raise InvalidRequest(name, f"it holds {cache.get_seq_length()} tokens; the engine has a cache of its own.")
+
+
+def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """The tokens of every row, and the padding in front of them. Raises InvalidRequest for padding elsewhere."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    rows = []
+    for row, ids in enumerate(input_ids.tolist()):
+        seen = [True] * len(ids) if mask is None else mask[row].bool().tolist()
+        num_padding = len(ids) - sum(seen)
+        if any(seen[:num_padding]):
+            fix = "pad on the left, as with tokenizer.padding_side = 'left'"
+            raise InvalidRequest("attention_mask", f"row {row} hides tokens behind others: {fix}.")
+        if positions is not None:
+            places = positions[row % len(positions), num_padding:].tolist()
+            if places != list(range(len(places))):
+                raise InvalidRequest("position_ids", f"row {row} has {shown(places)[:80]}: leave them out.")
+        rows.append((ids[num_padding:], ids[:num_padding]))
+    return rows
+
+
+def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[int]) -> dict[str, Any]:
+    """The fields of SamplingParams that say what these processors do to a row; the others run as they are."""
+    left = [each for each in processors if not isinstance(each, logits_process.LogitNormalization)]
+    fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    names: list[str] = []
+    while config.do_sample and left and (name := WARPERS.get(type(left[-1]))) and in_order(name, names):
+        fields[name] = getattr(left.pop(), name)
+        names.insert(0, name)
+    if len(left) == 1 and type(left[0]) is logits_process.RepetitionPenaltyLogitsProcessor:
+        fields["repetition_penalty"] = left.pop().penalty
+    fields["logits_processors"] = [RowProcessor(of_row(each, row), tuple(padding)) for each in left]
+    return fields
+
+
+def in_order(name: str, later: Sequence[str]) -> bool:
+    """Whether forerun, too, does this before those. It applies min_p before top_p, transformers behind it."""
+    order = list(WARPERS.values())
+    return not later or (order.index(name) < order.index(later[0]) and not {name, *later} >= {"top_p", "min_p"})
+
+
+def of_row(processor: Any, row: int) -> Any:
+    """A processor of the batch, for one row of it. Raises InvalidRequest where there is no such thing."""
+    if isinstance(processor, NOT_BY_ROW):
+        problem = "it is no function of a row's tokens and logits alone: leave it out"
+        raise InvalidRequest("logits_processor", f"{type(processor).__name__}: {problem}.")
+    if isinstance(processor, logits_process.RepetitionPenaltyLogitsProcessor):
+        ignored = processor.prompt_ignore_length
+        return logits_process.RepetitionPenaltyLogitsProcessor(
+            processor.penalty, ignored[row : row + 1] if isinstance(ignored, Tensor) else ignored
+        )
+    if isinstance(processor, logits_process.PrefixConstrainedLogitsProcessor):
+        allowed, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        return logits_process.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(number, ids), 1)
+    return processor
+
+
+@dataclass(frozen=True, slots=True)
+class RowProcessor:
+    """A processor of transformers in forerun's form; it sees the padding too, by which some count."""
+
+    processor: Any
+    padding: tuple[int, ...]
+
+    def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        ids = torch.tensor([[*self.padding, *tokens]], device=logits.device)
+        scores: Tensor = self.processor(ids, logits[None])
+        return scores[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Criteria:
+    """Where texts end: at a length, padding included, at ids, and where any of the others says so.
+
+    `pads`: whether ended rows are padded. Where no id was named, they go on as long as any other does, as in
+    transformers.
+    """
+
+    max_length: int
+    end_ids: tuple[int, ...]
+    pads: bool
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, criteria: Sequence[Any], num_ids: int) -> Criteria:
+        """What the prepared criteria say of a vocabulary of so many ids."""
+        lengths = [each.max_length for each in criteria if isinstance(each, criteria_of.MaxLengthCriteria)]
+        ends = [each for each in criteria if isinstance(each, criteria_of.EosTokenCriteria)]
+        known = (criteria_of.MaxLengthCriteria, criteria_of.EosTokenCriteria)
+        ids = {int(i) for each in ends for i in torch.as_tensor(each.eos_token_id).flatten()}
+        return cls(
+            max_length=min(lengths),
+            end_ids=tuple(sorted(i for i in ids if 0 <= i < num_ids)),
+            pads=bool(ends),
+            others=tuple(each for each in criteria if not isinstance(each, known)),
+        )
+
+
+@dataclass(slots=True)
+class RowText:
+    """One row of the batch: its sequence in the engine, what it gained, and where it ended."""
+
+    sequence: EngineSequence
+    padding: Sequence[int]
+    criteria: Criteria
+    streamer: Any = None
+    tokens: list[int] = field(default_factory=list)
+    end: int | None = None  # how many of the tokens belong to the answer
+
+    def take(self, token: int) -> None:
+        """One more token; the first that ends the text is part of it."""
+        self.tokens.append(token)
+        if self.end is None and self.streamer is not None:
+            self.streamer.put(torch.tensor([token]))
+        if self.end is None and (token in self.criteria.end_ids or self.stopped()):
+            self.end = len(self.tokens)
+
+    def stopped(self) -> bool:
+        """Whether any criterion of transformers, other than lengths and ids, ends the text here."""
+        if not self.criteria.others:
+            return False
+        prompt = self.sequence.tokens[: self.sequence.num_prompt]
+        ids = torch.tensor([[*self.padding, *prompt, *self.tokens]])
+        return any(bool(torch.as_tensor(each(ids, None)).any()) for each in self.criteria.others)
+
+
+def run(llm: LLM, texts: Sequence[RowText], criteria: Criteria) -> None:
+    """Generate until all rows have what belongs to the answer."""
+    by_id = {text.sequence.id: text for text in texts}
+    for delta in llm.deltas([text.sequence for text in texts]):
+        text = by_id[delta.seq_id]
+        for token in delta.token_ids:
+            text.take(token)
+        if delta.finish_reason is not None and text.end is None:
+            text.end = len(text.tokens)
+        ended = all(each.end is not None for each in texts)
+        if ended and (criteria.pads or min(len(each.tokens) for each in texts) >= longest(texts)):
+            break
+        if text.end is not None and criteria.pads and delta.finish_reason is None:
+            llm.driver.jobs.append(llm.driver.cancelling({text.sequence.request_id}))
+
+
+def longest(texts: Sequence[RowText]) -> int:
+    """New tokens of the answer that has most."""
+    return max(text.end or 0 for text in texts)
+
+
+def joined(input_ids: Tensor, texts: Sequence[RowText], criteria: Criteria, config: Any) -> Tensor:
+    """Prompts and answers as one tensor; behind an end there is padding, where anything ends a row."""
+    width, pad = longest(texts), getattr(config, "_pad_token_tensor", None)
+    rows = []
+    for text in texts:
+        tokens = text.tokens[: text.end if criteria.pads else width]
+        rows.append([*tokens, *[0 if pad is None else int(pad)] * (width - len(tokens))])
+    return torch.cat([input_ids, torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
