@@ -1,0 +1,159 @@
+"""Roofline: how long a pass of a model takes on some cards, by what it reads, computes and exchanges.
+
+Each kind of work (layers, experts, attention, head) takes the longer of reading and computing, and the part of the
+shorter one that is not hidden behind it. Weights are split evenly over the cards; two sums over all cards in every
+layer join what they computed. `datasheets.json` has the makers' figures for the SXM or OAM form of each card,
+arithmetic without sparsity and links in one direction, and what matters of each model's config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from forerun.fields import Fields
+from forerun.models.config import ModelConfig, config_of, read_config
+from forerun.models.projections import num_idle, products
+
+DATASHEETS: Any = json.loads(Path(__file__).with_name("datasheets.json").read_text(encoding="utf-8"))
+EAGLE_VOCAB = 32_000  # ids that an EAGLE-3 head guesses among, as its authors publish them
+NUMBER_BYTES = 2  # of keys and values in the cache, and of states that cards exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model as a pass reads it: numbers in all layers that every token takes, in one expert, and in the head."""
+
+    layers: int
+    hidden: int
+    queries: int  # heads times their width
+    kv_heads: int
+    head_dim: int
+    dense: float
+    head: float
+    expert: float = 0.0
+    experts: int = 0  # of a layer; all layers have them
+    active: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Shape:
+        """That of a configuration."""
+        head, experts = float(config.vocab_size * config.hidden), config.experts
+        taken = float(sum(outputs * inputs * num for (outputs, inputs), num in products(config).items())) - head
+        form = (config.layers, config.hidden, config.heads * config.head_dim, config.kv_heads, config.head_dim)
+        if experts is None:
+            return cls(*form, taken, head)
+        expert = num_idle(config) / (experts.count - experts.active) / len(experts.layers)
+        dense = taken - expert * experts.active * len(experts.layers)
+        return cls(*form, dense, head, expert, experts.count, experts.active)
+
+    def touched(self, num_tokens: float) -> float:
+        """Experts of a layer that a pass over so many tokens reads, if routers choose evenly and independently."""
+        return self.experts * (1 - (1 - self.active / self.experts) ** num_tokens) if self.experts else 0.0
+
+    @property
+    def num_weights(self) -> float:
+        """Those of all layers and of the head."""
+        return self.dense + self.head + self.layers * self.experts * self.expert
+
+    @property
+    def cache_bytes(self) -> float:
+        """Keys and values of a token of context, in all layers."""
+        return 2.0 * NUMBER_BYTES * self.layers * self.kv_heads * self.head_dim
+
+
+def config_named(name: str) -> ModelConfig:
+    """The configuration of a model of the table, or of a folder with a config.json. SystemExit for anything else."""
+    models = DATASHEETS["models"]
+    if name in models:
+        return config_of(Fields(Path(name), models[name]))
+    if (Path(name) / "config.json").is_file():
+        return read_config(Path(name))
+    raise SystemExit(f"model {name!r}: use {', '.join(models)}, or a folder with a config.json")
+
+
+def drafter_of(name: str, config: ModelConfig) -> Shape | None:
+    """The model that drafts: `model:NAME`, or a head for this target; None for `ngram`, which reads no weights."""
+    if name == "ngram":
+        return None
+    if name.startswith("model:"):
+        return Shape.of(config_named(name.removeprefix("model:")))
+    h, form = config.hidden, Shape.of(replace(config, layers=1, windows=(None,), experts=None))
+    if name == "eagle":  # a layer behind a product that joins a state and an embedding, and the target's head
+        return replace(form, dense=form.dense + 2 * h * h)
+    if name == "eagle3":  # attention reads states and embeddings; another product joins the states of three layers
+        projections = (config.heads + 2 * config.kv_heads) * config.head_dim
+        return replace(form, dense=form.dense + h * projections + 3 * h * h, head=float(EAGLE_VOCAB * h))
+    raise SystemExit(f"draft {name!r}: use model:NAME, eagle, eagle3 or ngram")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """An accelerator by its datasheet; operations per second by the bits of the weights."""
+
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    flops: Mapping[str, float]
+
+
+CARDS = {name: Card(**card) for name, card in DATASHEETS["cards"].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The shares of a datasheet that passes reach, and what rounds take besides.
+
+    This project measured on an H100 (`benchmarks/RESULTS.md`, "A first GPU" and the section behind it): 15 GB of
+    products in 5.63 ms (`memory_share`); what else the 32 layers took (`layer_s`); passes of 64 to 144 rows
+    (`compute_share`, and `overlap`, the part of the shorter of reading and computing that the longer one hides); 0.2 to
+    0.5 ms between passes (`host_s`); 0.1 to 0.3 ms to replay a graph (`step_s`); and about 1 ms that a drafted round
+    took beyond its passes (`drafted_s`). What a sum of few bytes over all cards takes (`sum_s`) is assumed.
+    """
+
+    memory_share: float = 0.79
+    compute_share: float = 0.7
+    overlap: float = 0.5
+    layer_s: float = 22e-6
+    host_s: float = 0.4e-3
+    drafted_s: float = 1.0e-3
+    step_s: float = 0.1e-3
+    sum_s: float = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Some cards of a kind that compute one model together, its weights held in so many bits."""
+
+    card: Card
+    num_cards: int = 1
+    bits: int = 16
+    constants: Constants = field(default_factory=Constants)
+
+    def work_s(self, num_bytes: float, num_operations: float) -> float:
+        """Seconds of one kind of work, which the cards share evenly."""
+        c, flops = self.constants, self.card.flops[str(self.bits)]
+        reading_s = num_bytes / (self.num_cards * c.memory_share * self.card.memory_bytes_per_s)
+        computing_s = num_operations / (self.num_cards * c.compute_share * flops)
+        return max(reading_s, computing_s) + (1 - c.overlap) * min(reading_s, computing_s)
+
+    def sum_s(self, num_bytes: float) -> float:
+        """Seconds in which all cards add up so many bytes: each sends and receives almost all of them once."""
+        share = 2 * (self.num_cards - 1) / self.num_cards
+        return self.constants.sum_s + share * num_bytes / self.card.link_bytes_per_s if share else 0.0
+
+    def pass_s(self, shape: Shape, num_tokens: float, num_rows: int, context: float) -> float:
+        """Seconds of a pass over so many tokens of so many rows, each of which has so many tokens of context."""
+        s, size = shape, self.bits / 8
+        copies = max(1.0, self.num_cards / s.kv_heads)  # of each key head, where there are more cards than such heads
+        kinds = (
+            (size * s.dense, 2 * s.dense * num_tokens),
+            (size * s.layers * s.expert * s.touched(num_tokens), 2 * s.layers * s.expert * s.active * num_tokens),
+            (copies * num_rows * context * s.cache_bytes, 4 * s.layers * s.queries * context * num_tokens),
+            (size * s.head, 2 * s.head * num_tokens),
+        )
+        sums_s = (2 * s.layers + 1) * self.sum_s(NUMBER_BYTES * s.hidden * num_tokens)
+        return sum(self.work_s(*kind) for kind in kinds) + sums_s + s.layers * self.constants.layer_s
