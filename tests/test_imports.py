@@ -33,6 +33,7 @@ ORDER = """
     llm
     async_llm
     serve prove trace inside
+    replicas
     card
     bench
     tune

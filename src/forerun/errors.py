@@ -193,5 +193,13 @@ class OutOfMemory(RoundFailed):
         self.__cause__ = cause
 
 
+class ReplicaLost(ForerunError):
+    """The replica that answered a request was lost, and no other one could go on with the answer."""
+
+
+class AnswerDiffers(ReplicaLost):
+    """The replica that took an answer over gives other tokens than those that the reader has."""
+
+
 class EngineClosed(ForerunError):
     """The engine has shut down; build a new one."""

@@ -199,6 +199,11 @@ class LLM:
         return self.driver.engine
 
     @property
+    def options(self) -> EngineOptions:
+        """How the engine batches and verifies."""
+        return self.engine.options
+
+    @property
     def stats(self) -> Stats:
         """Counters since the start."""
         return self._stats

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -148,13 +148,13 @@ def ended(sock: socket.socket) -> bytes:
 
 
 @contextmanager
-def running(llm: LLM, **settings: Any) -> Iterator[Running]:
-    """A server in a thread; it drains at the end, and nothing may be left in it."""
+def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **settings: Any) -> Iterator[Running]:
+    """A server in a thread; it drains at the end, and nothing may be left in it, or in the engines behind it."""
     from forerun.serve.server import bound_socket, server_of
 
     told = ServeSettings(**{"port": 0, "model_name": "stories", "trust_request_templates": True} | settings)
     sock = bound_socket(told)
-    server = server_of(llm, told)
+    server = server_of(llm, told) if service_of is None else server_of(llm, told, service_of=service_of)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
     until(lambda: server.started)
@@ -168,8 +168,9 @@ def running(llm: LLM, **settings: Any) -> Iterator[Running]:
             server.loop.call_soon_threadsafe(server.drain)
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-        assert not llm.engine.has_work
-        assert llm.engine.runner.cache.num_rows == 0
+        for each in engines or [llm]:
+            assert not each.engine.has_work
+            assert each.engine.runner.cache.num_rows == 0
         assert not server.service.gate.visits.total()
         assert not server.service.gate.held.total()
 

@@ -36,19 +36,23 @@ def build_llm(
 ) -> LLM:
     """The model and its drafter, loaded; a bar is shown where that takes long."""
     with LoadingBar(console) as bar:
-        return LLM(
-            options.spec,
-            options.draft,
-            speculation=options.speculation(),
-            verification=options.verification,
-            max_model_len=options.max_model_len,
-            max_num_seqs=max_num_seqs,
-            chunk_tokens=chunk_tokens,
-            prefix_cache=options.prefix_cache,
-            threads=options.loading.threads,
-            generation_config=options.generation_config,
-            progress=bar,
-        )
+        return LLM(**llm_arguments(options, max_num_seqs, chunk_tokens), progress=bar)
+
+
+def llm_arguments(options: ModelOptions, max_num_seqs: int, chunk_tokens: int | Literal["auto"]) -> dict[str, Any]:
+    """What the options are for an LLM."""
+    return {
+        "model": options.spec,
+        "draft": options.draft,
+        "speculation": options.speculation(),
+        "verification": options.verification,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "chunk_tokens": chunk_tokens,
+        "prefix_cache": options.prefix_cache,
+        "threads": options.loading.threads,
+        "generation_config": options.generation_config,
+    }
 
 
 def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -13,12 +15,14 @@ from forerun.config import AUTO
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, auto_or_whole, with_options
+from forerun.replicas.settings import ReplicaSettings, require_ray
 from forerun.serve.settings import ServeSettings, require_certificate, require_packages, served_name
 from forerun.streams import show_note, unfailing_stderr
 
 EXAMPLES = """
 forerun serve --model stdlib --draft model:stdlib-draft
 forerun serve --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram --port 8080 --max-num-seqs 32
+forerun serve --model stdlib --draft model:stdlib-draft --replicas 2
 forerun serve --model ./target --draft model:./draft --host 0.0.0.0 --api-keys keys.txt --tls-key k.pem --tls-cert c.pem
 """
 
@@ -81,9 +85,26 @@ class ServeOptions:
     log_format: Annotated[
         str, typer.Option(help="Form of the log's lines: text or json.", autocompletion=complete_from("text", "json"))
     ] = "text"
+    replicas: Annotated[
+        str,
+        typer.Option(help="Answer with N engines, or MIN:MAX as there is work, by Ray Serve. Needs forerun[ray]."),
+    ] = ""
+    ray: Annotated[
+        str, typer.Option(help="Ray cluster that runs them: auto or HOST:PORT; default: one of this machine alone.")
+    ] = ""
     otlp_traces_endpoint: Annotated[
         str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
     ] = ""
+
+    @property
+    def engines(self) -> ReplicaSettings | None:
+        """How many replicas are to answer, and where; None for one engine in this process."""
+        if not self.replicas:
+            if self.ray:
+                raise InvalidRequest("ray", f"{self.ray} goes with --replicas: say how many there are to be.")
+            return None
+        require_ray()
+        return ReplicaSettings.of(self.replicas, self.ray)
 
     @property
     def chunk(self) -> int | Literal["auto"]:
@@ -120,15 +141,17 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
     metrics and limits. Needs the extra forerun[serve].
     """
     require_packages()
-    settings = server.settings(where.model)
+    settings, engines = server.settings(where.model), server.engines
     with importing():
         from rich.console import Console
 
-        from forerun.commands.answering import build_llm
+        from forerun.commands.answering import build_llm, llm_arguments
+        from forerun.llm import LLM
         from forerun.serve.access import ApiKeys
         from forerun.serve.records import LOG_FORMATS, log_to_stderr, require_otel
         from forerun.serve.server import bound_socket
         from forerun.serve.server import serve as serve_until_told
+        from forerun.serve.service import Service
     log_format = next((form for form in LOG_FORMATS if form == server.log_format), None)
     if log_format is None:
         raise InvalidRequest("log_format", f"{server.log_format!r} must be one of {', '.join(LOG_FORMATS)}.")
@@ -140,8 +163,16 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
         ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
     sock = bound_socket(settings)
     log_to_stderr(log_format, server.access_log)
-    with sock:
-        llm = build_llm(where, Console(stderr=True), server.max_num_seqs, server.chunk)
+    with sock, ExitStack() as stack:
+        service_of: Callable[[LLM, ServeSettings], Service] = Service
+        if engines is None:
+            llm = stack.enter_context(build_llm(where, Console(stderr=True), server.max_num_seqs, server.chunk))
+        else:
+            from forerun.replicas.on_ray import replica_service
+
+            show_note(f"starting {server.replicas} replicas by Ray")
+            arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
+            llm, service_of = stack.enter_context(replica_service(arguments, engines, settings.drain_s))
         scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
 
@@ -149,7 +180,6 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
             show_note(f"{settings.model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}")
             show_note(f"page: {scheme}://{shown_host}:{port}/")
 
-        with llm:
-            status = serve_until_told(llm, settings, sock, started)
+        status = serve_until_told(llm, settings, sock, started, service_of)
     if status:
         raise typer.Exit(status)

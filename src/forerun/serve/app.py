@@ -178,13 +178,12 @@ class HttpRoutes:
 
     async def ready(self, request: Request) -> Response:
         """Whether new requests are taken."""
-        if self.service.gate.draining:
-            raise ApiError(503, "the server is shutting down.", code="shutting_down", kind="server_error")
+        await self.service.require_ready()
         return await self.health(request)
 
     async def metrics(self, request: Request) -> Response:
         """The metrics, for Prometheus."""
-        return Response(self.service.metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(await self.service.exposition(), media_type=CONTENT_TYPE)
 
     def tenant(self, request: Request) -> str:
         """Whose request it is. Raises the ApiError for 401 where that is not told."""
@@ -209,6 +208,7 @@ class HttpRoutes:
         raw = await self.service.uploads.read(request.stream())
         visit = self.service.gate.enter(tenant, arrived_s)
         visit.request_id, visit.traceparent = request.state.request_id, request.headers.get("traceparent", "")
+        visit.session_id = request.headers.get("x-session-id", "")
         return visit, raw
 
     def told(self, error: BaseException) -> ApiError:

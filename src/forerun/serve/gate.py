@@ -33,6 +33,7 @@ class OpenRequest:
     entered_s: float
     traceparent: str = ""  # the header of that name: whose trace it belongs to
     request_id: str = ""
+    session_id: str = ""  # the x-session-id header: what belongs together, for those who choose among engines
     turn: asyncio.Future[None] | None = None
     wanted: int = 0
     num_places: int = 0

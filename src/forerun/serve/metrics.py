@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,6 +27,15 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 MOST_POSITIONS = 16  # that samples are observed at
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
+
+@runtime_checkable
+class MetricReader(Protocol):
+    """Reads metrics whenever they are asked for."""
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of the moment."""
+        ...
 
 
 class EngineReader:
@@ -103,11 +112,11 @@ def labelled(
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a registry of their own; `reader` reads those of its engine."""
 
-    def __init__(self, llm: LLM, gate: Gate) -> None:
+    def __init__(self, reader: MetricReader) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineReader(llm, gate))
+        self.registry.register(reader)
 
         def histogram(name: str, text: str, buckets: Seq[float], *labels: str) -> Histogram:
             return Histogram(f"forerun:{name}", text, labels, buckets=buckets, registry=self.registry)

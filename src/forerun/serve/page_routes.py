@@ -66,7 +66,7 @@ def file_handler(content: bytes, kind: str) -> PageHandler:
 def settings_of(service: Service) -> dict[str, Any]:
     """What the page has to know: the model, what drafts, and the defaults of requests."""
     llm = service.llm
-    options, params = llm.engine.options, llm.get_default_sampling_params()
+    options, params = llm.options, llm.get_default_sampling_params()
     try:
         llm.tokenizer.template().require()
         chats = True

@@ -15,6 +15,7 @@ from forerun.errors import (
     InvalidRequest,
     OutOfMemory,
     PromptTooLong,
+    ReplicaLost,
     RequestFailed,
     TokenizerError,
     UnknownKeyword,
@@ -101,6 +102,8 @@ def problem_of(error: BaseException) -> ApiError:
     if isinstance(error, RequestFailed):
         message = f"the engine failed at this request and has ended it; others go on. {error}"
         return ApiError(500, message, code="round_failed", kind=FAULT_OF_SERVER)
+    if isinstance(error, ReplicaLost):
+        return ApiError(503, str(error), code="replica_lost", kind=FAULT_OF_SERVER)
     if isinstance(error, EngineClosed):
         return ApiError(503, CLOSED, code="engine_closed", kind=FAULT_OF_SERVER)
     if isinstance(error, ForerunError):

@@ -37,6 +37,7 @@ ATTRIBUTES = {  # of a span, by the names of what they tell
     "gen_ai.request.model": "model",
     "gen_ai.response.id": "id",
     "gen_ai.request.choice.count": "num_samples",
+    "gen_ai.conversation.id": "session_id",
     "gen_ai.usage.input_tokens": "num_prompt_tokens",
     "gen_ai.usage.output_tokens": "num_output_tokens",
     "gen_ai.latency.time_in_queue": "queue_s",
@@ -45,6 +46,7 @@ ATTRIBUTES = {  # of a span, by the names of what they tell
     **{f"forerun.{name}": name for name in ("outcome", "tenant", "request_id", "num_drafted", "num_accepted", "gain")},
 }
 EXTRA = "sending traces needs OpenTelemetry's SDK and its OTLP exporter: pip install 'forerun[otel]'"
+CHOSEN = ("request_id", "session_id")  # by clients: they may hold anything
 request_log = logging.getLogger(REQUESTS)
 
 
@@ -72,6 +74,7 @@ def record_of(visit: OpenRequest, writer: Writer, outcome: str) -> Record:
         "tokens_per_round": counts.tokens_per_round,
         "gain": counts.gain,
         "request_id": visit.request_id,
+        "session_id": visit.session_id or None,
     }
 
 
@@ -79,7 +82,7 @@ def log_request(record: Record) -> None:
     """Write the line of a request that was read, with as many digits as a log needs."""
     rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in record.items()}
     fields = {name: value for name, value in rounded.items() if name != "model"}
-    shown = {**fields, "request_id": json.dumps(record["request_id"])}  # a client may have chosen it
+    shown = {**fields, **{name: json.dumps(record[name]) for name in CHOSEN if record[name]}}
     text = " ".join(f"{name}={value}" for name, value in shown.items() if name != "outcome")
     request_log.info("%s %s", record["outcome"], text, extra={"fields": fields})
 

@@ -143,11 +143,16 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
         raise InvalidRequest(field, f"{where} cannot be listened on ({reason}): {fix}.") from error
 
 
-def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = lambda: None) -> DrainingServer:
+def server_of(
+    llm: LLM,
+    settings: ServeSettings,
+    started: Callable[[], None] = lambda: None,
+    service_of: Callable[[LLM, ServeSettings], Service] = Service,
+) -> DrainingServer:
     """The server of a loaded model. Raises InvalidRequest for keys or certificates that cannot be used."""
     if settings.tls_key is not None and settings.tls_certificate is not None:
         require_certificate(settings.tls_key, settings.tls_certificate)
-    service = Service(llm, settings)
+    service = service_of(llm, settings)
     config = uvicorn.Config(
         application(service),
         http="h11",
@@ -165,13 +170,19 @@ def server_of(llm: LLM, settings: ServeSettings, started: Callable[[], None] = l
     return DrainingServer(config, service, started)
 
 
-def serve(llm: LLM, settings: ServeSettings, sock: socket.socket, started: Callable[[], None]) -> int:
+def serve(
+    llm: LLM,
+    settings: ServeSettings,
+    sock: socket.socket,
+    started: Callable[[], None],
+    service_of: Callable[[LLM, ServeSettings], Service] = Service,
+) -> int:
     """Serve until a signal ends it; the exit status, 130 for Ctrl-C. `started` is called once it listens."""
     if not is_loopback(settings.host) and settings.api_keys is None:
         log.warning("Everybody who reaches %s is answered, since there is no --api-keys.", settings.host)
     if settings.api_keys is not None:
         warn_of_readers(settings.api_keys)
-    server = server_of(llm, settings, started)
+    server = server_of(llm, settings, started, service_of)
     gc.collect()
     gc.freeze()  # what is there now stays; to look through it takes 0.3 s, in which nobody is answered
     try:

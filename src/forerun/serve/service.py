@@ -7,13 +7,15 @@ import contextvars
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
+from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed
 from forerun.limits import shown
 from forerun.llm import LLM
@@ -25,7 +27,7 @@ from forerun.serve.envelope import written, written_pieces
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
-from forerun.serve.metrics import Metrics
+from forerun.serve.metrics import EngineReader, MetricReader, Metrics
 from forerun.serve.parse import prepared
 from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
 from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
@@ -50,6 +52,20 @@ WRITERS: Mapping[Endpoint, Callable[..., Writer]] = {
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class Front(Protocol):
+    """What stands between a service and what answers: `end` says why nothing is taken any more, None if it is."""
+
+    end: BaseException | None
+    closing: bool
+
+    def close(self) -> None:
+        """Stop; whoever still waits is told so."""
+
+    def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
+        """Raise an error to whoever follows these sequences."""
+
+
 class ClientGone(Exception):
     """The client went away before its answer was complete."""
 
@@ -60,21 +76,21 @@ class Service:
     The LLM belongs to the caller, who closes it after `close`.
     """
 
-    def __init__(self, llm: LLM, settings: ServeSettings) -> None:
+    def __init__(self, llm: LLM, settings: ServeSettings, front: Front | None = None) -> None:
         self.llm = llm
         self.settings = settings
         self.keys = ApiKeys() if settings.api_keys is None else ApiKeys.read(settings.api_keys)
-        places = llm.engine.options.max_num_seqs
+        places = llm.options.max_num_seqs
         self.gate = Gate(places, places + max(1, places // 4), settings.max_queue)
         self.uploads = Uploads(settings.max_body_bytes, BODY_S)
-        self.metrics = Metrics(llm, self.gate)
+        self.metrics = Metrics(self.reader())
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
         self.long_bodies = OneByOne()
         self.slow_bodies = ThreadPoolExecutor(NUM_SLOW_BODIES, "slow bodies")
         self.long_prompts = ThreadPoolExecutor(1, "long prompts")
         self.long_answers = ThreadPoolExecutor(1, "long answers")
-        self.front = AsyncLLM(llm)
+        self.front = AsyncLLM(llm) if front is None else front
         self.spans = SpanSink(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @property
@@ -158,12 +174,31 @@ class Service:
         answers = writer.answers
         with self.recorded(visit, writer), self.limited(visit, answers):
             await self.gate.place(visit, len(answers.sequences))
-            finished = partial(self.gate.free, visit)
-            async with aclosing(self.front.follow(answers.sequences, finished)) as deltas:
+            async with aclosing(self.follow(visit, answers)) as deltas:
                 async for delta in deltas:
                     answers.add(delta)
                     self.metrics.see(visit, delta, answers)
                     yield delta
+
+    def follow(self, visit: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
+        """The deltas of sequences that have places, from the engine."""
+        assert isinstance(self.front, AsyncLLM), "whoever brings another front follows it"
+        return self.front.follow(answers.sequences, partial(self.gate.free, visit))
+
+    def reader(self) -> MetricReader:
+        """What reads the engine's metrics."""
+        return EngineReader(self.llm, self.gate)
+
+    async def exposition(self) -> bytes:
+        """The metrics, as Prometheus reads them."""
+        return self.metrics.exposition()
+
+    async def require_ready(self) -> None:
+        """Raise the error for 503 where new requests are not taken."""
+        if self.gate.draining:
+            raise ApiError(503, "the server is shutting down.", code="shutting_down", kind=FAULT_OF_SERVER)
+        if not self.alive:
+            raise EngineClosed
 
     @contextmanager
     def recorded(self, visit: OpenRequest, writer: Writer) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ class ChatTemplate:
         self._origin = origin
         self._files = files or {}
         self._cure = cure
+
+    def __reduce__(self) -> Any:
+        """What a copy in another process is made of: the texts of the files, which may not be there."""
+        with suppress(ChatTemplateError):
+            declared = [{"name": name, "template": source} for name, source in self._named.items()]
+            return ChatTemplate, (declared, self._origin, None, self._cure)
+        return ChatTemplate, (self._declared, self._origin, self._files, self._cure)
 
     @classmethod
     def load(cls, folder: Path, declared: object, gguf_file: object = None) -> ChatTemplate:

@@ -11,7 +11,7 @@ import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -63,6 +63,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def __reduce__(self) -> Any:
+        """What a copy in another process is made of."""
+        return partial(Tokenizer, named=self._named, template=self._template), (self._backend,)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:

@@ -1,0 +1,218 @@
+"""ReplicaService: the server's side of several replicas.
+
+This file decides how a request reaches a replica, what becomes of it where that is lost, and how the metrics of all
+replicas become one page. The application, the gate and the answers' forms are those of a server with one engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from forerun.accept.delta import Delta
+from forerun.engine.sequence import Sequence
+from forerun.errors import AnswerDiffers, EngineClosed, ReplicaLost
+from forerun.llm import LLM
+from forerun.output import Answers
+from forerun.replicas.replica import Call, News
+from forerun.replicas.routes import Route
+from forerun.replicas.takeover import SampleReader
+from forerun.request import Request
+from forerun.serve.gate import Gate, OpenRequest
+from forerun.serve.problems import FAULT_OF_SERVER, ApiError
+from forerun.serve.service import Service
+from forerun.serve.settings import ServeSettings
+
+MOST_LOSSES = 5  # of replicas, before a request is taken to be what ends them
+RETRY_S = 0.1  # until a request that was lost is tried again, and longer after each time
+Outbox = asyncio.Queue[Delta | BaseException]
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Replicas(Protocol):
+    """The replicas of one model, which come and go."""
+
+    def answer(self, call: Call) -> AsyncGenerator[News, None]:
+        """One replica's answer to a call. Raises ReplicaLost where it goes away before it is complete."""
+        ...
+
+    async def readings(self) -> Mapping[str, Seq[Metric]]:
+        """The metrics of all replicas that can be asked, by their names."""
+        ...
+
+    async def num_running(self) -> int:
+        """How many replicas take requests."""
+        ...
+
+
+@dataclass(eq=False)
+class ReplicaFront:
+    """Follows requests in replicas; AsyncLLM has the like for one engine.
+
+    A request whose replica is lost is answered by another one. What its reader has is not told again.
+    """
+
+    replicas: Replicas
+    end: BaseException | None = None
+    closing: bool = False
+    outboxes: dict[int, Outbox] = field(default_factory=dict)  # by the first of their requests
+    num_taken_over: int = 0
+
+    def close(self) -> None:
+        """Take nothing more; requests under way get EngineClosed."""
+        self.closing, self.end = True, EngineClosed("the server was closed while the request ran.")
+        for outbox in self.outboxes.values():
+            outbox.put_nowait(EngineClosed("the server was closed while the request ran."))
+
+    def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
+        """Raise an error to whoever follows these sequences, which cancels them."""
+        outbox = self.outboxes.get(sequences[0].request_id)
+        if outbox is not None:
+            outbox.put_nowait(error)
+
+    async def follow(
+        self, answers: Answers, session: str = "", on_finish: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of all requests, each of which goes to a replica; closing the generator cancels them.
+
+        `on_finish` is called for each sample that is finished. The fingerprint of the answers is that of the replicas.
+        """
+        if self.end is not None:
+            raise EngineClosed("this server has shut down.") from self.end
+        outbox, key, num_open = Outbox(), answers.sequences[0].request_id, len(answers.sequences)
+        self.outboxes[key] = outbox
+
+        def tell(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                outbox.put_nowait(error)
+
+        tasks = [
+            asyncio.ensure_future(self.attend(request, samples, session, answers, outbox))
+            for request, samples in answers.requests
+        ]
+        for task in tasks:
+            task.add_done_callback(tell)
+        try:
+            while num_open:
+                news = await outbox.get()
+                if isinstance(news, BaseException):
+                    raise news
+                if news.finish_reason is not None:
+                    num_open -= 1
+                    on_finish()
+                yield news
+        finally:
+            del self.outboxes[key]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def attend(
+        self, request: Request, samples: Seq[Sequence], session: str, answers: Answers, outbox: Outbox
+    ) -> None:
+        """Put the deltas of one request into the outbox, from one replica after the other until it is answered."""
+        first, readers = samples[0], [SampleReader(sequence) for sequence in samples]
+        tokens, params = first.tokens[: first.num_prompt], replace(first.params, seed=first.seed)
+        asked = replace(request, prompt=None, prompt_token_ids=tuple(tokens), sampling_params=params)
+        call = Call(asked, Route.of(request.tenant, tokens, session, len(samples)))
+        for num_lost in range(1, MOST_LOSSES + 1):
+            try:
+                await self.read(call, readers, answers, outbox)
+                return
+            except AnswerDiffers:
+                raise
+            except ReplicaLost as error:
+                log.warning("A request goes to another replica: %s", error)
+                self.num_taken_over += 1
+            await asyncio.sleep(RETRY_S * num_lost)
+        message = f"{MOST_LOSSES} replicas were lost, one after the other, while they answered this request, so it is"
+        raise ReplicaLost(f"{message} not tried again: if others are answered, change it; the server's log says more.")
+
+    async def read(self, call: Call, readers: Seq[SampleReader], answers: Answers, outbox: Outbox) -> None:
+        """Put what one replica has to add into the outbox. Raises ReplicaLost where that is not the whole rest."""
+        for reader in readers:
+            reader.restart()
+        called_s = time.perf_counter()
+        async with aclosing(self.replicas.answer(call)) as answer:
+            async for news in answer:
+                if news.problem is not None:
+                    raise ApiError(**news.problem)
+                answers.fingerprint = news.fingerprint
+                for sample, state in news.states.items():
+                    sequence = readers[sample].sequence
+                    sequence.num_cached, sequence.pace = state.num_cached, state.pace
+                    sequence.prompt_logprobs = list(state.prompt_logprobs)
+                    sequence.started_s = sequence.started_s or called_s + state.queue_s
+                for delta in news.deltas:
+                    if (new := readers[delta.sample].take(delta)) is not None:
+                        outbox.put_nowait(new)
+        if not all(reader.finished for reader in readers):
+            raise ReplicaLost("the replica stopped before the answer was complete.")
+
+
+class ReplicaReader:
+    """The metrics of all replicas, each labelled with its replica's name, as they were when they were last read."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.readings: Mapping[str, Seq[Metric]] = {}
+        self.num_running = self.num_taken_over = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        families: dict[str, Metric] = {}
+        for replica, metrics in sorted(self.readings.items()):
+            for metric in metrics:
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    family.samples.append(sample._replace(labels=sample.labels | {"replica": replica}))
+        yield from families.values()
+        waiting = self.gate.num_waiting
+        yield GaugeMetricFamily("forerun:num_requests_queued", "Requests that wait for any replica.", value=waiting)
+        yield GaugeMetricFamily("forerun:num_replicas", "Replicas that take requests.", value=self.num_running)
+        text = "Times that a request went to another replica since its own was lost."
+        yield CounterMetricFamily("forerun:requests_taken_over", text, value=self.num_taken_over)
+
+
+class ReplicaService(Service):
+    """A service whose engines are replicas elsewhere; `llm` is a RemoteLLM of their model."""
+
+    def __init__(self, llm: LLM, settings: ServeSettings, replicas: Replicas) -> None:
+        self.replicas, self.replica_front = replicas, ReplicaFront(replicas)
+        super().__init__(llm, settings, self.replica_front)
+
+    def follow(self, visit: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
+        """The deltas of sequences that have places, from replicas."""
+        return self.replica_front.follow(answers, visit.session_id, partial(self.gate.free, visit))
+
+    def reader(self) -> ReplicaReader:
+        """What reads the metrics of the replicas."""
+        self.replica_reader = ReplicaReader(self.gate)
+        return self.replica_reader
+
+    async def exposition(self) -> bytes:
+        """The metrics of all replicas, and of this server."""
+        reader = self.replica_reader
+        reader.readings, reader.num_running = await asyncio.gather(
+            self.replicas.readings(), self.replicas.num_running()
+        )
+        reader.num_taken_over = self.replica_front.num_taken_over
+        return await super().exposition()
+
+    async def require_ready(self) -> None:
+        """Raise the error for 503 where new requests are not taken, or no replica is there to answer them."""
+        await super().require_ready()
+        if not await self.replicas.num_running():
+            message = "no replica is running: one is being started; see the server's log if that does not end."
+            raise ApiError(503, message, code="no_replica", kind=FAULT_OF_SERVER, retry_s=1)

@@ -1,0 +1,264 @@
+"""Replicas by Ray Serve: where they run, how they are chosen, and an application for clusters; the file that knows Ray.
+
+`forerun serve --replicas` starts the replicas and answers HTTP itself. In a cluster whose Serve applications are
+described by a file, such as a RayService of Kubernetes, `application` also makes the ingress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from prometheus_client.core import Metric
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from forerun.errors import EngineClosed, ForerunError, InvalidRequest, ReplicaLost
+from forerun.fields import short
+from forerun.llm import LLM
+from forerun.replicas.front import ReplicaService
+from forerun.replicas.replica import Call, News, RemoteLLM, Replica
+from forerun.replicas.routes import Route, RouteTable
+from forerun.replicas.settings import ReplicaSettings
+from forerun.serve.app import application as http_application
+from forerun.serve.settings import ServeSettings, served_name
+
+log = logging.getLogger(__name__)
+NAME = "replica"  # of the deployment
+READING_S = 5.0  # that replicas have to tell their metrics
+MOST_OPEN = 10_000  # requests that the ingress has; its gate is what bounds them
+LOST = "the replica that answered was lost ({}); Ray's log says more, and Ray starts another one."
+
+
+class RayReplica:
+    """A replica in a process of Ray's. A model that cannot be loaded is told to whoever asks what it is."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.problem: str | None = None
+        try:
+            llm = LLM(**arguments)
+        except ForerunError as error:
+            self.problem = f"{type(error).__name__}: {error}"
+            return
+        self.replica = Replica(llm, serve.get_replica_context().replica_id.unique_id)
+
+    async def described(self) -> dict[str, Any] | str:
+        """What a RemoteLLM is made of, or why the model cannot be loaded."""
+        return self.problem or self.replica.described()
+
+    async def reading(self) -> tuple[str, list[Metric]]:
+        """The name, and the metrics of the moment."""
+        return self.replica.reading()
+
+    async def answer(self, call: Call) -> AsyncGenerator[News, None]:
+        """The answer to a call."""
+        self.check_health()
+        async with aclosing(self.replica.answer(call)) as news:
+            async for each in news:
+                yield each
+
+    def check_health(self) -> None:
+        """Raise if the engine does not go on; Ray then starts another replica."""
+        if self.problem is not None:
+            raise EngineClosed(self.problem)
+        self.replica.check_health()
+
+
+class PrefixRouter(RequestRouter):
+    """Chooses among Ray's replicas by a RouteTable, with what is under way by its own count."""
+
+    def initialize_state(self, places: int) -> None:
+        """Begin, with replicas that answer so many samples at once."""
+        self.table = RouteTable(places)
+        self.under_way: dict[str, tuple[str, int]] = {}  # replica and samples, by request
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """All replicas, the best first."""
+        if pending_request is None or not pending_request.args:
+            return [candidate_replicas]
+        route, key = pending_request.args[0].route, pending_request.metadata.internal_request_id
+        self.under_way.pop(key, None)
+        by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
+        loads = dict.fromkeys(by_name, 0)
+        for name, num_samples in self.under_way.values():
+            if name in loads:
+                loads[name] += num_samples
+        ranked = self.table.ranked(route, loads)
+        self.take(pending_request, ranked[0], route)
+        pending_request.routing_context.should_backoff = True
+        pending_request.future.add_done_callback(lambda future: future.cancelled() and self.under_way.pop(key, None))
+        return [[by_name[name]] for name in ranked]
+
+    def take(self, request: PendingRequest, replica: str, route: Route) -> None:
+        """Count a request for a replica."""
+        self.under_way[request.metadata.internal_request_id] = replica, route.num_samples
+        self.table.note(route, replica)
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Note which replica a request went to."""
+        if pending_request.args:
+            self.take(pending_request, replica_id.unique_id, pending_request.args[0].route)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Count a request no longer."""
+        self.under_way.pop(internal_request_id, None)
+
+
+@dataclass(frozen=True)
+class RayReplicas:
+    """The replicas of one application, through Ray's handle."""
+
+    handle: DeploymentHandle[Any]
+    app: str
+
+    async def answer(self, call: Call) -> AsyncGenerator[News, None]:
+        """One replica's answer to a call. Raises ReplicaLost where it goes away before it is complete."""
+        answer = self.streaming.answer.remote(call)
+        try:
+            async for news in answer:
+                yield news
+        except (RayActorError, RayServeException, EngineClosed) as error:
+            raise ReplicaLost(LOST.format(type(error).__name__)) from error
+        except BaseException:
+            answer.cancel()
+            raise
+
+    @cached_property
+    def streaming(self) -> DeploymentHandle[Any]:
+        """The handle for answers in pieces."""
+        return self.handle.options(stream=True)
+
+    async def readings(self) -> dict[str, Seq[Metric]]:
+        """The metrics of all replicas that can be asked, by their names."""
+        with suppress(TimeoutError):
+            told = await self.handle.broadcast("reading").results_async(timeout_s=READING_S, return_exceptions=True)
+            return dict(each for each in told if not isinstance(each, BaseException))
+        return {}
+
+    async def num_running(self) -> int:
+        """How many replicas take requests."""
+        status = await asyncio.to_thread(serve.status)
+        return int(status.applications[self.app].deployments[NAME].replica_states.get("RUNNING", 0))
+
+
+def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float) -> Any:
+    """The deployment of replicas of LLM(**arguments)."""
+    places, resources = int(arguments.get("max_num_seqs", 16)), settings.resources(arguments, ray.cluster_resources())
+    scaling = None
+    if settings.least != settings.most:
+        scaling = AutoscalingConfig(
+            min_replicas=settings.least, max_replicas=settings.most, target_ongoing_requests=places
+        )
+    return (
+        serve.deployment(RayReplica)
+        .options(
+            name=NAME,
+            logging_config={"log_level": "WARNING"},
+            num_replicas=settings.least if scaling is None else None,
+            autoscaling_config=scaling,
+            max_ongoing_requests=2 * places,  # the gate bounds them before
+            ray_actor_options=resources,
+            request_router_config=RequestRouterConfig(
+                request_router_class="forerun.replicas.on_ray.PrefixRouter", request_router_kwargs={"places": places}
+            ),
+            graceful_shutdown_timeout_s=drain_s,
+            health_check_period_s=2.0,
+            health_check_timeout_s=30.0,
+        )
+        .bind({**arguments, "threads": max(1, int(resources["num_cpus"]))})
+    )
+
+
+def described(told: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """What a replica told of its model. Raises ForerunError where it could not be loaded."""
+    if isinstance(told, str):
+        raise ForerunError(f"the replicas cannot load the model. {told}")
+    return told
+
+
+@contextmanager
+def replica_service(
+    arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float
+) -> Iterator[tuple[RemoteLLM, Callable[[LLM, ServeSettings], ReplicaService]]]:
+    """Replicas of LLM(**arguments) while the context lasts: their model, and what makes a service of it.
+
+    They run in the cluster of the settings, or in one of this machine alone that ends with the context. Raises
+    ForerunError where the cluster is not there or the model cannot be loaded.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    app = f"forerun-{os.getpid()}"
+    with in_cluster(settings.address):
+        try:
+            handle = serve.run(deployment(arguments, settings, drain_s), name=app, route_prefix=None)
+            model = RemoteLLM(described(handle.described.remote().result()), settings.most)
+            yield model, partial(ReplicaService, replicas=RayReplicas(handle, app))
+        finally:
+            with suppress(RayServeException, RayActorError):
+                serve.delete(app)
+
+
+@contextmanager
+def in_cluster(address: str) -> Iterator[None]:
+    """Within it this process is one of a Ray cluster that has Serve: of one of its own without an address."""
+    quiet: dict[str, Any] = {"namespace": "forerun", "logging_level": logging.WARNING}
+    try:
+        if address:
+            ray.init(address, **quiet)
+        else:
+            ray.init("local", include_dashboard=False, **quiet)
+    except (ConnectionError, ValueError) as error:
+        raise InvalidRequest("ray", f"{address}: no Ray cluster is there ({short(error)}): start one.") from error
+    try:
+        serve.start(proxy_location="Disabled")
+        yield
+        if not address:
+            serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+async def ingress(scope: Any, receive: Any, send: Any) -> None:
+    """Answer one request of HTTP in the replica of the ingress that this is."""
+    await serve.get_replica_context().servable_object.app(scope, receive, send)
+
+
+class Ingress:
+    """The server's application, behind Ray's proxies."""
+
+    async def __init__(self, handle: DeploymentHandle[Any], settings: ServeSettings, most: int) -> None:  # type: ignore[misc]
+        model = described(await handle.described.remote())
+        replicas = RayReplicas(handle, serve.get_replica_context().app_name)
+        self.app = http_application(ReplicaService(RemoteLLM(model, most), settings, replicas))
+
+
+def application(arguments: Mapping[str, Any]) -> Any:
+    """A Serve application, as `import_path: forerun.replicas.on_ray:application` names it.
+
+    The arguments are those of LLM, such as `model`; those of ServeSettings, such as `allowed_hosts`; and `replicas`,
+    as the option --replicas has it.
+    """
+    names = {each.name for each in fields(ServeSettings)}
+    server = {name: value for name, value in arguments.items() if name in names}
+    rest = {name: value for name, value in arguments.items() if name not in names and name != "replicas"}
+    server["allowed_hosts"] = frozenset(server.get("allowed_hosts", ()))
+    server |= {"api_keys": Path(server["api_keys"])} if server.get("api_keys") else {}
+    server.setdefault("model_name", served_name(str(rest["model"])))
+    settings, bounds = ServeSettings(**server), ReplicaSettings.of(str(arguments.get("replicas", 1)))
+    front = serve.deployment(serve.ingress(ingress)(Ingress)).options(name="ingress", max_ongoing_requests=MOST_OPEN)
+    return front.bind(deployment(rest, bounds, settings.drain_s), settings, bounds.most)

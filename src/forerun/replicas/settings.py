@@ -1,0 +1,54 @@
+"""ReplicaSettings: how many replicas there are, where they run, and what each takes of its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from forerun.errors import InvalidRequest, MissingPackage
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """From `least` to `most` replicas, as many as there is work for.
+
+    `address` is a Ray cluster's; "auto" is that of this machine, and without one a cluster is started that has this
+    machine alone. Raises InvalidRequest naming the field.
+    """
+
+    least: int
+    most: int
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            problem = f"{self.least}:{self.most} must be two numbers from 1 on, the second not below the first."
+            raise InvalidRequest("replicas", problem)
+
+    @classmethod
+    def of(cls, replicas: str, address: str = "") -> ReplicaSettings:
+        """The settings for N or MIN:MAX replicas."""
+        least, _, most = replicas.partition(":")
+        if not (least.isdecimal() and (most or least).isdecimal()) or replicas.endswith(":"):
+            raise InvalidRequest("replicas", f"{replicas!r} must be a number, or the least and the most, as in 1:4.")
+        return cls(int(least), int(most or least), address)
+
+    def resources(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> dict[str, Any]:
+        """What one replica of LLM(**arguments) takes: its threads, otherwise an even share of the cluster's processors.
+
+        On a GPU it takes one.
+        """
+        threads = arguments.get("threads")
+        share = max(0.1, cluster.get("CPU", 1.0) / self.most)
+        takes: dict[str, Any] = {"num_cpus": threads or (int(share) if share >= 1 else round(share - 0.05, 1))}
+        if str(getattr(arguments.get("model"), "device", arguments.get("device")) or "").startswith("cuda"):
+            takes["num_gpus"] = 1
+        return takes
+
+
+def require_ray() -> None:
+    """Raise MissingPackage where Ray Serve is not installed."""
+    if find_spec("ray") is None or find_spec("ray.serve") is None:
+        raise MissingPackage("replicas need Ray Serve, which is not installed: pip install 'forerun[ray]'")

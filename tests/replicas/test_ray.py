@@ -1,0 +1,100 @@
+"""Replicas by Ray: every answer is one engine's, while replicas are killed; metrics, sessions, and a page for all.
+
+Ray is not needed to work on anything else, so where it is not installed these tests are skipped.
+"""
+
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kit.servers import events_of, httpx, library_answer, started
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
+psutil = pytest.importorskip("psutil", reason="psutil is not installed: pip install -e '.[dev]'")
+pytestmark = pytest.mark.full
+NUM_CLIENTS = 32
+PATIENCE_S = 240.0
+BODIES: list[dict[str, Any]] = [
+    {"prompt": prompt, "max_tokens": 48, "seed": seed, "temperature": temperature, "ignore_eos": True}
+    for seed, prompt in enumerate(("Once upon a time", "The dog ran", "Lily and Ben", "One day, a big"))
+    for temperature in (0.0, 1.0)
+]
+RETURNED = {"return_token_ids": True}
+
+
+def replica_processes(server: subprocess.Popen[str]) -> list[Any]:
+    """The processes of the replicas."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    return [each for each in children if "ServeReplica" in "".join(each.cmdline()[:1])]
+
+
+def tokens_of(url: str, body: dict[str, Any], stream: bool, session: str = "") -> list[int]:
+    """The token ids of an answer, whole or as a stream, which may have no error in it."""
+    headers = {"x-session-id": session} if session else {}
+    with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False, headers=headers) as http:
+        answer = http.post("/v1/completions", json=body | RETURNED | {"stream": stream})
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+        events = events_of(answer.text)
+        assert not [event for event in events if "error" in event], answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+        return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The command with so many replicas, of 8 places each."""
+    process, url = started("--replicas", str(request.param), "--max-num-seqs", "8", "--max-queue", "256")
+    assert process.stderr is not None
+    threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+    try:
+        yield url, process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+
+
+def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str, subprocess.Popen[str]]) -> None:
+    url, process = server
+    wanted = [list(library_answer(body).outputs[0].token_ids) for body in BODIES]
+    num_killed, end_s = 0, time.monotonic() + 40
+    over, chance = threading.Event(), random.Random(1)
+
+    def ask(client: int) -> int:
+        num_asked, turn = 0, random.Random(client)
+        while time.monotonic() < end_s:
+            number = turn.randrange(len(BODIES))
+            assert tokens_of(url, BODIES[number], stream=turn.random() < 0.5) == wanted[number]
+            num_asked += 1
+        return num_asked
+
+    def kill() -> None:
+        nonlocal num_killed
+        while not over.wait(chance.uniform(1.0, 4.0)):
+            there = replica_processes(process)
+            if there:
+                chance.choice(there).kill()
+                num_killed += 1
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            num_answered = sum(pool.map(ask, range(NUM_CLIENTS)))
+    finally:
+        over.set()
+        killer.join()
+    metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+    taken_over = float(metrics.split("\nforerun:requests_taken_over_total ")[1].split()[0])
+    print(f"{num_answered} answers, {num_killed} replicas killed, {taken_over:.0f} requests taken over")
+    assert num_killed >= 3
+    assert taken_over > 0
+    assert num_answered >= NUM_CLIENTS
