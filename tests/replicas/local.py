@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from forerun.errors import ReplicaLost
 from forerun.llm import LLM
 from forerun.replicas.front import ReplicaService
-from forerun.replicas.replica import Call, News, RemoteLLM, Replica
+from forerun.replicas.replica import Call, RemoteLLM, Replica, ReplicaNews
 from forerun.replicas.routes import RouteTable
 from kit.servers import Running, drafting, running
 
@@ -31,7 +31,7 @@ class LocalReplicas:
     took: list[str] = field(default_factory=list)  # the replica of each call
     table: RouteTable = field(default_factory=lambda: RouteTable(4))
 
-    async def answer(self, call: Call) -> AsyncGenerator[News, None]:
+    async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         call, loss = copied(call), self.losses.pop(0) if self.losses else None
         name = self.table.ranked(call.route, dict.fromkeys(self.there, 0))[0 if loss is None else -1]
         self.table.note(call.route, name)

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.accept.delta import Delta
 from forerun.errors import OutOfMemory
-from forerun.replicas.replica import News
+from forerun.replicas.replica import ReplicaNews
 from kit.servers import OK, events_of, expected, library_answer, until
 from replicas.local import LocalReplicas, replicated
 
@@ -92,7 +92,7 @@ def test_a_begun_stream_that_cannot_go_on_ends_with_the_error(server: Served, mo
         async for news in honest(call):
             yield news if first else changed(news)
 
-    def changed(news: News) -> News:
+    def changed(news: ReplicaNews) -> ReplicaNews:
         return replace(news, deltas=[with_other_tokens(delta) for delta in news.deltas])
 
     def with_other_tokens(delta: Delta) -> Delta:

@@ -23,7 +23,7 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import AnswerDiffers, EngineClosed, ReplicaLost
 from forerun.llm import LLM
 from forerun.output import Answers
-from forerun.replicas.replica import Call, News
+from forerun.replicas.replica import Call, ReplicaNews
 from forerun.replicas.routes import Route
 from forerun.replicas.takeover import SampleReader
 from forerun.request import Request
@@ -34,7 +34,7 @@ from forerun.serve.settings import ServeSettings
 
 MOST_LOSSES = 5  # of replicas, before a request is taken to be what ends them
 RETRY_S = 0.1  # until a request that was lost is tried again, and longer after each time
-Outbox = asyncio.Queue[Delta | BaseException]
+DeltaQueue = asyncio.Queue[Delta | BaseException]
 log = logging.getLogger(__name__)
 
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 class Replicas(Protocol):
     """The replicas of one model, which come and go."""
 
-    def answer(self, call: Call) -> AsyncGenerator[News, None]:
+    def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         """One replica's answer to a call. Raises ReplicaLost where it goes away before it is complete."""
         ...
 
@@ -65,7 +65,7 @@ class ReplicaFront:
     replicas: Replicas
     end: BaseException | None = None
     closing: bool = False
-    outboxes: dict[int, Outbox] = field(default_factory=dict)  # by the first of their requests
+    outboxes: dict[int, DeltaQueue] = field(default_factory=dict)  # by the first of their requests
     num_taken_over: int = 0
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class ReplicaFront:
         """
         if self.end is not None:
             raise EngineClosed("this server has shut down.") from self.end
-        outbox, key, num_open = Outbox(), answers.sequences[0].request_id, len(answers.sequences)
+        outbox, key, num_open = DeltaQueue(), answers.sequences[0].request_id, len(answers.sequences)
         self.outboxes[key] = outbox
 
         def tell(task: asyncio.Task[None]) -> None:
@@ -119,7 +119,7 @@ class ReplicaFront:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def attend(
-        self, request: Request, samples: Seq[Sequence], session: str, answers: Answers, outbox: Outbox
+        self, request: Request, samples: Seq[Sequence], session: str, answers: Answers, outbox: DeltaQueue
     ) -> None:
         """Put the deltas of one request into the outbox, from one replica after the other until it is answered."""
         first, readers = samples[0], [SampleReader(sequence) for sequence in samples]
@@ -139,7 +139,7 @@ class ReplicaFront:
         message = f"{MOST_LOSSES} replicas were lost, one after the other, while they answered this request, so it is"
         raise ReplicaLost(f"{message} not tried again: if others are answered, change it; the server's log says more.")
 
-    async def read(self, call: Call, readers: Seq[SampleReader], answers: Answers, outbox: Outbox) -> None:
+    async def read(self, call: Call, readers: Seq[SampleReader], answers: Answers, outbox: DeltaQueue) -> None:
         """Put what one replica has to add into the outbox. Raises ReplicaLost where that is not the whole rest."""
         for reader in readers:
             reader.restart()

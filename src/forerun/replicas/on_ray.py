@@ -30,7 +30,7 @@ from forerun.errors import EngineClosed, ForerunError, InvalidRequest, ReplicaLo
 from forerun.fields import short
 from forerun.llm import LLM
 from forerun.replicas.front import ReplicaService
-from forerun.replicas.replica import Call, News, RemoteLLM, Replica
+from forerun.replicas.replica import Call, RemoteLLM, Replica, ReplicaNews
 from forerun.replicas.routes import Route, RouteTable
 from forerun.replicas.settings import ReplicaSettings
 from forerun.serve.app import application as http_application
@@ -63,7 +63,7 @@ class RayReplica:
         """The name, and the metrics of the moment."""
         return self.replica.reading()
 
-    async def answer(self, call: Call) -> AsyncGenerator[News, None]:
+    async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         """The answer to a call."""
         self.check_health()
         async with aclosing(self.replica.answer(call)) as news:
@@ -126,7 +126,7 @@ class RayReplicas:
     handle: DeploymentHandle[Any]
     app: str
 
-    async def answer(self, call: Call) -> AsyncGenerator[News, None]:
+    async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         """One replica's answer to a call. Raises ReplicaLost where it goes away before it is complete."""
         answer = self.streaming.answer.remote(call)
         try:

@@ -1,6 +1,6 @@
 """Replica: one engine that answers for a server in another process; and what that server has to know of its model.
 
-What goes between the two processes is defined here: a Call, and the News of its answer.
+What goes between the two processes is defined here: a Call, and the ReplicaNews of its answer.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SampleState:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ReplicaNews:
     """The next deltas of an answer, with the states of the samples that began or ended in them.
 
     `problem` is what ended the request instead: the arguments of an ApiError.
@@ -125,7 +125,7 @@ class Replica:
         if self.front.end is not None:
             raise EngineClosed(f"the engine of replica {self.name} has stopped.") from self.front.end
 
-    async def answer(self, call: Call) -> AsyncGenerator[News, None]:
+    async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         """The answer to a call; closing the generator cancels it. Raises EngineClosed where another has to answer."""
         came_s, begun = time.perf_counter(), set[int]()
         try:
@@ -135,7 +135,7 @@ class Replica:
                     changed = {delta.sample for delta in each if delta.sample not in begun or delta.finish_reason}
                     begun |= changed
                     states = {sample: SampleState.of(sequences[sample], came_s) for sample in changed}
-                    yield News(self.name, self.llm.fingerprint, each, states)
+                    yield ReplicaNews(self.name, self.llm.fingerprint, each, states)
         except EngineClosed:
             raise
         except ForerunError as error:
@@ -143,7 +143,7 @@ class Replica:
             if problem.status >= 500:
                 log.error("A request failed: %s", error)
             told = {name: getattr(problem, name) for name in ("status", "message", "code", "param", "kind")}
-            yield News(self.name, self.llm.fingerprint, problem=told)
+            yield ReplicaNews(self.name, self.llm.fingerprint, problem=told)
 
 
 async def gathered(items: AsyncGenerator[T, None]) -> AsyncGenerator[list[T], None]:
