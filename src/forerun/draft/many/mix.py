@@ -317,17 +317,23 @@ def resumed(members: Sequence[int], parts: Mapping[int, Draft], columns: int) ->
 
 def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftPlan:
     """`mix[A,B,...]`: several drafters at once, of which each round and sequence takes one, or all of them merged."""
-    if len(spec.members) < 2:
-        refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
-    if any(member.name == spec.name for member in spec.members):
-        flat = [one for member in spec.members for one in (member.members if member.name == spec.name else (member,))]
-        refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
-    plans, names = member_plans(spec, context, plan), list[str]()
-    for member in spec.members:
-        names.append(free_name(str(member), names))
+    names, plans = member_names(spec), member_plans(spec, context, plan)
 
     def build(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Drafter:
         members = [each.build(cache_tokens, progress, target) for each in plans]
         return MixDrafter([member for member in members if member is not None], names)
 
     return replace(joined_plans(plans, build), num_members=len(plans))
+
+
+def member_names(spec: DraftSpec) -> list[str]:
+    """What the members of `mix[A,B,...]` are called. Raises UnknownDrafter for what is no mix."""
+    if len(spec.members) < 2:
+        refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
+    if any(member.name == spec.name for member in spec.members):
+        flat = [one for member in spec.members for one in (member.members if member.name == spec.name else (member,))]
+        refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
+    names: list[str] = []
+    for member in spec.members:
+        names.append(free_name(str(member), names))
+    return names

@@ -24,6 +24,7 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, padded
 
 Ngram = tuple[int, ...]
+LONGEST_MATCH = 4  # unless told
 BELIEF, WEIGHT = 0.5, 4.0  # how often a match is right where nothing is known, and how many matches that counts as
 FADING = 0.999  # what counts of other texts' matches after each further one
 
@@ -93,7 +94,7 @@ class NgramDrafter:
     taps: tuple[int, ...] = ()
     names: tuple[str, ...] = ("ngram",)
 
-    def __init__(self, max_n: int = 4, min_n: int = 1) -> None:
+    def __init__(self, max_n: int = LONGEST_MATCH, min_n: int = 1) -> None:
         assert 1 <= min_n <= max_n, f"n-grams of {min_n} to {max_n} tokens"
         self.min_n = min_n
         self.max_n = max_n
@@ -198,10 +199,15 @@ class NgramDrafter:
 
 def plan_ngram(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`ngram[:N]`: prompt lookup with matches of up to N tokens. Needs hardly any memory."""
+    longest = longest_match(spec)
+    return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter(max_n=longest))
+
+
+def longest_match(spec: DraftSpec) -> int:
+    """The N of `ngram[:N]`. Raises UnknownDrafter for what is no such thing."""
     refuse_members(spec)
     if spec.argument is None:
-        return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter())
+        return LONGEST_MATCH
     if not spec.argument.isdecimal() or int(spec.argument) < 1:
         refuse(spec, "the argument is the longest match in tokens, a whole number of at least 1, as in ngram:5")
-    longest = int(spec.argument)
-    return DraftPlan({}, lambda _tokens, _progress, _target: NgramDrafter(max_n=longest))
+    return int(spec.argument)

@@ -251,16 +251,18 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
     `suffix:DIR`: past answers are not stored, and beside them counts what the folder's n-grams say.
     """
-    refuse_members(spec)
-    file = table = None
-    if spec.argument is not None:
-        path, vocabulary = Path(spec.argument).expanduser(), context.tokenizer.fingerprint()
-        if path.is_dir():
-            table = NgramTable.read(path, vocabulary)
-        else:
-            file = PastFile(path, vocabulary)
+    file, table = files_of(spec, context.tokenizer.fingerprint)
 
     def build(granted: CacheTokens, _progress: ProgressCallback | None, _target: Runner) -> SuffixDrafter:
         return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file), table)
 
     return DraftPlan({}, build, remembered_bytes={PAST: MAX_BYTES})
+
+
+def files_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> tuple[PastFile | None, NgramTable | None]:
+    """The file of past answers, or the table, that `suffix[:FILE|DIR]` names; `vocabulary` is what they must be of."""
+    refuse_members(spec)
+    if spec.argument is None:
+        return None, None
+    path = Path(spec.argument).expanduser()
+    return (None, NgramTable.read(path, vocabulary())) if path.is_dir() else (PastFile(path, vocabulary()), None)

@@ -1,0 +1,172 @@
+"""Chain rounds: drafts for an engine that reads the guesses itself, one chain a row.
+
+This file decides what a drafter and the controller are told of an engine that is not forerun's: what became final shows
+in the rows' texts, and the time of a round is that from one call to the next. Verification and caches are the other
+engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.cache.paged import Spare
+from forerun.config import Speculation
+from forerun.control.controller import Controller, Load
+from forerun.control.measured import MeasuredDepth
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Drafter
+from forerun.guard import attempt
+from forerun.inside.row_texts import EngineRow, KnownText, RowTexts, grow
+from forerun.sampling.draws import Draws
+from forerun.sampling.params import SamplingParams
+from forerun.sampling.transforms import RowSampling
+from forerun.tree import HostTree
+
+PLENTY = 1 << 30  # of the other engine's cache, whose room it minds itself
+UNKNOWN = -2  # in the place of a row's drafter, of whose guesses nobody can say what became
+GREEDY = SamplingParams(temperature=0)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenChain:
+    """What was given for a row: its guesses, and the member of a mix that guessed them."""
+
+    guesses: Sequence[int]
+    drafter: int
+
+    def outcome(self, seq_id: int, gained: Sequence[int] | None) -> RowOutcome:
+        """What became of it in a text that gained these tokens; None where that is not known."""
+        if gained is None:
+            return RowOutcome(seq_id, 0, 0, 0, 0, UNKNOWN)
+        drafted, accepted = len(self.guesses), min(len(self.guesses), len(gained) - 1)
+        return RowOutcome(seq_id, drafted, min(drafted, accepted + 1), accepted, len(gained), self.drafter)
+
+
+@dataclass(slots=True)
+class ChainRounds:
+    """One engine's drafts. `depth` is the most guesses of a chain, `max_length` the longest text.
+
+    `tenant` is whose past answers drafters may use, in a text of anybody; None for nobody's.
+    """
+
+    drafter: Drafter
+    depth: int
+    vocab_size: int
+    max_length: int
+    max_num_rows: int
+    speculation: Speculation = field(default_factory=Speculation)
+    tenant: str | None = None
+    controller: Controller = field(default_factory=MeasuredDepth)
+    texts: RowTexts = field(init=False)
+    given: dict[int, GivenChain] = field(default_factory=dict)  # in the last call, by text
+    draft_s: float = 0.0  # what the last call took
+    drafter_s: Sequence[float] = ()
+    ended_s: float = 0.0
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        self.texts = RowTexts(most_absent=self.max_num_rows)
+
+    def propose(self, rows: Mapping[int, EngineRow], reads: bool) -> dict[int, list[int]]:
+        """Guesses for these rows, by number; `reads`: whether others read prompts beside them in the last round.
+
+        Where the drafter raises, drafting ends for good, and the log says so.
+        """
+        drafts: dict[int, list[int]] = {}
+        if not self.broken and (error := attempt(lambda: drafts.update(self.round(rows, reads)))) is not None:
+            self.broken = True
+            log.warning("Drafting is switched off: the drafter %s failed.", self.drafter.names[0], exc_info=error)
+            drafts = {}
+        return drafts
+
+    def round(self, rows: Mapping[int, EngineRow], reads: bool) -> dict[int, list[int]]:
+        """Learn from the round that is over, and guess for the next."""
+        began_s = time.perf_counter()
+        texts, forgotten = self.texts.follow(rows)
+        known = [len(text.ids) for text in texts]
+        gained = [grow(text, row.ids) for text, row in zip(texts, rows.values(), strict=True)]
+        self.record(texts, gained, began_s - self.ended_s, reads or not all(known))
+        self.drafter.observe(self.news(texts, known))
+        if forgotten:
+            self.drafter.forget(forgotten)
+        budgets = self.budgets(texts)
+        chains: Sequence[list[int]] = [[]] * len(texts)
+        self.drafter_s = ()
+        if any(budget.depth for budget in budgets):
+            draft = self.drafter.propose(self.draws(texts), budgets)
+            chains = [self.chain(tree, budget) for tree, budget in zip(draft.tree.host(), budgets, strict=True)]
+            self.drafter_s = draft.drafter_s
+        self.given = {
+            text.id: GivenChain(chain, budget.drafter if budget.depth else -1)
+            for text, chain, budget in zip(texts, chains, budgets, strict=True)
+        }
+        self.ended_s = time.perf_counter()
+        self.draft_s = self.ended_s - began_s
+        return dict(zip(rows, chains, strict=True))
+
+    def record(self, texts: Sequence[KnownText], gained: Sequence[Sequence[int]], pass_s: float, reads: bool) -> None:
+        """Let the controller learn from the last round: what was accepted shows in what the texts gained.
+
+        Of a text that ended nobody says what it gained. The time of a round counts where its rows are the same now,
+        and no prompts were read beside.
+        """
+        gains = {text.id: tokens for text, tokens in zip(texts, gained, strict=True)}
+        rows = [given.outcome(seq_id, gains.get(seq_id)) for seq_id, given in self.given.items()]
+        usual = not reads and list(gains) == list(self.given)
+        if rows:
+            outcome = Outcome(rows, 0, self.draft_s, pass_s, drafter_s=self.drafter_s, captured=not usual)
+            self.controller.record(outcome)
+
+    def news(self, texts: Sequence[KnownText], known: Sequence[int]) -> Committed:
+        """What became final. The last token of a text is its root, which is told with the next."""
+        tokens: list[int] = []
+        offsets = [0]
+        for text, length in zip(texts, known, strict=True):
+            tokens += text.tokens[max(0, length - 1) : -1]
+            offsets.append(len(tokens))
+        return Committed(
+            seq_ids=[text.id for text in texts],
+            tokens=tokens,
+            offsets=offsets,
+            roots=[text.tokens[-1] for text in texts],
+            tenants=[self.tenant] * len(texts),
+            num_prompts=[text.num_prompt for text in texts],
+        )
+
+    def budgets(self, texts: Sequence[KnownText]) -> Sequence[Budget]:
+        """How far to draft each text."""
+        ids = [text.id for text in texts]
+        load = Load(
+            seq_ids=ids,
+            speculations=[self.speculation] * len(texts),
+            rooms=[max(0, min(self.depth, self.max_length - len(text.tokens) - 1)) for text in texts],
+            num_prompt_tokens=0,
+            num_context=sum(len(text.tokens) for text in texts),
+        )
+        if not texts or self.controller.skips(load):
+            return [NO_DRAFT] * len(texts)
+        spare = Spare(own=dict.fromkeys(ids, 0), num_blocks=PLENTY, block_size=PLENTY)
+        return self.controller.budgets(load, self.drafter.outlook(ids), spare)
+
+    def draws(self, texts: Sequence[KnownText]) -> Draws:
+        """What drafters know of a round: the texts. Those that copy text draw nothing."""
+        return Draws([RowSampling(t.id, GREEDY, 0, 0, t.tokens, t.num_prompt) for t in texts], self.vocab_size)
+
+    def chain(self, tree: HostTree, budget: Budget) -> list[int]:
+        """The likeliest path of a tree, within the budget and up to the first guess that is no token.
+
+        Of several children the first is the likeliest.
+        """
+        path: list[int] = []
+        node = 0
+        for child, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+            if child and parent == node:
+                if len(path) == min(budget.depth, self.depth) or not 0 <= token < self.vocab_size:
+                    break
+                path.append(token)
+                node = child
+        return path

