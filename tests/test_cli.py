@@ -412,7 +412,7 @@ def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
 
 def test_every_command_that_drafts_takes_an_adapter() -> None:
     assert ModelOptions("m", draft="early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
-    assert ProveOptions("m", "early-exit:2", Path("p.txt"), adapter=Path("DIR")).draft == "early-exit:2:DIR"
+    assert ProveOptions(Path("p.txt"), "m", "early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
     assert BenchOptions(draft="early-exit:2", adapter=Path("a,b")).draft == 'early-exit:"2:a,b"'
     for command in cli.app.registered_commands:
         names = inspect.signature(command.callback).parameters  # type: ignore[arg-type]

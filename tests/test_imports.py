@@ -38,6 +38,7 @@ ORDER = """
     bench
     tune
     traffic train
+    remote
     demo
     options page
     commands

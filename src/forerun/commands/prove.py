@@ -1,11 +1,12 @@
 """`forerun prove`: shows on the user's model that speculation does not change the output.
 
 This file decides the options and the exit status: 0 where every check holds, 1 where one fails. `forerun.prove` decides
-what is run and concluded.
+what is run and concluded; for a server it is `forerun.remote`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -14,7 +15,9 @@ import typer
 
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
+from forerun.commands.remote import RemoteOptions
 from forerun.config import DEFAULT_DEPTH, Speculation
+from forerun.errors import InvalidRequest
 from forerun.options import (
     REQUIRED_DRAFT,
     AdapterOption,
@@ -30,6 +33,7 @@ from forerun.streams import show_note
 EXAMPLES = """
 forerun prove --model stdlib --draft model:stdlib-draft --prompts prompts.txt
 forerun prove --model stdlib --draft ngram --prompts prompts.jsonl --thorough -o proof.json
+forerun prove --server http://gpu:8000 --plain http://gpu:8001 --prompts prompts.jsonl
 """
 
 
@@ -39,9 +43,9 @@ class ProveOptions:
 
     TITLE: ClassVar[str] = "Proof"
 
-    model: ModelOption
-    draft: Annotated[str, REQUIRED_DRAFT]
     prompts: Annotated[Path, typer.Option(help="A .jsonl with prompt, text or turns in each line, or a .txt.")]
+    model: ModelOption = ""
+    draft: Annotated[str | None, REQUIRED_DRAFT] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests per run; prompts repeat where there are fewer.")] = 8
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens per request.")] = 48
     depth: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = DEFAULT_DEPTH
@@ -57,13 +61,35 @@ class ProveOptions:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
 
+@dataclass(frozen=True, slots=True)
+class ServerProveOptions(RemoteOptions):
+    """Those of any server, and what it is compared with."""
+
+    plain: Annotated[
+        str | None, typer.Option(help="With --server: a server of the same model without speculation.")
+    ] = None
+    plain_model: Annotated[str, typer.Option(help="Name of the model there, if it is another one.")] = ""
+    chat: Annotated[
+        bool, typer.Option("--chat", help="With --server: ask for chat completions; prompts become messages.")
+    ] = False
+
+
 @with_options(EXAMPLES)
-def prove(options: ProveOptions, output: OutputOptions) -> None:
+def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptions) -> None:
     """Prove on your own model that speculation does not change the answers.
 
-    Status 0: everything holds. Status 1: something does not.
+    With --server it is any OpenAI-compatible server that is asked, and compared with the same model without
+    speculation. Status 0: everything holds. Status 1: something does not, or differs for reasons that are not known.
     """
     result = Result.of(output)
+    if remote.server is not None:
+        holds = prove_remote(options, remote, result)
+        raise typer.Exit(0 if holds else 1)
+    if remote.plain is not None:
+        raise InvalidRequest("plain", f"{remote.plain!r} goes with --server: name the server that speculates.")
+    if not options.model or options.draft is None:
+        missing = "draft" if options.model else "model"
+        raise InvalidRequest(missing, "there is none: name a model and a draft, or a server by --server URL.")
     with importing():
         from rich.console import Console
 
@@ -104,3 +130,35 @@ def prove(options: ProveOptions, output: OutputOptions) -> None:
         Console().print(proof_card(report))
     result.tell(report.as_object())
     raise typer.Exit(0 if report.holds else 1)
+
+
+def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Result) -> bool:
+    """Compare servers in place of drafted and plain runs; whether it holds.
+
+    Raises InvalidRequest for options that go with a model alone.
+    """
+    usual = ProveOptions(options.prompts)
+    for name in ("model", "draft", "depth", "width", "loading", "max_model_len", "adapter"):
+        if getattr(options, name) != getattr(usual, name):
+            raise InvalidRequest(name, f"--server {remote.server} has its own: leave it out.")
+    with importing():
+        from rich.console import Console
+
+        from forerun.bench.material import read_passages
+        from forerun.progress import LoadingBar
+        from forerun.prove.workload import ProofWorkload
+        from forerun.remote.proof import ServerProofWorkload, prove_server
+        from forerun.remote.proof_show import server_proof_card
+        from forerun.traffic.client import require_client
+    require_client("forerun prove --server", "prometheus_client")
+    asked = ProofWorkload(options.num_prompts, options.max_tokens, num_texts=options.num_texts, seed=options.seed)
+    asked = asked.thorough() if options.thorough else asked
+    workload = ServerProofWorkload(asked.num_prompts, asked.max_tokens, asked.num_texts, asked.num_openings, asked.seed)
+    address, plain = remote.addresses(remote.chat, remote.plain, "plain", remote.plain_model)
+    prompts = read_passages(options.prompts)
+    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+        proof = asyncio.run(prove_server(address, plain, prompts, workload, bar))
+    if not result.as_json:
+        Console(highlight=False).print(server_proof_card(proof))
+    result.tell(proof.as_object())
+    return proof.holds

@@ -1,11 +1,12 @@
 """`forerun tune`: which drafter helps on the user's model, machine and prompts, how deep, and at what memory.
 
 This file decides the options, the files in the folder, and the exit status: 0, or 1 where tokens differ from those of
-plain decoding. `forerun.tune` decides what is measured.
+plain decoding. `forerun.tune` decides what is measured; for a server it is `forerun.remote`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forerun.commands.bench import MeasurementOptions, json_object
+from forerun.commands.bench import MeasurementOptions, json_object, numbers
 from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
-from forerun.options import DRAFTERS, MODEL, OutputOptions, with_options
+from forerun.commands.remote import RemoteOptions
+from forerun.errors import InvalidRequest
+from forerun.models.bundled import TARGET
+from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options
 from forerun.settings_file import written_settings
 from forerun.store import writable
 from forerun.tune.settings import TuneSettings
@@ -30,6 +34,7 @@ EXAMPLES = """
 forerun tune --model stdlib --drafts model:stdlib-draft ngram suffix
 forerun tune --model ./target --drafts model:./draft ngram early-exit:auto --prompts mine.jsonl --batch 1,8,32
 forerun tune --model ./target --drafts ngram suffix --replay answers.jsonl --out tuned
+forerun tune --server http://gpu:8000 --against http://gpu:8001 --prompts mine.jsonl --clients 1,8,32
 """
 
 
@@ -45,9 +50,22 @@ class TuneOptions(MeasurementOptions):
     out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path("tuned")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerTuneOptions(RemoteOptions):
+    """Those of any server, and what it is compared with."""
+
+    against: Annotated[
+        str | None, typer.Option(help="With --server: a server of the same model without speculation.")
+    ] = None
+    against_model: Annotated[str, typer.Option(help="Name of the model there, if it is another one.")] = ""
+    clients: Annotated[str, typer.Option(help="With --server: requests at once, as in 1,8,32.")] = "1,4,16"
+    body: Annotated[str, typer.Option(help="With --server: further fields of every request, as a JSON object.")] = "{}"
+
+
 @with_options(EXAMPLES)
 def tune(
     options: TuneOptions,
+    remote: ServerTuneOptions,
     output: OutputOptions,
     drafts: Annotated[
         list[str] | None, typer.Option("--drafts", "-d", help=f"Drafters to try: {DRAFTERS}.", rich_help_panel=MODEL)
@@ -62,8 +80,17 @@ def tune(
     on the same prompts, against plain decoding by turns. The first batch size and the first temperature decide the
     choice. The folder gets tune.json, forerun.toml, which every command reads with --config, and tune.html. What is
     interrupted goes on where it was. Status 1: a drafter changed the tokens.
+
+    With --server it is any OpenAI-compatible server that is measured, at several loads, against the same model without
+    speculation: whether it helps, from which load on it hurts, and which depth would pay.
     """
-    result, settings = Result.of(output), TuneSettings(**options.cells(), time_limit_s=options.time_limit)
+    result, names = Result.of(output), [*(drafts or ()), *(more or ())]
+    if remote.server is not None:
+        tune_server(options, remote, names, result)
+        return
+    if remote.against is not None:
+        raise InvalidRequest("against", f"{remote.against!r} goes with --server: name the server that speculates.")
+    settings = TuneSettings(**options.cells(), time_limit_s=options.time_limit)
     template_values = json_object("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
         from rich.console import Console
@@ -75,7 +102,6 @@ def tune(
         from forerun.tune.show import tune_card
         from forerun.tune.tune import Subject
         from forerun.tune.tune import tune as run
-    names = [*(drafts or ()), *(more or ())]
     candidates_of(names, 2)  # refused before anything is read
     prompts = mixed_passages(options.prompts, options.replay)
     with writable(options.out):
@@ -108,3 +134,51 @@ def settings_of(report: TuneReport, pick: TunedChoice) -> str:
         finding = f"{pick.speed_up:.2f} times as fast as plain decoding"
     at = f"at batch {pick.batch}, temperature {pick.temperature:g}"
     return written_settings(values, f"Written by forerun tune: {finding} {at}.\n--config FILE reads it.")
+
+
+def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:
+    """Measure a server in place of drafters. Raises InvalidRequest for options that go with a model alone."""
+    assert remote.server is not None, "this is called for a server"
+    model_alone = {
+        "drafts": names,
+        "model": options.model != TARGET,
+        "replay": options.replay,
+        "batch": options.batch != "1",
+        "dtype and the like": options.loading != LoadingOptions(),
+    }
+    for name, value in model_alone.items():
+        if value:
+            raise InvalidRequest(name, f"--server {remote.server} has its own: leave it out; loads are --clients.")
+    with importing():
+        from rich.console import Console
+
+        from forerun.bench.material import mixed_passages
+        from forerun.progress import LoadingBar
+        from forerun.remote.measure import ServerPlan, measure_servers
+        from forerun.remote.tuning import ServerTuning
+        from forerun.remote.tuning_show import server_card
+        from forerun.traffic.client import require_client
+    require_client("forerun tune --server", "prometheus_client")
+    temperatures = numbers("temperature", options.temperature, float)
+    if len(temperatures) > 1:
+        raise InvalidRequest("temperature", f"{options.temperature} are several: a server is measured at one.")
+    plan = ServerPlan(
+        numbers("clients", remote.clients, int),
+        options.num_prompts,
+        options.repeats,
+        options.max_tokens,
+        temperatures[0],
+        options.seed,
+    )
+    extra = json_object("body", remote.body, '{"top_p": 0.9}')
+    prompts = mixed_passages(options.prompts)
+    address, against = remote.addresses(options.chat, remote.against, "against", remote.against_model)
+    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+        measured = measure_servers(
+            address, against, plan, prompts, lambda detail, done: bar("load", done, detail), extra
+        )
+        contenders, blocks = asyncio.run(measured)
+    tuning = ServerTuning.of(contenders, plan, blocks)
+    if not result.as_json:
+        Console(highlight=False).print(server_card(tuning))
+    result.tell(tuning.as_object())

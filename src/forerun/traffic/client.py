@@ -17,17 +17,23 @@ from forerun.errors import InvalidRequest, MissingPackage
 from forerun.limits import shown
 
 CONNECT_S = 10.0
+IDLE_S = 2.0  # after which a connection is not used again: servers end those that are idle, many after 5 seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is asked, with which key, and for which model; `chat` asks for chat completions."""
+    """Where a server is asked, with which key, and for which model; `chat` asks for chat completions.
+
+    Errors name the options by which a user gave the address and the model.
+    """
 
     url: str
     api_key: str = ""
     model: str = ""
     chat: bool = False
     timeout_s: float = 600.0
+    url_option: str = "url"
+    model_option: str = "served_model_name"
 
     @property
     def base(self) -> str:
@@ -42,11 +48,12 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server says of the model: its name, whether it is forerun's, and its fingerprint if it has one."""
+    """What a server says of the model: its name, whether it is forerun's, its fingerprint if it has one, its owner."""
 
     name: str
     forerun: bool
     fingerprint: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +93,11 @@ class TimedAnswer:
         return self.last_s - self.due_s
 
 
-def require_client() -> None:
-    """Raise MissingPackage where httpx is not installed."""
-    if find_spec("httpx") is None:
-        raise MissingPackage("forerun bench serve needs httpx, which is not installed: pip install 'forerun[bench]'")
+def require_client(command: str = "forerun bench serve", *packages: str) -> None:
+    """Raise MissingPackage where httpx, or another of the packages that a command needs, is not installed."""
+    for package in ("httpx", *packages):
+        if find_spec(package) is None:
+            raise MissingPackage(f"{command} needs {package}, which is not installed: pip install 'forerun[bench]'")
 
 
 class TrafficClient:
@@ -105,11 +113,11 @@ class TrafficClient:
                 base_url=address.base,
                 headers=headers,
                 timeout=httpx.Timeout(address.timeout_s, connect=CONNECT_S),
-                limits=httpx.Limits(max_connections=None),  # a limit would hide how many wait
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),  # a limit would hide who waits
                 trust_env=False,
             )
         except (httpx.InvalidURL, UnicodeError) as error:
-            raise InvalidRequest("url", f"{shown(address.url)} is no address ({error}).") from error
+            raise InvalidRequest(address.url_option, f"{shown(address.url)} is no address ({error}).") from error
 
     async def __aenter__(self) -> TrafficClient:
         return self
@@ -121,26 +129,62 @@ class TrafficClient:
         """The model that will be asked. Raises InvalidRequest where the server does not answer or has no such model."""
         import httpx
 
-        base = self.address.base
+        base, option = self.address.base, self.address.url_option
         try:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
         except httpx.HTTPStatusError as error:
             cure = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
-            raise InvalidRequest("url", f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
+            raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
-            raise InvalidRequest("url", f"{base} does not answer ({why}): start the server, or name it.") from error
+            raise InvalidRequest(option, f"{base} does not answer ({why}): start the server, or name it.") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest("url", f"{base}/v1/models is no list of models: is it OpenAI-compatible?") from error
+            raise InvalidRequest(option, f"{base}/v1/models is no list of models: is it OpenAI-compatible?") from error
         names = [str(model.get("id")) for model in models]
         if not names:
-            raise InvalidRequest("url", f"{base} serves no model.")
+            raise InvalidRequest(option, f"{base} serves no model.")
         name = self.address.model or names[0]
         if name not in names:
-            raise InvalidRequest("served_model_name", f"{shown(name)} is not served there, but {', '.join(names)}.")
+            raise InvalidRequest(
+                self.address.model_option, f"{shown(name)} is not served at {base}, but {', '.join(names)}."
+            )
         model = models[names.index(name)]
-        return ServedModel(name, model.get("owned_by") == "forerun", str(model.get("system_fingerprint") or ""))
+        owner = str(model.get("owned_by") or "")
+        return ServedModel(name, owner == "forerun", str(model.get("system_fingerprint") or ""), owner)
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole answer to one request. Raises InvalidRequest where there is none, with the server's own words."""
+        import httpx
+
+        base, option = self.address.base, self.address.url_option
+        try:
+            try:
+                response = await self.http.post(self.address.path, json=body)
+            except httpx.RemoteProtocolError:  # a connection that the server ended as it was used again
+                response = await self.http.post(self.address.path, json=body)
+            answer = response.json() if response.status_code == 200 else None
+        except httpx.HTTPError as error:
+            raise InvalidRequest(option, f"{base} broke off ({str(error) or type(error).__name__}).") from error
+        except ValueError as error:
+            raise InvalidRequest(option, f"{base}{self.address.path} answers with no JSON.") from error
+        if answer is None:
+            cure = ": give its key with --api-key" if response.status_code == 401 else ""
+            refusal = refusal_of(response.status_code, response.content)
+            raise InvalidRequest(option, f"{base} refuses a request, {refusal}{cure}.")
+        if not isinstance(answer, dict) or not answer.get("choices"):
+            raise InvalidRequest(option, f"{base}{self.address.path} answers without choices: {shown(answer)}.")
+        return answer
+
+    async def metrics(self) -> str | None:
+        """What the server tells Prometheus; None where it tells nothing."""
+        import httpx
+
+        try:
+            response = await self.http.get("/metrics")
+        except httpx.HTTPError:
+            return None
+        return response.text if response.status_code == 200 else None
 
     async def ask(self, index: int, body: Mapping[str, Any], due_s: float) -> TimedAnswer:
         """Send one request and read its stream to the end; a failure is an answer with an error."""
@@ -167,7 +211,7 @@ class TrafficClient:
             times.longest_gap_s,
             hashlib.sha256("".join(times.texts).encode("utf-8", "surrogatepass")).hexdigest(),
             times.usage is not None,
-            (times.usage or {}).get("speculation"),
+            times.speculation,
             times.problem,
         )
 
@@ -181,6 +225,7 @@ class ChunkTimes:
         self.longest_gap_s = 0.0
         self.texts: list[str] = []
         self.usage: Mapping[str, Any] | None = None
+        self.timings: Mapping[str, Any] = {}
         self.error = ""
         self.done = False
 
@@ -200,6 +245,8 @@ class ChunkTimes:
             self.error = error_text(chunk)
         if isinstance(chunk.get("usage"), dict):
             self.usage = chunk["usage"]
+        if isinstance(chunk.get("timings"), dict):
+            self.timings = chunk["timings"]
         for choice in choices:
             text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             if text:
@@ -219,6 +266,16 @@ class ChunkTimes:
         """Tokens of the answer, by the server's own count if it tells one."""
         counted = (self.usage or {}).get("completion_tokens")
         return counted if isinstance(counted, int) else len(self.texts)
+
+    @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """What became of the guesses, as forerun's usage or llama.cpp's timings tell it; None where neither does."""
+        by_usage: Mapping[str, Any] | None = (self.usage or {}).get("speculation")
+        if by_usage is not None or "draft_n" not in self.timings:
+            return by_usage
+        accepted = self.timings.get("draft_n_accepted", 0)
+        rounds = self.timings.get("predicted_n", self.num_tokens) - accepted
+        return {"num_drafted": self.timings["draft_n"], "num_accepted": accepted, "num_rounds": rounds}
 
     @property
     def problem(self) -> str:

@@ -1,0 +1,156 @@
+"""Counters: what became of a server's guesses, by its own counts; the file that knows Prometheus's text format.
+
+This file decides which counters are read, and how acceptance follows from the difference of two readings. vLLM's
+names are those of forerun and llama.cpp as well; SGLang counts verifications, and tells the rest as gauges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from forerun.bench.figures import over
+
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+NAMES = {
+    "spec_decode_num_drafts": "num_drafts",
+    "spec_decode_num_draft_tokens": "num_drafted",
+    "spec_decode_num_accepted_tokens": "num_accepted",
+    "spec_verify_calls": "num_rounds",
+    "spec_accept_length": "accept_length",
+    "spec_num_steps": "depth",
+}
+GAUGES = ("accept_length", "depth")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Guesses as a server counts them since its start, or between two readings; None is what it does not tell.
+
+    `num_drafts` are the rounds that judged guesses, `accepted_at_depth[j]` the guesses at depth j + 1 that were
+    accepted. Gauges are of the moment: `accept_length`, the tokens of a verification, and `depth`.
+    """
+
+    num_drafts: float | None = None
+    num_drafted: float | None = None
+    num_accepted: float | None = None
+    num_rounds: float | None = None
+    accept_length: float | None = None
+    depth: float | None = None
+    accepted_at_depth: tuple[float, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether the server tells anything of guesses."""
+        return self != SpeculationCounts()
+
+    def since(self, before: SpeculationCounts) -> SpeculationCounts:
+        """What came between two readings; gauges are those of the later one."""
+
+        def more(name: str) -> float | None:
+            value: float | None = getattr(self, name)
+            return value if value is None or name in GAUGES else value - (getattr(before, name) or 0.0)
+
+        earlier = (*before.accepted_at_depth, *[0.0] * len(self.accepted_at_depth))
+        accepted = tuple(now - then for now, then in zip(self.accepted_at_depth, earlier, strict=False))
+        return replace(self, **{name: more(name) for name in NAMES.values()}, accepted_at_depth=accepted)
+
+
+def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
+    """The counters in a server's metrics whose names begin like this; over all engines and models behind it."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    totals: dict[str, float] = {}
+    at_depth: dict[int, float] = {}
+    try:
+        samples = [sample for family in text_string_to_metric_families(metrics or "") for sample in family.samples]
+    except ValueError:
+        return SpeculationCounts()
+    for sample in samples:
+        name = sample.name.removeprefix(prefix).removesuffix("_total")
+        if not prefix or not sample.name.startswith(prefix):
+            continue
+        if name == PER_POSITION:
+            position = int(sample.labels["position"])
+            at_depth[position] = at_depth.get(position, 0.0) + sample.value
+        elif name in NAMES:
+            totals[NAMES[name]] = totals.get(NAMES[name], 0.0) + sample.value
+    accepted = tuple(at_depth.get(position, 0.0) for position in range(max(at_depth, default=-1) + 1))
+    return SpeculationCounts(**totals, accepted_at_depth=accepted)
+
+
+def counts_of_answers(answers: Iterable[Mapping[str, Any]]) -> SpeculationCounts:
+    """What answers themselves tell of their guesses, summed up."""
+    each = list(answers)
+    if not each:
+        return SpeculationCounts()
+    return SpeculationCounts(
+        num_drafted=sum(told.get("num_drafted") or 0 for told in each),
+        num_accepted=sum(told.get("num_accepted") or 0 for told in each),
+        num_rounds=sum(told.get("num_rounds") or 0 for told in each),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAcceptance:
+    """What guesses were worth. `covered` is the share of rounds that judged guesses, `depth` how many these had.
+
+    `reached[j]` is how often the first j + 1 guesses of a draft were all accepted; None, and a depth of None, where
+    the server does not tell.
+    """
+
+    tokens_per_round: float
+    num_guesses: float | None
+    acceptance_rate: float | None
+    covered: float | None
+    depth: float | None
+    reached: tuple[float, ...] | None
+
+    @property
+    def at_depth(self) -> list[float]:
+        """P(guess accepted | those before it were), by depth; empty where that is not known."""
+        chain = (1.0, *(self.reached or ()))
+        return [min(1.0, over(now, before) or 0.0) for before, now in pairwise(chain)]
+
+
+def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptance | None:
+    """What these counts say of rounds that wrote so many tokens; None where they say nothing.
+
+    A round gives the accepted guesses and one token more, so rounds that are not counted follow from the tokens.
+    """
+    accepted = counts.num_accepted
+    if not counts.known or num_tokens <= 0 or (counts.num_drafted == 0 and counts.num_rounds is None):
+        return None
+    if accepted is None and counts.num_rounds is None and counts.accept_length:
+        accepted = num_tokens * (1 - 1 / counts.accept_length)
+    rounds = num_tokens - accepted if accepted is not None else counts.num_rounds
+    if not rounds or rounds <= 0:
+        return None
+    drafts, depth = counts.num_drafts, counts.depth
+    if drafts and counts.num_drafted:
+        depth = counts.num_drafted / drafts
+    share = over(drafts, rounds) if drafts is not None else (1.0 if counts.depth else None)
+    reached = tuple(each / drafts for each in counts.accepted_at_depth) if drafts else None
+    tokens = num_tokens / rounds
+    if not reached and depth and share:
+        reached = even_chain(1 + (tokens - 1) / share, round(depth))
+    return ServedAcceptance(
+        tokens_per_round=tokens,
+        num_guesses=counts.num_drafted,
+        acceptance_rate=over(counts.num_accepted, counts.num_drafted),
+        covered=None if share is None else min(1.0, share),
+        depth=depth,
+        reached=reached or None,
+    )
+
+
+def even_chain(tokens: float, depth: int) -> tuple[float, ...]:
+    """How often each depth is reached where every guess of a chain is accepted alike, given its tokens per round."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        short = 1 + sum(middle ** (j + 1) for j in range(depth)) < tokens
+        low, high = (middle, high) if short else (low, middle)
+    return tuple(low ** (j + 1) for j in range(depth))

@@ -1,0 +1,241 @@
+"""Equality of answers at temperature 0: a server with speculation against one without, and that one against itself.
+
+This file decides what is asked, where two answers part, and what a difference means. Two engines compute with other
+rounding, so a difference where the plain server itself found two tokens nearly as likely is no proof of a fault.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.annotations import ProgressCallback
+from forerun.bench.material import Passage
+from forerun.remote.answers import Questioner, RemoteAnswer, TokenChance
+
+Meaning = Literal["fault", "near tie", "unsteady", "undecided"]
+NEAR_TIE = 0.25  # of a logit: two steps of bfloat16 where logits are between 16 and 32
+CONTEXT = 30  # characters before a difference that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class TextDifference:
+    """The first place where an answer parts from the plain one; `position` counts tokens, or else characters, from 0.
+
+    `gap` is by how much the plain server preferred its own token, in units of logits; where the other token was not
+    among those that it told of, the gap is at least that. `meaning` says whether that proves a fault: a "near tie"
+    does not, nor does an "unsteady" place, at which the plain server's second answer had parted from its first.
+    """
+
+    prompt: int
+    at_once: int
+    position: int
+    before: str
+    plain: str
+    other: str
+    gap: float | None
+    at_least: bool
+    meaning: Meaning
+
+
+@dataclass(frozen=True, slots=True)
+class TextEquality:
+    """What was compared: `num_answers` in all, after `num_prompts` prompts, each alone and with others at once.
+
+    `num_unsteady` plain answers were not those that the same server gave alone. `noise` is the largest difference of
+    log-probabilities between these two where their texts agree; None where none are told. Gaps up to `tolerance` are
+    near ties. `num_drafted` guesses were judged meanwhile; None where the server does not count.
+    """
+
+    num_prompts: int
+    num_answers: int
+    num_unsteady: int
+    noise: float | None
+    tolerance: float
+    num_drafted: float | None
+    differences: tuple[TextDifference, ...]
+
+    def count(self, meaning: Meaning) -> int:
+        """How many differences mean that."""
+        return sum(each.meaning == meaning for each in self.differences)
+
+
+@dataclass(frozen=True, slots=True)
+class EqualityWorkload:
+    """Requests whose answers are compared: one at a time, and `at_once` of them."""
+
+    max_tokens: int
+    at_once: int
+    seed: int
+
+
+async def compare_texts(
+    speculating: Questioner,
+    plain: Questioner,
+    prompts: Sequence[Passage],
+    workload: EqualityWorkload,
+    report: ProgressCallback,
+) -> TextEquality:
+    """Ask both servers for every prompt, and compare."""
+    seeds = [workload.seed + index for index in range(len(prompts))]
+    likely = plain.most_likely or 0
+    sizes = list(dict.fromkeys((1, workload.at_once)))
+
+    async def answers(who: Questioner, at_once: int, likely: int, step: int) -> list[RemoteAnswer]:
+        def told(detail: str, done: float) -> None:
+            report(detail, (step + done) / (2 * len(sizes)))
+
+        return await who.ask(prompts, seeds, 0.0, workload.max_tokens, at_once, likely, told)
+
+    first = await answers(plain, 1, likely, 0)
+    control = await answers(plain, sizes[-1], likely, 1)
+    noise = largest_drift(first, control)
+    tolerance = max(NEAR_TIE, 2 * (noise or 0.0))
+    before = await speculating.server.counts()
+    differences: list[TextDifference] = []
+    for step, at_once in enumerate(sizes, start=2):
+        for index, answer in enumerate(await answers(speculating, at_once, 0, step)):
+            if answer.text == first[index].text:
+                continue
+            names = await names_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer)
+            other = RemoteAnswer(answer.text, names, answer.stopped) if names else answer
+            place = Place(index, at_once, parting(first[index], control[index]))
+            differences.append(difference_of(first[index], other, place, tolerance))
+    counts = (await speculating.server.counts()).since(before)
+    return TextEquality(
+        len(prompts),
+        len(prompts) * len(sizes),
+        sum(one.text != other.text for one, other in zip(first, control, strict=True)),
+        noise,
+        tolerance,
+        counts.num_drafted,
+        tuple(differences),
+    )
+
+
+async def names_of(
+    who: Questioner, prompt: Passage, seed: int, max_tokens: int, answer: RemoteAnswer
+) -> tuple[TokenChance, ...]:
+    """The tokens of an answer, by asking for it again with log-probabilities; none where it is another one then.
+
+    Answers are compared as they come without log-probabilities, since these keep some engines from guessing.
+    """
+    if not who.most_likely:
+        return ()
+    again = (await who.ask([prompt], [seed], 0.0, max_tokens, 1, 1, lambda _what, _done: None))[0]
+    return again.tokens if again.text == answer.text else ()
+
+
+def largest_drift(first: Sequence[RemoteAnswer], second: Sequence[RemoteAnswer]) -> float | None:
+    """The largest difference of the same token's log-probability, as far as texts agree; None where none are told."""
+    drifts = []
+    for one, other in zip(first, second, strict=True):
+        for here, there in zip(one.tokens, other.tokens, strict=False):
+            values = [each.likely.get(here.token) for each in (here, there)]
+            if values[0] is not None and values[1] is not None:
+                drifts.append(abs(values[0] - values[1]))
+            if here.token != there.token:
+                break
+    return max(drifts, default=None)
+
+
+def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
+    """The number of the first token at which two answers differ, or character where tokens are not named.
+
+    None where they do not differ.
+    """
+    if one.text == other.text:
+        return None
+    pairs = (one.names, other.names) if one.tokens and other.tokens else (one.text, other.text)
+    shared = next((i for i, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), None)
+    return min(map(len, pairs)) if shared is None else shared
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which answer it is, and at which position the plain server's own second answer parted from its first, if so."""
+
+    prompt: int
+    at_once: int
+    unsteady_from: int | None
+
+
+def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: Place, tolerance: float) -> TextDifference:
+    """The first difference of two answers that differ, and what it means."""
+    position = parting(plain, other)
+    assert position is not None, "the texts differ"
+    if plain.tokens and not other.tokens:
+        token = token_at(plain, shared_length(plain.text, other.text))
+        named = None if token is None else alternative(plain, other.text, *token)
+        position = position if token is None else token[0]
+    else:
+        named = other.names[position] if position < len(other.tokens) else None
+    chosen = plain.tokens[position] if plain.tokens and position < len(plain.tokens) else None
+    gap, at_least = gap_of(dict(chosen.likely), chosen.token, named) if chosen else (None, False)
+    texts = [each.text[max(0, shared_length(plain.text, other.text)) :] for each in (plain, other)]
+    shared = plain.text[: shared_length(plain.text, other.text)]
+    return TextDifference(
+        place.prompt,
+        place.at_once,
+        position,
+        shared[-CONTEXT:],
+        chosen.token if chosen else texts[0][:CONTEXT],
+        named if named is not None else texts[1][:CONTEXT],
+        gap,
+        at_least,
+        meaning_of(gap, at_least, tolerance, place.unsteady_from is not None and place.unsteady_from <= position),
+    )
+
+
+def shared_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
+    """The number of the token that holds a character, and where it begins; None where tokens are not the text."""
+    if not answer.text.startswith("".join(answer.names)[: len(answer.text)]):
+        return None
+    begin = 0
+    for number, name in enumerate(answer.names):
+        if begin + len(name) > character:
+            return number, begin
+        begin += len(name)
+    return None
+
+
+def alternative(plain: RemoteAnswer, text: str, number: int, begin: int) -> str | None:
+    """Of the tokens that the plain server found likely, the one with which another text goes on; None of none."""
+    rest = text[begin:]
+    fitting = [name for name in plain.tokens[number].likely if name and rest.startswith(name)]
+    return max((name for name in fitting if name != plain.tokens[number].token), key=len, default=None)
+
+
+def gap_of(likely: dict[str, float], chosen: str, other: str | None) -> tuple[float | None, bool]:
+    """How much likelier the chosen token was than the other one, and whether that is only a lower bound.
+
+    Of a token that is not known, any of the others may be it; of one that is not among the likely, none is likelier
+    than the last of these.
+    """
+    if chosen not in likely:
+        return None, False
+    most = likely[chosen]
+    if other is not None and other in likely:
+        return most - likely[other], False
+    others = [value for name, value in likely.items() if name != chosen]
+    if not others:
+        return most - math.log1p(-min(math.exp(most), 1 - 1e-12)), True
+    return most - (max(others) if other is None else min(others)), True
+
+
+def meaning_of(gap: float | None, at_least: bool, tolerance: float, unsteady: bool) -> Meaning:
+    """What a difference with this gap means."""
+    if unsteady:
+        return "unsteady"
+    if gap is None:
+        return "undecided"
+    if gap > tolerance:
+        return "fault"
+    return "undecided" if at_least else "near tie"

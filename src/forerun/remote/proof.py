@@ -1,0 +1,170 @@
+"""The proof of a server: whether its speculation changes answers, as far as two servers let one see.
+
+This file decides the order of the parts, what counts as a fault, and which sentences say what was shown and what could
+not be decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun.annotations import ProgressCallback
+from forerun.bench.material import Passage
+from forerun.errors import InvalidRequest
+from forerun.prove.chi_square import LEVEL
+from forerun.prove.proof import jsonable
+from forerun.remote.answers import Questioner
+from forerun.remote.equality import EqualityWorkload, TextEquality, compare_texts
+from forerun.remote.law import AT_ONCE, LawWorkload, ServedLaw, compare_laws
+from forerun.remote.measure import PLAIN, contenders_of, reach
+from forerun.traffic.client import ServerAddress
+from forerun.traffic.run import asked_of
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProof:
+    """What was found; `most_likely` is of how many tokens the plain server told the chance, 0 where of none."""
+
+    url: str
+    plain_url: str
+    model: str
+    engine: str
+    most_likely: int
+    equality: TextEquality
+    laws: tuple[ServedLaw, ...]
+
+    @property
+    def faulty(self) -> bool:
+        """Whether something was found that rounding and chance do not explain."""
+        return bool(self.equality.count("fault")) or not all(law.holds for law in self.laws)
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is neither a fault nor a difference of which nothing is known."""
+        return not self.faulty and not self.equality.count("undecided")
+
+    @property
+    def proven(self) -> list[str]:
+        """What was shown, in sentences."""
+        sentences, e = [], self.equality
+        if not e.differences:
+            sentences.append("at temperature 0 the same answers as plain decoding, for the requests that were sent")
+        elif self.holds:
+            sentences.append("at temperature 0 the same answers up to near ties and where plain ones differ too")
+        tested = [law for law in self.laws if not law.problem]
+        if tested and all(law.holds and law.num_drafted != 0 for law in tested):
+            least = max(law.smallest_bias for law in tested)
+            sentences.append(
+                f"at temperature 1 the law of plain decoding: chances that are off by {least:.0%} or more would have "
+                "shown in 95 of 100 runs"
+            )
+        return sentences
+
+    @property
+    def undecided(self) -> list[str]:
+        """What could not be decided, and why, in sentences."""
+        e, left = self.equality, list[str]()
+        if e.num_unsteady:
+            left.append(
+                f"whether {e.num_unsteady} prompts have the same answers: the plain server itself does not answer them "
+                "alike alone and beside others"
+            )
+        if not self.most_likely:
+            left.append(
+                "by how much tokens of differing answers were preferred, and the exact law: the plain server tells no "
+                "log-probabilities; counts of both servers were compared instead, which needs twice the texts"
+            )
+        for law in self.laws:
+            if law.control_p is not None and law.control_p < LEVEL:
+                left.append(
+                    f"the exact law after {law.opening!r}: the plain server does not draw by the log-probabilities "
+                    "that it tells, so counts of both servers were compared instead"
+                )
+            if law.problem:
+                left.append(f"the law after {law.opening!r}: {law.problem}")
+        if 0 in (e.num_drafted, *(law.num_drafted for law in self.laws)):
+            left.append("what guesses do to answers: by its counters the server guessed nothing in some of the parts")
+        if None in (e.num_drafted, *(law.num_drafted for law in self.laws)):
+            left.append("whether anything was guessed: the server counts no guesses")
+        left.append("other prompts, lengths, sampling parameters and loads than those that were sent")
+        return left
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON: shares between 0 and 1, and null for what is not known."""
+        values: dict[str, Any] = jsonable(
+            {
+                "holds": self.holds,
+                "faulty": self.faulty,
+                "level": LEVEL,
+                **asdict(self),
+                "proven": self.proven,
+                "undecided": self.undecided,
+            }
+        )
+        for entry, law in zip(values["laws"], self.laws, strict=True):
+            entry["holds"] = law.holds
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProofWorkload:
+    """`num_prompts` answers of `max_tokens` tokens are compared, and `num_texts` texts after each opening counted."""
+
+    num_prompts: int = 8
+    max_tokens: int = 48
+    num_texts: int = 1500
+    num_openings: int = 1
+    seed: int = 0
+
+
+async def prove_server(
+    address: ServerAddress,
+    plain_address: ServerAddress | None,
+    prompts: Sequence[Passage],
+    workload: ServerProofWorkload,
+    report: ProgressCallback,
+) -> ServerProof:
+    """Compare a server with the same model without speculation; one of forerun's is both, by request.
+
+    Raises InvalidRequest where a server does not answer, has another model, or nothing is there to compare with.
+    """
+    for prompt in prompts:
+        asked_of(prompt, address.chat)
+    async with AsyncExitStack() as stack:
+        contenders = contenders_of(*await reach(stack, address, plain_address))
+        if contenders[-1].name != PLAIN:
+            raise InvalidRequest(
+                "plain",
+                f"{address.base} is not forerun's, whose requests can ask for plain decoding: name a server of the "
+                "same model without speculation by --plain URL.",
+            )
+        speculating, plain = (Questioner(each.server, each.mode) for each in contenders)
+        for who in (speculating, plain):
+            await who.learn(prompts[0])
+        asked = [prompts[index % len(prompts)] for index in range(workload.num_prompts)]
+        equality = await compare_texts(
+            speculating,
+            plain,
+            asked,
+            EqualityWorkload(workload.max_tokens, AT_ONCE, workload.seed),
+            lambda detail, done: report("equality", done),
+        )
+        laws = await compare_laws(
+            speculating,
+            plain,
+            list({str(prompt.prompt): prompt for prompt in prompts}.values()),
+            LawWorkload(workload.num_texts, workload.num_openings, workload.seed),
+            lambda detail, done: report("law", done),
+        )
+        return ServerProof(
+            address.base,
+            plain.server.client.address.base,
+            speculating.server.model.name,
+            speculating.server.dialect.name,
+            plain.most_likely or 0,
+            equality,
+            laws,
+        )

@@ -1,0 +1,111 @@
+"""A server's proof for people to read. This file decides wording and layout; every fact comes from a ServerProof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from forerun.figure_table import counted, fact_table
+from forerun.prove.show import MOST_SHOWN, add_list, marked
+from forerun.remote.equality import Meaning, TextDifference, TextEquality
+from forerun.remote.law import ServedLaw
+from forerun.remote.proof import ServerProof
+
+MEANINGS: dict[Meaning, str] = {
+    "fault": "a fault: rounding does not make up such a gap",
+    "near tie": "no proof of a fault: the two were so near a tie that rounding may decide",
+    "unsteady": "no proof of a fault: the plain server itself has given another answer from there, or before, on",
+    "undecided": "undecided: how near a tie it was is not known",
+}
+
+
+def server_proof_card(proof: ServerProof) -> RenderableType:
+    """The whole report as a table of two columns, and the verdict below it."""
+    card = fact_table()
+    card.add_row("model", Text(proof.model))
+    card.add_row("server", f"{proof.url} ({proof.engine})")
+    card.add_row(
+        "plain", proof.plain_url + (", the same server without guesses" if proof.plain_url == proof.url else "")
+    )
+    e = proof.equality
+    card.add_row("equality", marked(not (e.count("fault") or e.count("undecided")), equality_line(e)))
+    shown = sorted(e.differences, key=lambda each: list(MEANINGS).index(each.meaning))
+    for difference in shown[:MOST_SHOWN]:
+        card.add_row("", Text("\n".join(difference_lines(difference))))
+    if len(shown) > MOST_SHOWN:
+        card.add_row("", f"and {len(shown) - MOST_SHOWN} more, all of them with --json")
+    card.add_row("control", control_line(e))
+    for law in proof.laws:
+        card.add_row("law", marked(law.holds, law_line(law)))
+    add_list(card, "proven", proof.proven)
+    add_list(card, "not decided", proof.undecided)
+    return Group(card, Text(), verdict(proof))
+
+
+def verdict(proof: ServerProof) -> Text:
+    """The one line that counts."""
+    if proof.faulty:
+        return Text("FAULT: speculation changed what the model says; the lines marked ✗ say where.", "bold red")
+    if not proof.holds:
+        return Text("UNDECIDED: answers differ, and how near a tie the tokens were is not known.", "bold yellow")
+    if proof.equality.differences:
+        return Text(
+            "It holds as far as can be seen: what differs is a near tie, or differs without guesses.", "bold green"
+        )
+    return Text("It holds: speculation changed nothing that was looked at.", "bold green")
+
+
+def equality_line(e: TextEquality) -> str:
+    """What the answers at temperature 0 showed."""
+    guesses = "" if e.num_drafted is None else f"; {counted(round(e.num_drafted), 'guess')}"
+    asked = f"{e.num_answers} answers to {e.num_prompts} prompts, alone and beside others, temperature 0"
+    if not e.differences:
+        return f"{asked}: identical{guesses}"
+    kinds = ", ".join(f"{e.count(kind)} {name}" for kind, name in kinds_of(e))
+    return f"{asked}: {len(e.differences)} differ, {kinds}{guesses}"
+
+
+def kinds_of(e: TextEquality) -> Iterator[tuple[Meaning, str]]:
+    """The kinds of differences that there are."""
+    names: dict[Meaning, str] = {
+        "fault": "by more than rounding",
+        "near tie": "by a near tie",
+        "unsteady": "where the plain server differs too",
+        "undecided": "undecided",
+    }
+    yield from ((kind, name) for kind, name in names.items() if e.count(kind))
+
+
+def control_line(e: TextEquality) -> str:
+    """What the plain server said to the same twice."""
+    twice = (
+        f"the plain server against itself, alone and beside others: {e.num_unsteady} of {e.num_prompts} answers differ"
+    )
+    if e.noise is None:
+        return f"{twice}; it tells no log-probabilities"
+    return f"{twice}, log-probabilities by up to {e.noise:.2g}; gaps up to {e.tolerance:.2g} count as near ties"
+
+
+def difference_lines(d: TextDifference) -> Iterator[str]:
+    """Where a difference is, what was chosen, and what it means."""
+    others = "alone" if d.at_once == 1 else f"beside others, {d.at_once} at once"
+    yield f"prompt {d.prompt + 1}, {others}, position {d.position} of the answer, after {d.before!r}:"
+    gap = "" if d.gap is None else f", preferred by {'at least ' if d.at_least else ''}{d.gap:.3g}"
+    yield f"  plain {d.plain!r}{gap}; with speculation {d.other!r}"
+    yield f"  {MEANINGS[d.meaning]}"
+
+
+def law_line(law: ServedLaw) -> str:
+    """What a test of the law showed."""
+    if law.problem:
+        return f"after {law.opening!r}: not tested"
+    how = "against the exact law" if law.exact else "against the plain server's counts"
+    line = (
+        f"after {law.opening!r}, {law.num_texts:,} texts at temperature 1, {law.counted} of each {how}: chi-square "
+        f"{law.statistic:.1f} on {law.freedom} degrees of freedom, p = {law.p_value:.2g}"
+    )
+    if law.exact and law.control_p is not None:
+        line += f" (the plain server's own: {law.control_p:.2g})"
+    return f"{line}; but nothing was guessed" if law.num_drafted == 0 else line

@@ -1,0 +1,123 @@
+"""The tuning of a server: what was measured, what follows, what cannot be known, and its form as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from forerun.neighbours import disturbs
+from forerun.prove.proof import jsonable
+from forerun.remote.counters import ServedAcceptance
+from forerun.remote.dialects import Dialect
+from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPlan
+
+WORTH_CHANGING = 1.03  # times as fast as the depth that is served, below which another one is not advised
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTuning:
+    """Everything that a tuning of a server found, one cell for each number of clients."""
+
+    url: str
+    model: str
+    dialect: Dialect
+    against: str | None
+    plan: ServerPlan
+    cells: tuple[ServedCell, ...]
+    num_busy: float | None
+
+    @classmethod
+    def of(cls, contenders: Sequence[ServedContender], plan: ServerPlan, blocks: Sequence[ServedBlock]) -> ServerTuning:
+        """What blocks of these contenders say."""
+        server = contenders[0].server
+        against = next((each.server.client.address.base for each in contenders if each.name == PLAIN), None)
+        by_load = {n: [b for b in blocks if b.block.turn.load.value == n] for n in plan.clients}
+        return cls(
+            server.client.address.base,
+            server.model.name,
+            server.dialect,
+            against,
+            plan,
+            tuple(cell_of(clients, blocks) for clients, blocks in by_load.items()),
+            max((block.num_busy for block in blocks if block.num_busy is not None), default=None),
+        )
+
+    @property
+    def acceptance(self) -> ServedAcceptance | None:
+        """What guesses were worth at the first load; None where the server does not tell."""
+        return self.cells[0].speculating.acceptance
+
+    @property
+    def hurts_from(self) -> ServedCell | None:
+        """The load from which on speculation was slower."""
+        return hurts_from(self.cells)
+
+    @property
+    def expected_to_hurt_from(self) -> float | None:
+        """The load from which on it is expected to be slower, where it was faster at all that were measured."""
+        return expected_to_hurt_from(self.cells)
+
+    def advised_depth(self, cell: ServedCell) -> int | None:
+        """The depth to serve at a load; that which is served, unless another is clearly expected to be faster."""
+        best, served = cell.best_depth, self.served_depth(cell)
+        if best is None or cell.speed_up is None:
+            return None
+        ahead = cell.by_depth[best].median >= WORTH_CHANGING * cell.speed_up.median
+        return best if ahead or served is None else served
+
+    def served_depth(self, cell: ServedCell) -> int | None:
+        """The guesses of a draft as it was served, rounded; None where the server does not tell."""
+        seen = cell.speculating.acceptance
+        return None if seen is None or seen.depth is None else round(seen.depth)
+
+    @property
+    def unknown(self) -> list[str]:
+        """What cannot be known from these servers, in sentences."""
+        left, seen = [], self.acceptance
+        if self.against is None:
+            left.append("whether speculation helps: name the same model without it by --against URL")
+        if seen is None:
+            hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
+            left.append(f"acceptance, and so the cost of rounds and every other depth: it counts no guesses{hint}")
+        elif seen.reached is None:
+            hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
+            left.append(f"acceptance by depth, and so which depth would pay: it counts guesses without places{hint}")
+        left.append("times of the target's and the drafter's passes apart: only ratios of whole rounds are known")
+        return left
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs were so busy that figures are not to be trusted."""
+        return disturbs(self.num_busy)
+
+    def as_object(self) -> dict[str, Any]:
+        """For JSON: seconds, shares between 0 and 1, and null for what is not known."""
+        hurts = self.hurts_from
+        values: dict[str, Any] = jsonable(
+            {
+                "url": self.url,
+                "model": self.model,
+                "engine": self.dialect.name,
+                "against": self.against,
+                "plan": asdict(self.plan),
+                "hurts_from_clients": hurts and hurts.clients,
+                "expected_to_hurt_from_clients": self.expected_to_hurt_from,
+                "cells": [self.cell_object(cell) for cell in self.cells],
+                "unknown": self.unknown,
+                "num_busy_cores": self.num_busy,
+                "disturbed": self.disturbed,
+            }
+        )
+        return values
+
+    def cell_object(self, cell: ServedCell) -> dict[str, Any]:
+        """One load, with the depth to serve and the options that set it."""
+        depth, options = self.advised_depth(cell), self.dialect.depth_options
+        return {
+            **asdict(cell),
+            "served_depth": self.served_depth(cell),
+            "advised_depth": depth,
+            "options": None if depth is None or options is None else options(depth),
+        }

@@ -1,0 +1,190 @@
+"""A server's tuning for people to read: a table of loads, what follows, and what cannot be known.
+
+This file decides wording and layout. Every number comes from a ServerTuning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.text import Text
+
+from forerun.bench.figures import Spread
+from forerun.bench.show import medians, number, speed_up_cells
+from forerun.figure_table import Cell, FigureTable, counted, fact_table
+from forerun.neighbours import disturbance
+from forerun.remote.forecast import ServedCell
+from forerun.remote.tuning import ServerTuning
+
+HEADS = (
+    "clients",
+    "tokens/s\nspeculating",
+    "tokens/s\nplain",
+    "measured\nspeed-up",
+    "quartiles",
+    "tokens\n/round",
+    "cost of\na round",
+)
+MOST_ERRORS = 3
+
+
+def server_card(tuning: ServerTuning) -> RenderableType:
+    """The whole tuning."""
+    parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads(tuning), Text()]
+    if any(cell.by_depth for cell in tuning.cells):
+        parts += [
+            Text("Speed-up by depth: expected, with quartiles of the repetitions", "bold"),
+            depths(tuning),
+            Text(),
+        ]
+    return Lines(*parts, fact_table(facts(tuning)), Text(), *verdict(tuning))
+
+
+def loads(tuning: ServerTuning) -> FigureTable:
+    """One line for each number of clients."""
+    rows = [list(load_row(tuning, cell)) for cell in tuning.cells]
+    return FigureTable(HEADS, rows)
+
+
+def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
+    """The measured figures of a load."""
+    seen = cell.speculating.acceptance
+    yield str(cell.clients)
+    yield number(cell.speculating.tokens_per_s, ".1f")
+    yield number(cell.plain.tokens_per_s, ".1f") if cell.plain else "?"
+    yield from speed_up_cells(cell.speed_up, tuning.disturbed)
+    yield f"{seen.tokens_per_round:.2f}" if seen else "?"
+    yield f"×{cell.cost.median:.2f}" if cell.cost else "?"
+
+
+def depths(tuning: ServerTuning) -> FigureTable:
+    """One line for each depth, one column for each load."""
+    most = max(len(cell.by_depth) for cell in tuning.cells)
+    heads = ("guesses\na round", *(counted(cell.clients, "client") for cell in tuning.cells))
+    rows: list[list[Cell]] = []
+    for depth in range(most):
+        spreads = [cell.by_depth[depth] if depth < len(cell.by_depth) else None for cell in tuning.cells]
+        marks = [depth == cell.best_depth for cell in tuning.cells]
+        rows.append([str(depth), *(depth_cell(spread, mark) for spread, mark in zip(spreads, marks, strict=True))])
+    return FigureTable(heads, rows)
+
+
+def depth_cell(spread: Spread | None, best: bool) -> Text:
+    """An expected speed-up with its quartiles, marked where it is the best."""
+    if spread is None:
+        return Text("")
+    text = f"×{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+    return Text(f"{text} ←" if best else f"{text}  ", "bold green" if best else "")
+
+
+def facts(tuning: ServerTuning) -> Iterator[tuple[str, str]]:
+    """What lies behind the tables."""
+    plan, seen = tuning.plan, tuning.acceptance
+    yield "engine", tuning.dialect.name
+    yield "against", tuning.against or "nothing"
+    blocks = f"{plan.num_requests} requests or more in each block, at most {plan.max_tokens} tokens each"
+    yield "runs", f"{medians(plan.repeats)}, by turns; {blocks}, temperature {plan.temperature:g}; reading is not timed"
+    if seen is not None:
+        yield "guesses", acceptance_line(tuning)
+    differing, compared = (sum(getattr(c, n) for c in tuning.cells) for n in ("num_differing", "num_compared"))
+    if compared and tuning.plan.temperature == 0:
+        same = "all as without speculation" if not differing else f"{differing} not as without speculation"
+        yield "answers", f"{compared} compared, {same}" + ("; forerun prove --server says why" if differing else "")
+    for sentence in tuning.unknown:
+        yield "not known", sentence
+
+
+def acceptance_line(tuning: ServerTuning) -> str:
+    """What the server's counters say at the first load."""
+    seen = tuning.acceptance
+    assert seen is not None, "it is asked for where the server counts"
+    parts = [] if seen.acceptance_rate is None else [f"{seen.acceptance_rate:.0%} accepted"]
+    if seen.depth is not None and seen.covered is not None:
+        parts.append(f"{seen.depth:.1f} a draft, in {seen.covered:.0%} of rounds")
+    if seen.reached:
+        parts.append("by depth " + " ".join(f"{rate:.0%}" for rate in seen.at_depth))
+    return "; ".join(parts) or f"{seen.tokens_per_round:.2f} tokens a round"
+
+
+def verdict(tuning: ServerTuning) -> Iterator[Text]:
+    """What it means: whether speculation helps, from where it hurts, and which depth would pay."""
+    for cell in tuning.cells:
+        figures = [each for each in (cell.speculating, cell.plain) if each is not None]
+        failed, errors = sum(each.num_failed for each in figures), [error for each in figures for error in each.errors]
+        if failed:
+            some = "; ".join(errors[:MOST_ERRORS])
+            yield Text(f"{counted(failed, 'request')} of {counted(cell.clients, 'client')} failed: {some}", "red")
+    if tuning.against is None:
+        yield from alone(tuning)
+    else:
+        yield from compared(tuning)
+    if note := disturbance(tuning.num_busy):
+        yield Text(f"That was {note}.", "bold red")
+
+
+def alone(tuning: ServerTuning) -> Iterator[Text]:
+    """What one server by itself lets one say."""
+    seen = tuning.acceptance
+    if seen is None:
+        yield Text(
+            "Nothing is known of its speculation: neither guesses are counted, nor is there plain decoding.",
+            "bold yellow",
+        )
+        return
+    most = f"at most {seen.tokens_per_round:.2f} times as fast"
+    yield Text(
+        f"Its rounds give {seen.tokens_per_round:.2f} tokens, so speculation makes it {most} as plain decoding.", "bold"
+    )
+    reached = seen.reached or ()
+    worth = [(depth, rate * (seen.covered or 0.0)) for depth, rate in enumerate(reached, start=1)]
+    if worth:
+        each = ", ".join(f"depth {depth} {tokens / seen.tokens_per_round:.0%}" for depth, tokens in worth)
+        yield Text(f"A depth pays if it makes a round longer by less than what it gives: {each} of the tokens.")
+
+
+def compared(tuning: ServerTuning) -> Iterator[Text]:
+    """What two ways to serve let one say."""
+    for cell in tuning.cells:
+        if cell.speed_up is not None:
+            yield Text(*gain_line(cell))
+    hurts, expected = tuning.hurts_from, tuning.expected_to_hurt_from
+    if hurts is not None and hurts is not tuning.cells[0]:
+        yield Text(f"From {counted(hurts.clients, 'client')} on it hurts.", "bold yellow")
+    elif expected is not None:
+        yield Text(
+            f"By the line through the costs of rounds it would hurt from about {expected:.0f} clients on.", "yellow"
+        )
+    elif hurts is None:
+        yield Text("It hurts at none of these loads.", "green")
+    for depth in dict.fromkeys(tuning.advised_depth(cell) for cell in tuning.cells):
+        if depth is not None:
+            yield from advice(tuning, depth)
+
+
+def gain_line(cell: ServedCell) -> tuple[str, str]:
+    """Whether speculation helps at a load, and the line's style."""
+    spread = cell.speed_up
+    assert spread is not None, "both ways were measured"
+    at = f"at {counted(cell.clients, 'client')}: {spread.median:.2f} times as fast"
+    quartiles = f" (quartiles {spread.low:.2f} to {spread.high:.2f})"
+    if spread.low <= 1 <= spread.high:
+        return f"No clear difference {at}{quartiles}", "yellow"
+    helps = spread.median > 1
+    return f"Speculation {'helps' if helps else 'hurts'} {at}{quartiles}", "bold green" if helps else "bold yellow"
+
+
+def advice(tuning: ServerTuning, depth: int) -> Iterator[Text]:
+    """A depth, at which loads it is best, and how it is set."""
+    cells = [cell for cell in tuning.cells if tuning.advised_depth(cell) == depth]
+    at = f"at {', '.join(str(cell.clients) for cell in cells)} clients"
+    served = {tuning.served_depth(cell) for cell in cells}
+    if depth in served:
+        yield Text(f"Depth {depth}, as it is served, is right {at}.", "green")
+        return
+    gains = "" if depth == 0 else ": " + ", ".join(f"×{cell.by_depth[depth].median:.2f}" for cell in cells)
+    name = "Plain decoding" if depth == 0 else f"Depth {depth}"
+    yield Text(f"{name} is expected to be fastest {at}{gains}.", "bold green")
+    if tuning.dialect.depth_options is not None:
+        yield Text(f"  {tuning.dialect.depth_options(depth)}")
