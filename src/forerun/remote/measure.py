@@ -8,7 +8,7 @@ looked at while no request is under way, since the server itself is another prog
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -124,13 +124,13 @@ class ServerPlan:
     def __post_init__(self) -> None:
         self.traffic(1)
         for number in self.clients:
-            ServerLoad("concurrency", number)
+            ServerLoad("concurrency", float(number))
         if not self.clients or len(set(self.clients)) < len(self.clients):
             raise InvalidRequest("clients", f"{list(self.clients)} must be numbers of clients, each of them once.")
 
     def traffic(self, clients: int) -> TrafficPlan:
         """The plan of the load of so many clients."""
-        load = ServerLoad("concurrency", clients)
+        load = ServerLoad("concurrency", float(clients))
         number = max(self.num_requests, LEAST_BLOCK * clients)
         return TrafficPlan(
             (load,),
@@ -145,13 +145,12 @@ class ServerPlan:
 
 @dataclass(slots=True)
 class ServerMeasurement:
-    """Sends all blocks of a plan to the contenders by turns. `look` gives what looks at other programs' cores."""
+    """Sends all blocks of a plan to the contenders by turns."""
 
     contenders: Sequence[ServedContender]
     plan: ServerPlan
     passages: Sequence[Passage]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    look: Callable[[], Neighbours] = Neighbours
 
     async def run(self, report: ProgressCallback) -> list[ServedBlock]:
         """All blocks, in the order in which they ran. Raises InvalidRequest where a first request is refused."""
@@ -190,7 +189,7 @@ class ServerMeasurement:
 
     async def rest(self) -> float | None:
         """Wait, and say how many cores other programs kept busy meanwhile; None where the servers are elsewhere."""
-        neighbours = self.look()
+        neighbours = Neighbours()
         await asyncio.sleep(REST_S)
         local = all(contender.server.is_local for contender in self.contenders)
         return neighbours.num_busy() if local else None
@@ -230,7 +229,6 @@ async def measure_servers(
     passages: Sequence[Passage],
     report: ProgressCallback,
     extra: Mapping[str, Any] | None = None,
-    look: Callable[[], Neighbours] = Neighbours,
 ) -> tuple[list[ServedContender], list[ServedBlock]]:
     """Measure a server, against the one without speculation if there is one.
 
@@ -240,5 +238,5 @@ async def measure_servers(
         asked_of(passage, address.chat)
     async with AsyncExitStack() as stack:
         contenders = contenders_of(*await reach(stack, address, against))
-        measurement = ServerMeasurement(contenders, plan, passages, extra or {}, look)
+        measurement = ServerMeasurement(contenders, plan, passages, extra or {})
         return contenders, await measurement.run(report)

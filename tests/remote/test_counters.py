@@ -1,0 +1,131 @@
+"""Counters of guesses, as each engine writes them, and what follows for acceptance."""
+
+from dataclasses import replace
+
+import pytest
+
+from forerun.remote.counters import SpeculationCounts, acceptance_of, counts_of, counts_of_answers, even_chain
+from forerun.remote.dialects import DIALECTS, UNKNOWN, dialect_of
+from kit.standins import DialectName, StandIn
+
+# llama-server b1-0c1e570 with ngram-simple of 5, after one request
+LLAMA_CPP = """\
+# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed, excluding cached tokens
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 21
+# HELP llamacpp:spec_decode_num_draft_tokens_total Speculative: Total draft tokens generated
+# TYPE llamacpp:spec_decode_num_draft_tokens_total counter
+llamacpp:spec_decode_num_draft_tokens_total 9
+# HELP llamacpp:spec_decode_num_accepted_tokens_total Speculative: Total draft tokens accepted by the target model
+# TYPE llamacpp:spec_decode_num_accepted_tokens_total counter
+llamacpp:spec_decode_num_accepted_tokens_total 9
+# HELP llamacpp:spec_decode_num_drafts_total Speculative: Total speculative decoding verification steps
+# TYPE llamacpp:spec_decode_num_drafts_total counter
+llamacpp:spec_decode_num_drafts_total 2
+# HELP llamacpp:spec_decode_num_accepted_tokens_per_pos_total Accepted tokens per draft position
+# TYPE llamacpp:spec_decode_num_accepted_tokens_per_pos_total counter
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 2
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 2
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="3"} 2
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="4"} 1
+"""
+VLLM = """\
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 30.0
+# TYPE vllm:spec_decode_num_drafts_created gauge
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.7e+09
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 80.0
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 36.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 24.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 12.0
+"""
+
+
+def test_llama_servers_own_text_is_read() -> None:
+    counts = counts_of(LLAMA_CPP, "llamacpp:")
+    assert counts == SpeculationCounts(2.0, 9.0, 9.0, accepted_at_depth=(2.0, 2.0, 2.0, 2.0, 1.0))
+    acceptance = acceptance_of(counts, 11)
+    assert acceptance is not None
+    assert acceptance.tokens_per_round == 11 / 2
+    assert (acceptance.covered, acceptance.depth, acceptance.acceptance_rate) == (1.0, 4.5, 1.0)
+    assert acceptance.at_depth == [1, 1, 1, 1, 0.5]
+
+
+def test_vllms_engines_are_added_up_and_dates_are_no_counts() -> None:
+    counts = counts_of(VLLM, "vllm:")
+    assert counts == SpeculationCounts(40.0, 80.0, 36.0, accepted_at_depth=(24.0, 12.0))
+    acceptance = acceptance_of(counts, 36 + 50)
+    assert acceptance is not None
+    assert (acceptance.covered, acceptance.depth) == (0.8, 2.0)
+    assert acceptance.at_depth == [0.6, 0.5]
+
+
+@pytest.mark.parametrize("name", ["forerun", "vllm", "llamacpp"])
+def test_two_readings_give_what_came_between(name: DialectName) -> None:
+    standin, dialect = StandIn(name, depth=3), dialect_of(name, None)
+    list(standin.rounds({"prompt": "x", "seed": 1, "max_tokens": 40}))
+    before = counts_of(standin.metrics(), dialect.prefix)
+    first = replace(standin, at_depth=standin.at_depth[:])
+    list(standin.rounds({"prompt": "y", "seed": 2, "max_tokens": 60}))
+    between = counts_of(standin.metrics(), dialect.prefix).since(before)
+    assert between.num_drafts == standin.num_drafts - first.num_drafts > 0
+    assert between.num_drafted == standin.num_drafted - first.num_drafted
+    assert between.num_accepted == standin.num_accepted - first.num_accepted
+    assert list(between.accepted_at_depth) == [a - b for a, b in zip(standin.at_depth, first.at_depth, strict=True)][:3]
+
+
+def test_sglangs_verifications_and_gauges_give_a_chain_of_equal_chances() -> None:
+    standin = StandIn("sglang", depth=3)
+    words = sum(len(each.words) for each in standin.rounds({"prompt": "x", "seed": 1, "max_tokens": 200})) - 1
+    counts = counts_of(standin.metrics(), "sglang:").since(SpeculationCounts())
+    acceptance = acceptance_of(counts, words)
+    assert acceptance is not None
+    assert acceptance.tokens_per_round == words / standin.num_rounds
+    assert (acceptance.depth, acceptance.covered) == (3, 1.0)
+    assert acceptance.reached is not None
+    assert 1 + sum(acceptance.reached) == pytest.approx(acceptance.tokens_per_round)
+    assert len({round(rate, 6) for rate in acceptance.at_depth}) == 1
+    only_gauge = SpeculationCounts(accept_length=2.5)
+    older = acceptance_of(only_gauge, 100)
+    assert older is not None
+    assert older.tokens_per_round == pytest.approx(2.5)
+    assert older.reached is None
+
+
+def test_what_counts_nothing_says_nothing() -> None:
+    assert not counts_of(None, "vllm:").known
+    assert not counts_of("<html>", "vllm:").known
+    assert not counts_of(VLLM, UNKNOWN.prefix).known
+    assert acceptance_of(SpeculationCounts(), 100) is None
+    assert acceptance_of(SpeculationCounts(5.0, 9.0, 3.0), 0) is None
+    assert not counts_of_answers([]).known
+
+
+def test_answers_tell_what_metrics_do_not() -> None:
+    counts = counts_of_answers([{"num_drafted": 9, "num_accepted": 4, "num_rounds": 6}, {"num_drafted": 3}])
+    acceptance = acceptance_of(counts, 10)
+    assert acceptance is not None
+    assert acceptance.tokens_per_round == 10 / 6
+    assert acceptance.acceptance_rate == 4 / 12
+    assert acceptance.reached is None
+
+
+def test_an_even_chain_has_the_tokens_that_were_counted() -> None:
+    assert sum(even_chain(2.5, 4)) == pytest.approx(1.5)
+    assert even_chain(1.0, 3) == pytest.approx((0, 0, 0), abs=1e-9)
+
+
+def test_an_engine_is_known_by_its_models_or_behind_a_gateway_by_its_metrics() -> None:
+    for dialect in DIALECTS:
+        assert dialect_of(dialect.owner, None) is dialect
+        assert dialect_of("gateway", f"# HELP x y\n{dialect.prefix}num 1\n") is dialect
+    assert dialect_of("gateway", None) is UNKNOWN
+    assert len({dialect.prefix for dialect in DIALECTS}) == len(DIALECTS)
+    for dialect in DIALECTS:
+        assert dialect.depth_options is not None
+        assert "4" in dialect.depth_options(4)

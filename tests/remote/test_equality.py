@@ -1,0 +1,94 @@
+"""Where two servers' answers part, and what a difference means."""
+
+import math
+
+import pytest
+
+from forerun.remote.answers import RemoteAnswer, TokenChance, answer_of
+from forerun.remote.equality import Place, difference_of, gap_of, largest_drift, parting
+
+NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
+HERE = Place(0, 1, None)
+
+
+def answer(
+    *words: str, likely: dict[str, float] | None = None, named: bool = True, stopped: bool = False
+) -> RemoteAnswer:
+    """An answer of these words, at each of which the same tokens are likely."""
+    tokens = tuple(TokenChance(word, likely or {}) for word in words) if named else ()
+    return RemoteAnswer("".join(words), tokens, stopped)
+
+
+def test_a_near_tie_is_no_fault_and_a_wide_gap_is_one() -> None:
+    near = difference_of(answer(" a", " a", likely=NEAR), answer(" a", " b"), HERE, 0.25)
+    assert (near.position, near.plain, near.other, near.meaning) == (1, " a", " b", "near tie")
+    assert near.gap == pytest.approx(0.1)
+    assert not near.at_least
+    far = difference_of(answer(" a", " a", likely=FAR), answer(" a", " b"), HERE, 0.25)
+    assert (far.gap, far.meaning) == (pytest.approx(2.9), "fault")
+
+
+def test_a_token_that_was_not_likely_at_all_was_worse_than_the_last_that_was() -> None:
+    far = difference_of(answer(" a", likely=FAR), answer(" z"), HERE, 0.25)
+    assert (far.gap, far.at_least, far.meaning) == (pytest.approx(4.9), True, "fault")
+    narrow = difference_of(answer(" a", likely={" a": -0.7, " b": -0.8}), answer(" z"), HERE, 0.25)
+    assert (narrow.at_least, narrow.meaning) == (True, "undecided")
+
+
+def test_without_the_tokens_of_the_other_answer_the_text_says_which_it_was() -> None:
+    found = difference_of(answer(" a", " a", " a", likely=NEAR), answer(" a", " b", " a", named=False), HERE, 0.25)
+    assert (found.position, found.other, found.meaning) == (1, " b", "near tie")
+    assert found.before == " a "
+
+
+def test_without_log_probabilities_nothing_is_decided() -> None:
+    found = difference_of(answer(" a", " a", named=False), answer(" a", " b", named=False), HERE, 0.25)
+    assert (found.gap, found.meaning) == (None, "undecided")
+    assert found.before == " a "
+
+
+def test_where_the_plain_server_itself_differs_it_is_unsteady_but_not_before() -> None:
+    plain, other = answer(" a", " a", likely=FAR), answer(" a", " b")
+    assert difference_of(plain, other, Place(0, 8, 1), 0.25).meaning == "unsteady"
+    assert difference_of(plain, other, Place(0, 8, 0), 0.25).meaning == "unsteady"
+    assert difference_of(plain, other, Place(0, 8, 2), 0.25).meaning == "fault"
+
+
+def test_an_answer_that_ends_too_early_is_a_fault_where_nothing_else_was_likely() -> None:
+    sure = difference_of(
+        answer(" a", " a", likely={" a": -0.001, "</s>": -7.0}), answer(" a", stopped=True), HERE, 0.25
+    )
+    assert (sure.position, sure.at_least, sure.meaning) == (1, True, "fault")
+    open_end = difference_of(answer(" a", " a", likely=NEAR), answer(" a", stopped=True), HERE, 0.25)
+    assert open_end.meaning == "undecided"
+
+
+def test_gaps_of_a_server_that_tells_one_token_have_a_bound() -> None:
+    gap, at_least = gap_of({" a": math.log(0.9)}, " a", " b")
+    assert gap == pytest.approx(math.log(0.9) - math.log(0.1))
+    assert at_least
+    assert gap_of({}, " a", " b") == (None, False)
+
+
+def test_parting_counts_tokens_where_they_are_named() -> None:
+    assert parting(answer(" a", " bc"), answer(" a", " bd")) == 1
+    assert parting(answer(" a", " bc"), answer(" a", " bd", named=False)) == 4
+    assert parting(answer(" a"), answer(" a")) is None
+    assert parting(answer(" a", " b"), answer(" a")) == 1
+
+
+def test_drift_is_that_of_the_shared_beginning() -> None:
+    one = RemoteAnswer(" a b", (TokenChance(" a", {" a": -0.5}), TokenChance(" b", {" b": -0.5})), False)
+    other = RemoteAnswer(" a c", (TokenChance(" a", {" a": -0.4}), TokenChance(" c", {" c": -9.0})), False)
+    assert largest_drift([one], [other]) == pytest.approx(0.1)
+    assert largest_drift([answer(" a", named=False)], [answer(" a", named=False)]) is None
+
+
+def test_both_forms_of_log_probabilities_are_read() -> None:
+    lists = {"tokens": [" a", " b"], "token_logprobs": [-0.1, None], "top_logprobs": [{" a": -0.1, " b": -2.0}, None]}
+    found = answer_of({"choices": [{"text": " a b", "logprobs": lists, "finish_reason": "stop"}]})
+    assert found == RemoteAnswer(" a b", (TokenChance(" a", {" a": -0.1, " b": -2.0}), TokenChance(" b", {})), True)
+    entry = {"token": " a", "logprob": -0.1, "top_logprobs": [{"token": " a", "logprob": -0.1}, {"token": " a"}]}
+    message = {"message": {"content": " a"}, "logprobs": {"content": [entry]}, "finish_reason": "length"}
+    assert answer_of({"choices": [message]}) == RemoteAnswer(" a", (TokenChance(" a", {" a": -0.1}),), False)
+    assert answer_of({"choices": [{"message": {"content": None}, "logprobs": None}]}) == RemoteAnswer("", (), False)

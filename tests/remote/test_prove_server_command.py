@@ -1,0 +1,172 @@
+"""`forerun prove --server` from end to end, on stand-ins of other engines: exact ones hold, and faults are found."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from kit.standins import DialectName, StandIn, ToyModel
+
+pytest.importorskip("httpx")
+PROMPTS = ["first", "second", "third of all", "and another one", "some text", "more of it"]
+MODEL = ToyModel.random(3)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n")
+    return file
+
+
+@contextmanager
+def pair(speculating: StandIn, **plain: Any) -> Iterator[tuple[str, ...]]:
+    """Options that name a server, and one of the same model and engine without speculation, which may differ."""
+    other = replace(StandIn(speculating.dialect, speculating.model, likely=speculating.likely), **plain)
+    with speculating.running(), other.running():
+        yield ("--server", speculating.url, "--plain", other.url)
+
+
+def prove(prompts: Path, *more: str, num_texts: int = 250) -> Result:
+    fixed = ["--prompts", str(prompts), "--num-prompts", "6", "-n", "24", "--num-texts", str(num_texts)]
+    return CliRunner().invoke(cli.app, ["prove", *more, *fixed], env={"COLUMNS": "160", "OPENAI_API_KEY": ""})
+
+
+@pytest.mark.short("llamacpp")
+@pytest.mark.parametrize("dialect", ["vllm", "llamacpp", "sglang", "other"])
+def test_exact_speculation_holds_in_every_dialect(dialect: DialectName, prompts: Path) -> None:
+    with pair(StandIn(dialect, MODEL, depth=3)) as servers:
+        result = prove(prompts, *servers)
+    assert result.exit_code == 0, result.output
+    assert "12 answers to 6 prompts, alone and beside others, temperature 0: identical" in result.stdout
+    assert "against the exact law" in result.stdout
+    assert "It holds" in result.stdout
+    assert ("the server counts no guesses" in result.stdout) == (dialect in ("other", "sglang"))
+
+
+def test_guesses_that_are_accepted_too_often_are_found_at_temperature_0(prompts: Path) -> None:
+    with pair(StandIn("vllm", ToyModel.random(3, nearness=4.0), depth=3, rule="careless")) as servers:
+        result = prove(prompts, *servers, "--json", num_texts=100)
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert found["faulty"] is True
+    faults = [each for each in found["equality"]["differences"] if each["meaning"] == "fault"]
+    assert faults
+    assert all(each["gap"] > found["equality"]["tolerance"] for each in faults)
+
+
+def test_guesses_that_are_accepted_greedily_are_found_at_temperature_1(prompts: Path) -> None:
+    with pair(StandIn("llamacpp", MODEL, depth=3, rule="greedy")) as servers:
+        result = prove(prompts, *servers, num_texts=600)
+    assert result.exit_code == 1, result.output
+    assert "temperature 0: identical" in result.stdout
+    assert "✗ after" in result.stdout
+    assert "FAULT" in result.stdout
+
+
+@pytest.mark.full
+def test_a_server_of_foreruns_is_its_own_measure(prompts: Path) -> None:
+    with StandIn("forerun", MODEL, depth=3).running() as server:
+        result = prove(prompts, "--server", server.url)
+        assert {body.get("speculation") for body in server.bodies} == {None, False}
+    assert result.exit_code == 0, result.output
+    assert "the same server without guesses" in result.stdout
+
+
+@pytest.mark.full
+def test_every_request_has_a_seed_of_its_own_and_no_filter(prompts: Path) -> None:
+    server, plain = StandIn("vllm", MODEL, depth=3), StandIn("vllm", MODEL)
+    with server.running(), plain.running():
+        prove(prompts, "--server", server.url, "--plain", plain.url, num_texts=150)
+    drawn = [body for body in (*server.bodies, *plain.bodies) if body["temperature"] == 1.0]
+    seeds = [body["seed"] for body in drawn if body["max_tokens"] == 6]
+    texts = [seed for seed in seeds if seed >= 150]  # those below choose the opening
+    assert len(set(texts)) == len(texts) == 300
+    assert all((body["top_p"], body["top_k"], body["min_p"]) == (1.0, -1, 0.0) for body in drawn)
+
+
+@pytest.mark.full
+def test_near_ties_and_unsteady_servers_are_no_fault(prompts: Path) -> None:
+    """Logits shake by a thousandth from request to request, and the likeliest two of some words are as near as that."""
+    logits = MODEL.logits.copy()
+    for row in logits[::2]:
+        row[int(row.argsort()[-2])] = row.max() - 1e-4
+    shaky = StandIn("vllm", ToyModel(logits, MODEL.drafts), depth=3, jitter=1e-3)
+    with pair(shaky, jitter=1e-3) as servers:
+        result = prove(prompts, *servers)
+    assert result.exit_code == 0, result.output
+    assert "by a near tie" in result.stdout or "where the plain server differs too" in result.stdout
+    assert "It holds as far as can be seen" in result.stdout
+
+
+@pytest.mark.full
+def test_differences_without_log_probabilities_stay_undecided(prompts: Path) -> None:
+    """The model behind the server is a little another one: that is seen, and how near the ties were is not."""
+    other = ToyModel(MODEL.logits + 0.05 * ToyModel.random(9).logits, MODEL.drafts)
+    server, plain = StandIn("other", other, likely=0), StandIn("other", MODEL, likely=0)
+    with server.running(), plain.running():
+        result = prove(prompts, "--server", server.url, "--plain", plain.url, num_texts=300)
+    assert "tells no log-probabilities" in result.stdout
+    assert "against the plain server's counts" in result.stdout
+    if "identical" not in result.stdout:
+        assert result.exit_code == 1
+        assert "UNDECIDED" in result.stdout
+
+
+@pytest.mark.full
+def test_a_plain_server_that_filters_silently_is_noticed(prompts: Path) -> None:
+    with pair(StandIn("vllm", MODEL, depth=3, filtered=True), filtered=True) as servers:
+        result = prove(prompts, *servers, num_texts=600)
+    assert result.exit_code == 0, result.output
+    assert "the plain server does not draw by the log-probabilities that it tells" in " ".join(result.stdout.split())
+    assert "against the plain server's counts" in " ".join(result.stdout.split())
+
+
+@pytest.mark.full
+def test_chats_are_asked_as_chats(prompts: Path) -> None:
+    with pair(StandIn("vllm", MODEL, depth=3)) as servers:
+        result = prove(prompts, *servers, "--chat")
+    assert result.exit_code == 0, result.output
+    assert "against the exact law" in result.stdout
+
+
+@pytest.mark.full
+def test_fewer_log_probabilities_do_where_there_are_no_more(prompts: Path) -> None:
+    with pair(StandIn("other", MODEL, depth=3, likely=5)) as servers:
+        result = prove(prompts, *servers, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["most_likely"] == 5
+
+
+def refusal(prompts: Path, *more: str) -> str:
+    """The one line of a mistake."""
+    result = prove(prompts, *more)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
+    with (
+        StandIn("vllm", MODEL, key="secret").running() as locked,
+        StandIn("vllm", MODEL, name="other").running() as other,
+    ):
+        dead = "http://127.0.0.1:9"
+        assert "server: http://127.0.0.1:9 does not answer" in refusal(prompts, "--server", dead)
+        assert "give its key with --api-key" in refusal(prompts, "--server", locked.url)
+        assert "--plain URL" in refusal(prompts, "--server", other.url)
+        assert "plain: http://127.0.0.1:9 does not answer" in refusal(prompts, "--server", other.url, "--plain", dead)
+        both = ("--server", locked.url, "--plain", other.url, "--api-key", "secret")
+        assert "serves 'other', not 'toy'" in refusal(prompts, *both)
+        assert "'more' is not served at" in refusal(prompts, *both, "--served-model-name", "more")
+        assert "draft: --server" in refusal(prompts, "--server", other.url, "--draft", "ngram")
+        assert "plain: 'x' goes with --server" in refusal(prompts, "--plain", "x")
+        assert "model: there is none" in refusal(prompts)
+        named = prove(prompts, *both, "--plain-model", "other", num_texts=100)
+        assert named.exit_code == 0, named.output

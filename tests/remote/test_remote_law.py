@@ -1,0 +1,155 @@
+"""The law of a server by counts: exact ones are not accused more often than is said, and wrong ones are found."""
+
+import math
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from forerun.prove.cells import MOST_TOKENS
+from forerun.prove.chi_square import LEVEL
+from forerun.remote.answers import RemoteAnswer, TokenChance
+from forerun.remote.law import FURTHER, TokenNumbers, cells_of, corrected, law_test, two_samples
+from kit.standins import WORDS, Rule, ToyModel, draw, softmax, speculate
+
+MODEL, FIRST, DEPTH = ToyModel.random(3), 0, 3
+
+
+def texts(
+    rule: Rule | None, num_texts: int, seed: int, named: bool = True, model: ToyModel = MODEL
+) -> list[RemoteAnswer]:
+    """Texts of a server that speculates by a rule, or of a plain one, which tells log-probabilities."""
+    noise, answers = random.Random(f"{rule} {seed}"), []
+    for _ in range(num_texts):
+        words = [draw(model.law(FIRST, 1.0), noise)]
+        while len(words) < MOST_TOKENS + FURTHER:
+            if rule is None:
+                words.append(draw(model.law(words[-1], 1.0), noise))
+            else:
+                words += speculate(model, words[-1], 1.0, DEPTH, rule, noise).words
+        answers.append(answer(words[: MOST_TOKENS + FURTHER], rule is None, named, model))
+    return answers
+
+
+def answer(words: list[int], likely: bool, named: bool, model: ToyModel) -> RemoteAnswer:
+    """An answer of these words."""
+    before = [FIRST, *words]
+    chances = [
+        dict(zip(WORDS, np.log(model.law(last, 1.0)).tolist(), strict=True)) if likely else {} for last in before
+    ]
+    tokens = [TokenChance(WORDS[word], likely) for word, likely in zip(words, chances, strict=False)]
+    return RemoteAnswer("".join(WORDS[word] for word in words), tuple(tokens) if named else (), False)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by-log-probabilities", "by-counts-of-both"])
+@pytest.mark.full
+def test_exact_servers_are_accused_as_seldom_as_is_said(named: bool) -> None:
+    """p-values of exact servers are uniform: so many of 200 below 5 %, give or take what chance allows."""
+    plain = texts(None, 400, 0, named)
+    values = []
+    for seed in range(200):
+        plain = texts(None, 400, seed, named) if not named else plain
+        found = law_test("x", plain, texts("exact", 400, seed, named))
+        assert found.exact is named
+        values.append(found.p_value)
+    for share in (0.05, 0.2, 0.5):
+        below = sum(value < share for value in values)
+        assert abs(below - 200 * share) < 4 * math.sqrt(200 * share * (1 - share)), (share, below)
+    assert sum(value < LEVEL for value in values) <= 2
+
+
+@pytest.mark.parametrize(("rule", "num_texts"), [("greedy", 400), ("careless", 1500)])
+def test_a_wrong_rule_is_found(rule: Rule, num_texts: int) -> None:
+    found = law_test("x", texts(None, num_texts, 1), texts(rule, num_texts, 1))
+    assert found.exact
+    assert found.p_value < LEVEL
+    assert found.control_p is not None
+    assert found.control_p >= LEVEL
+    right = law_test("x", texts(None, num_texts, 1), texts("exact", num_texts, 1))
+    assert right.p_value >= LEVEL
+
+
+def test_without_log_probabilities_counts_of_both_servers_find_it() -> None:
+    plain = texts(None, 1500, 2, named=False)
+    wrong = law_test("x", plain, texts("greedy", 1500, 2, named=False))
+    right = law_test("x", plain, texts("exact", 1500, 2, named=False))
+    assert not wrong.exact
+    assert "letters" in wrong.counted
+    assert wrong.p_value < LEVEL <= right.p_value
+
+
+def test_a_plain_server_that_does_not_draw_by_what_it_tells_is_no_measure() -> None:
+    """It draws from its likeliest words alone, as the other server does, and tells chances of all."""
+    filtered = ToyModel(np.where(MODEL.logits >= np.sort(MODEL.logits)[:, -3:-2], MODEL.logits, -50.0), MODEL.drafts)
+    plain = [
+        RemoteAnswer(each.text, answer([WORDS.index(n) for n in each.names], True, True, MODEL).tokens, False)
+        for each in texts(None, 800, 1, model=filtered)
+    ]
+    found = law_test("x", plain, texts("exact", 800, 1, model=filtered))
+    assert found.control_p is not None
+    assert found.control_p < LEVEL
+    assert not found.exact
+    assert found.p_value >= LEVEL
+    wrong = law_test("x", plain, texts("greedy", 800, 1, model=filtered))
+    assert wrong.p_value < LEVEL
+
+
+def test_the_end_of_texts_needs_no_name() -> None:
+    """Texts end at a word that the server does not name; its chance is among those that it tells."""
+    end = int(MODEL.law(FIRST, 1.0).argsort()[-2])
+
+    def cut(answers: list[RemoteAnswer]) -> list[RemoteAnswer]:
+        kept = []
+        for each in answers:
+            names = each.names
+            length = names.index(WORDS[end]) if WORDS[end] in names else len(names)
+            kept.append(RemoteAnswer("".join(names[:length]), each.tokens[:length], length < len(names)))
+        return kept
+
+    plain, same = cut(texts(None, 1500, 5)), cut(texts("exact", 1500, 5))
+    cells, numbers = cells_of(plain, 1500, TokenNumbers()), TokenNumbers()
+    assert cells.enough
+    assert all(numbers.of(WORDS[end]) not in text for text in cells_of(plain, 1500, numbers).chances)
+    found = law_test("x", plain, same)
+    assert found.exact
+    assert found.p_value >= LEVEL
+
+
+def test_cells_are_the_law_and_unreadable_tokens_have_none() -> None:
+    numbers = TokenNumbers()
+    cells = cells_of(texts(None, 1500, 7), 1500, numbers)
+    text, chance = next(iter(cells.chances.items()))
+    words = [next(w for w, n in numbers.numbers.items() if n == number) for number in text]
+    places = [FIRST, *(WORDS.index(word) for word in words)]
+    expected = math.prod(softmax(MODEL.logits[a])[b] for a, b in pairwise(places))
+    assert chance == pytest.approx(expected)
+    likely = {"\ufffd": math.log(0.7), " a": math.log(0.3)}
+    strange = RemoteAnswer(" a?", (TokenChance(" a", likely), TokenChance("\ufffd", likely)), False)
+    assert cells_of([strange], 1500, TokenNumbers()).chances == {(0, 0): pytest.approx(0.09)}
+
+
+def test_two_samples_of_one_law_and_of_two() -> None:
+    noise = random.Random(0)
+    one, same = (noise.choices("abc", [5, 3, 2], k=2000) for _ in range(2))
+    other = noise.choices("abc", [4, 4, 2], k=2000)
+    apart, alike = two_samples(one, other), two_samples(one, same)
+    assert apart is not None
+    assert alike is not None
+    assert apart.p_value < 1e-6 < alike.p_value
+    assert alike.freedom == 2
+    assert two_samples(["a"] * 50, ["a"] * 50) is None
+    assert two_samples([str(i) for i in range(50)], [str(i) for i in range(50)]) is None
+
+
+def test_nothing_to_count_is_said() -> None:
+    alike = [RemoteAnswer("same", (), False)] * 100
+    found = law_test("x", alike, alike)
+    assert "ask for more texts" in found.problem
+    assert found.holds
+
+
+def test_results_are_corrected_for_the_number_of_tests() -> None:
+    found = law_test("x", texts(None, 800, 1), texts("exact", 800, 2))
+    one, ten = corrected(found, 0.5, 1), corrected(found, 0.5, 10)
+    assert 0 < one.smallest_bias < ten.smallest_bias < 1

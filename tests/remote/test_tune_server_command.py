@@ -1,0 +1,136 @@
+"""`forerun tune --server` from end to end, on stand-ins of other engines whose costs and acceptance are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.neighbours import Neighbours
+from forerun.remote import measure
+from kit.standins import DialectName, StandIn, ToyModel
+
+pytest.importorskip("httpx")
+ROUND_S, DEPTH = 0.004, 3
+MODEL = ToyModel.random(3, nearness=0.5)
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else is busy, and servers come to rest at once."""
+    monkeypatch.setattr(measure, "REST_S", measure.LEAST_S)
+    looks = iter(range(10**6))
+    quiet = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.0)  # noqa: E731
+    monkeypatch.setattr(measure, "Neighbours", quiet)
+
+
+def tune(*more: str) -> Result:
+    fixed = ["--num-prompts", "4", "--repeats", "2", "-n", "32"]
+    return CliRunner().invoke(cli.app, ["tune", *more, *fixed], env={"COLUMNS": "160", "OPENAI_API_KEY": ""})
+
+
+def measured(dialect: DialectName, *more: str, **options: Any) -> tuple[dict[str, Any], StandIn]:
+    """What is found of a stand-in that speculates, against one that does not."""
+    settings = {"round_s": ROUND_S, "cost": 1.2, **options}
+    server, plain = StandIn(dialect, MODEL, depth=DEPTH, **settings), StandIn(dialect, MODEL, round_s=ROUND_S)
+    with server.running(), plain.running():
+        result = tune("--server", server.url, "--against", plain.url, "--json", *more)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), server
+
+
+@pytest.mark.short("llamacpp")
+@pytest.mark.parametrize("dialect", ["vllm", "llamacpp", "sglang", "forerun"])
+def test_every_dialects_counters_are_read_and_the_speed_up_is_measured(dialect: DialectName) -> None:
+    found, server = measured(dialect, "--clients", "1")
+    (cell,) = found["cells"]
+    seen = cell["speculating"]["acceptance"]
+    tokens = (server.num_accepted + server.num_rounds) / server.num_rounds
+    assert seen["tokens_per_round"] == pytest.approx(tokens, rel=0.2)  # warming up is counted in the latter alone
+    assert seen["depth"] == pytest.approx(DEPTH, rel=0.2)
+    assert cell["speed_up"]["median"] == pytest.approx(tokens / 1.2, rel=0.4)
+    assert len(cell["by_depth"]) > DEPTH
+    assert cell["num_compared"] == 8
+    assert cell["num_differing"] == 0
+    assert cell["options"]
+
+
+def test_loads_at_which_it_hurts_are_named_with_what_to_set() -> None:
+    server, plain = StandIn("vllm", MODEL, depth=DEPTH, round_s=ROUND_S, crowd=3.0), StandIn(round_s=ROUND_S)
+    plain.model = MODEL
+    with server.running(), plain.running():
+        result = tune("--server", server.url, "--against", plain.url, "--clients", "1,4")
+    assert result.exit_code == 0, result.output
+    assert "Speculation helps at 1 client: " in result.stdout
+    assert "Speculation hurts at 4 clients: " in result.stdout
+    assert "From 4 clients on it hurts." in result.stdout
+    assert "vllm serve without --speculative-config" in result.stdout
+    assert "answers    " in result.stdout
+
+
+def test_one_server_alone_says_what_is_not_known() -> None:
+    with StandIn("llamacpp", MODEL, depth=DEPTH, round_s=ROUND_S).running() as server:
+        result = tune("--server", server.url, "--clients", "1")
+    assert result.exit_code == 0, result.output
+    assert "times as fast as plain decoding" in result.stdout
+    assert "A depth pays if it makes a round longer by less than what it gives: depth 1 " in result.stdout
+    assert "whether speculation helps: name the same model without it by --against URL" in result.stdout
+
+
+@pytest.mark.full
+def test_a_server_of_foreruns_is_measured_against_itself() -> None:
+    with StandIn("forerun", MODEL, depth=DEPTH, round_s=ROUND_S).running() as server:
+        result = tune("--server", server.url, "--clients", "1", "--json")
+        assert {body.get("speculation") for body in server.bodies} == {None, False}
+    found = json.loads(result.stdout)
+    assert found["against"] == found["url"]
+    assert found["cells"][0]["speed_up"]["median"] > 1
+
+
+def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
+    found, _ = measured("vllm", "--clients", "1", counted=False)
+    (cell,) = found["cells"]
+    assert cell["speed_up"]["median"] > 1
+    assert cell["speculating"]["acceptance"] is None
+    assert cell["by_depth"] == []
+    assert any("counts no guesses" in sentence for sentence in found["unknown"])
+    timed, server = measured("llamacpp", "--clients", "1", counted=False)
+    seen = timed["cells"][0]["speculating"]["acceptance"]
+    assert seen["acceptance_rate"] == pytest.approx(server.num_accepted / server.num_drafted, rel=0.2)
+    assert any("start llama-server with --metrics" in sentence for sentence in timed["unknown"])
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(range(10**6))
+    busy = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.7 * next(looks))  # noqa: E731
+    monkeypatch.setattr(measure, "Neighbours", busy)
+    with StandIn("vllm", MODEL, depth=DEPTH).running() as server, StandIn("vllm", MODEL).running() as plain:
+        result = tune("--server", server.url, "--against", plain.url, "--clients", "1")
+    assert "disturbed" in result.stdout
+    assert "so this is not to be trusted" in " ".join(result.stdout.split())
+
+
+def refusal(*more: str) -> str:
+    """The one line of a mistake."""
+    result = tune(*more)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:
+    locked, other = StandIn("vllm", MODEL, key="secret"), StandIn("vllm", MODEL, name="other")
+    with locked.running(), other.running():
+        dead, both = "http://127.0.0.1:9", ("--server", locked.url, "--against", other.url, "--api-key", "secret")
+        assert "server: http://127.0.0.1:9 does not answer" in refusal("--server", dead)
+        assert "give its key with --api-key" in refusal("--server", locked.url)
+        assert "against: http://127.0.0.1:9 does not answer" in refusal("--server", other.url, "--against", dead)
+        assert "serves 'other', not 'toy': serve the same model there" in refusal(*both)
+        assert "against_model: 'x' is not served at" in refusal(*both, "--against-model", "x")
+        assert "drafts: --server" in refusal("--server", other.url, "--drafts", "ngram")
+        assert "temperature: 0,1 are several" in refusal("--server", other.url, "--temperature", "0,1")
+        assert "clients: '1,x' must be numbers" in refusal("--server", other.url, "--clients", "1,x")
+        assert "concurrency: 0 must be" in refusal("--server", other.url, "--clients", "0")
+        assert "against: 'x' goes with --server" in refusal("--against", "x")
