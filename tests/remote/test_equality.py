@@ -5,10 +5,10 @@ import math
 import pytest
 
 from forerun.remote.answers import RemoteAnswer, TokenChance, answer_of
-from forerun.remote.equality import Place, difference_of, gap_of, largest_drift, parting
+from forerun.remote.equality import AnswerPlace, difference_of, gap_of, largest_drift, parting
 
 NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
-HERE = Place(0, 1, None)
+HERE = AnswerPlace(0, 1, None)
 
 
 def answer(
@@ -49,9 +49,9 @@ def test_without_log_probabilities_nothing_is_decided() -> None:
 
 def test_where_the_plain_server_itself_differs_it_is_unsteady_but_not_before() -> None:
     plain, other = answer(" a", " a", likely=FAR), answer(" a", " b")
-    assert difference_of(plain, other, Place(0, 8, 1), 0.25).meaning == "unsteady"
-    assert difference_of(plain, other, Place(0, 8, 0), 0.25).meaning == "unsteady"
-    assert difference_of(plain, other, Place(0, 8, 2), 0.25).meaning == "fault"
+    assert difference_of(plain, other, AnswerPlace(0, 8, 1), 0.25).meaning == "unsteady"
+    assert difference_of(plain, other, AnswerPlace(0, 8, 0), 0.25).meaning == "unsteady"
+    assert difference_of(plain, other, AnswerPlace(0, 8, 2), 0.25).meaning == "fault"
 
 
 def test_an_answer_that_ends_too_early_is_a_fault_where_nothing_else_was_likely() -> None:

@@ -65,6 +65,13 @@ def test_costs_and_speed_ups_of_all_depths_are_those_of_the_economy() -> None:
     assert (found.num_compared, found.num_differing) == (24, 0)
 
 
+def test_rounds_that_seem_to_cost_less_than_plain_ones_give_no_wonders() -> None:
+    found = cell(1, 0.6)
+    tokens = [expected_tokens([*RATES, *[RATES[-1]] * 4], depth) for depth in range(9)]
+    assert [each.median for each in found.by_depth][DEPTH:] == [pytest.approx(each / 0.6) for each in tokens[DEPTH:]]
+    assert all(each.median > 0 for each in found.by_depth)
+
+
 def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:
     """Half of the rounds guess nothing and take as long as plain ones."""
     both, tokens = pair(1, 1.8), expected_tokens(RATES, DEPTH)

@@ -101,7 +101,7 @@ async def compare_texts(
                 continue
             names = await names_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer)
             other = RemoteAnswer(answer.text, names, answer.stopped) if names else answer
-            place = Place(index, at_once, parting(first[index], control[index]))
+            place = AnswerPlace(index, at_once, parting(first[index], control[index]))
             differences.append(difference_of(first[index], other, place, tolerance))
     counts = (await speculating.server.counts()).since(before)
     return TextEquality(
@@ -154,7 +154,7 @@ def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AnswerPlace:
     """Which answer it is, and at which position the plain server's own second answer parted from its first, if so."""
 
     prompt: int
@@ -162,7 +162,7 @@ class Place:
     unsteady_from: int | None
 
 
-def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: Place, tolerance: float) -> TextDifference:
+def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, tolerance: float) -> TextDifference:
     """The first difference of two answers that differ, and what it means."""
     position = parting(plain, other)
     assert position is not None, "the texts differ"

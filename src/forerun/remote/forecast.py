@@ -19,7 +19,6 @@ from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock
 
 DEEPEST = 16
 FARTHEST = 4  # times the heaviest load, beyond which the line through costs is not drawn
-Blocks = Sequence[ServedBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ class RoundEconomy:
     def forecast(self, depth: int) -> float | None:
         """The speed-up that a depth is expected to have; None where acceptance by depth is not known.
 
-        Beyond the deepest guess that was judged, acceptance is taken to be that of the last.
+        Beyond the deepest guess that was judged, acceptance is taken to be that of the last. Rounds that were measured
+        to cost less than plain ones are not taken to cost less still where they are deeper.
         """
         seen = self.acceptance
         rates = seen.at_depth
@@ -45,7 +45,8 @@ class RoundEconomy:
             return None
         rates = [*rates, *[rates[-1]] * DEEPEST]
         tokens = 1 + seen.covered * (expected_tokens(rates, depth) - 1)
-        return tokens / (1 + (self.cost - 1) * depth / seen.depth)
+        share = depth / seen.depth if self.cost > 1 else min(1.0, depth / seen.depth)
+        return tokens / (1 + (self.cost - 1) * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class ServedCell:
         return max(range(len(self.by_depth)), key=lambda depth: self.by_depth[depth].median)
 
 
-def cell_of(clients: int, blocks: Blocks) -> ServedCell:
+def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
     """What the blocks of one load say."""
     speculating, plain = ([b for b in blocks if b.contender == name] for name in (SPECULATING, PLAIN))
     by_repetition = {block.block.turn.repetition: block for block in plain}
@@ -124,7 +125,7 @@ def same_answers(block: ServedBlock, other: ServedBlock) -> list[bool]:
     return [texts[answer.index] == answer.digest for answer in block.block.complete if answer.index in texts]
 
 
-def figures_of(blocks: Blocks) -> ServedFigures:
+def figures_of(blocks: Sequence[ServedBlock]) -> ServedFigures:
     """One contender at one load, over its repetitions."""
     answers = [answer for block in blocks for answer in block.block.answers]
     counts = [acceptance_of(block.counts, block.num_tokens) for block in blocks]

@@ -178,7 +178,7 @@ def gain_line(cell: ServedCell) -> tuple[str, str]:
 def advice(tuning: ServerTuning, depth: int) -> Iterator[Text]:
     """A depth, at which loads it is best, and how it is set."""
     cells = [cell for cell in tuning.cells if tuning.advised_depth(cell) == depth]
-    at = f"at {', '.join(str(cell.clients) for cell in cells)} clients"
+    at = f"at {', '.join(str(cell.clients) for cell in cells)} {'client' if cells[-1].clients == 1 else 'clients'}"
     served = {tuning.served_depth(cell) for cell in cells}
     if depth in served:
         yield Text(f"Depth {depth}, as it is served, is right {at}.", "green")
