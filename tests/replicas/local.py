@@ -1,6 +1,7 @@
 """Replicas in the tests' own process: messages are pickled as between processes, and replicas are lost as planned."""
 
 import pickle
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -29,22 +30,27 @@ class LocalReplicas:
     there: dict[str, Replica]
     losses: list[int] = field(default_factory=list)
     took: list[str] = field(default_factory=list)  # the replica of each call
+    under_way: Counter[str] = field(default_factory=Counter)
     table: RouteTable = field(default_factory=lambda: RouteTable(4))
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         call, loss = copied(call), self.losses.pop(0) if self.losses else None
-        name = self.table.ranked(call.route, dict.fromkeys(self.there, 0))[0 if loss is None else -1]
+        name = self.table.ranked(call.route, {each: self.under_way[each] for each in self.there})[0]
         self.table.note(call.route, name)
         self.took.append(name)
-        async with aclosing(self.there[name].answer(call)) as answer:
-            number = 0
-            async for news in answer:
-                if number == loss:
+        self.under_way[name] += 1
+        try:
+            async with aclosing(self.there[name].answer(call)) as answer:
+                number = 0
+                async for news in answer:
+                    if number == loss:
+                        raise ReplicaLost("it was planned so.")
+                    yield copied(news)
+                    number += 1
+                if loss is not None:
                     raise ReplicaLost("it was planned so.")
-                yield copied(news)
-                number += 1
-            if loss is not None:
-                raise ReplicaLost("it was planned so.")
+        finally:
+            self.under_way[name] -= 1
 
     async def readings(self) -> Mapping[str, Sequence[Metric]]:
         return copied({name: replica.reading()[1] for name, replica in self.there.items()})  # type: ignore[no-any-return]

@@ -10,8 +10,10 @@ import pytest
 
 from forerun.accept.delta import Delta
 from forerun.errors import OutOfMemory
+from forerun.llm import LLM
 from forerun.replicas.replica import ReplicaNews
 from kit.servers import OK, events_of, expected, library_answer, until
+from replicas.conversations import known_share
 from replicas.local import LocalReplicas, replicated
 
 LONG_ALONE = OK | {"max_tokens": 60, "ignore_eos": True}
@@ -36,6 +38,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(choice["text"] for event in events for choice in event["choices"])
 
 
+@pytest.mark.short("whole-[1]", "stream-[]", "stream-[0, 2, 5]")
 @pytest.mark.parametrize("losses", [[], [0], [1], [3], [0, 2, 5], [4, 1, 4, 1]], ids=str)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_an_answer_is_one_engines_whatever_is_lost(server: Served, losses: list[int], stream: bool) -> None:
@@ -187,3 +190,14 @@ def test_many_clients_are_answered_as_by_one_engine(server: Served) -> None:
     for number, body in enumerate(bodies):
         assert answers[number] == library_answer(body).outputs[0].text, json.dumps(body)
     assert set(replicas.took) == {"r0", "r1"}
+
+
+@pytest.mark.full
+def test_eight_conversations_find_what_two_replicas_know_of_them() -> None:
+    shares = []
+    for number in (1, 2):
+        with replicated(lambda: LLM("stdlib", max_num_seqs=4), number) as (running, replicas), running.http() as http:
+            shares.append(known_share(lambda body: http.post("/v1/completions", json=body).json()))
+            assert len(set(replicas.took)) == number
+    assert shares[0] > 0.5
+    assert shares[1] >= 0.9 * shares[0]
