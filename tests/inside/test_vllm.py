@@ -7,11 +7,14 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kit.checkpoints import ROOT
+from forerun import LLM, SamplingParams
+from forerun.heads.convert import convert
+from kit.checkpoints import ROOT, read_json
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -76,3 +79,24 @@ def test_greedy_tokens_are_those_of_plain_decoding(
         proposer = made.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
     assert 0 < accepted <= drafted
     assert not proposer.rounds.broken
+
+
+def test_it_serves_a_head_that_forerun_converted(tmp_path: Path) -> None:
+    """EAGLE-3's bundled layer, by vLLM's own method: nearly as much of it is accepted as here, and it says the same."""
+    heads, asked = tmp_path / "speculators", read_json(MODEL.parent / "prompts.json")["prompts"]
+    assert isinstance(asked, list)
+    convert(str(MODEL.parent / "eagle"), "speculators", heads, model=str(MODEL))
+    prompts = [each["text"] for each in asked]
+    params = {"temperature": 0, "max_tokens": 96, "ignore_eos": True}
+    with LLM(str(MODEL), f"eagle:{heads}", speculation=4, dtype="float32", max_model_len=512) as ours:
+        expected = [
+            out.outputs[0].token_ids for out in ours.generate(prompts, SamplingParams(**params), use_tqdm=False)
+        ]
+        rate = ours.stats.acceptance_rate
+    with engine({"method": "eagle3", "model": str(heads), "num_speculative_tokens": 4}) as made:
+        outs = made.generate(prompts, vllm.SamplingParams(**params), use_tqdm=False)
+        drafted, accepted = counted(made)
+    assert [tuple(out.outputs[0].token_ids) for out in outs] == expected
+    assert rate is not None
+    assert accepted / drafted == pytest.approx(rate, abs=0.02)
+    assert accepted > drafted / 3

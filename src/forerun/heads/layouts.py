@@ -232,6 +232,7 @@ def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) 
     """The fields of a drafter's layers, without its `others`; what comes from the family or target is written out."""
     kept = {key: value for key, value in config.items() if key not in (*FORMAT_KEYS, *others)}
     return {
+        "hidden_act": "silu",  # vLLM reads it, and has no default
         **kept,
         **layers.layer_fields(),
         "model_type": layers.family,

@@ -52,6 +52,7 @@ TAP_IDS, INSIDE = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 NORMED_RESIDUAL = "norm_before_residual"
 OPTIONS = (NORMED_RESIDUAL, "norm_before_fc", "fc_norm", "norm_output")
 MASK_TOKEN = "mask_token_id"
+USUAL_TAPS = 3  # which vLLM takes, unless told
 KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # of speculators, and their architectures
 # What speculators puts beside the layer's own.
 OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
@@ -267,11 +268,12 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     fields = files.fields
     if fields.flag("qkv_bias"):
         raise fields.refuse("qkv_bias", "speculators has no such layer: convert it to another format")
-    mask_token, layers = fields.values.get(MASK_TOKEN), eagle_meaning(files, target).config
+    mask_token, meaning = fields.values.get(MASK_TOKEN), eagle_meaning(files, target)
+    layer, num_taps = package_layer(files.config, meaning.config, *OUTSIDE, INSIDE), len(meaning.form.taps)
     kind = "eagle3" if mask_token is None else "peagle"
     values = {
         "architectures": [KINDS[kind]],
-        LAYER_CONFIG: package_layer(files.config, layers, *OUTSIDE, INSIDE),
+        LAYER_CONFIG: layer if num_taps == USUAL_TAPS else layer | {"num_aux_hidden_states": num_taps},
         "draft_vocab_size": fields.whole("draft_vocab_size", fields.whole("vocab_size")),
         "target_hidden_size": fields.values.get("target_hidden_size"),
         TAP_IDS: fields.values.get(TAP_IDS, None if target is None else list(usual_taps(target.config.layers))),

