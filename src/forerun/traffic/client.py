@@ -161,7 +161,7 @@ class TrafficClient:
         try:
             try:
                 response = await self.http.post(self.address.path, json=body)
-            except (httpx.RemoteProtocolError, httpx.ConnectTimeout):  # ended as it was used again, or overlooked
+            except (httpx.RemoteProtocolError, httpx.NetworkError, httpx.ConnectTimeout):  # once may be chance
                 response = await self.http.post(self.address.path, json=body)
             answer = response.json() if response.status_code == 200 else None
         except httpx.HTTPError as error:

@@ -1,0 +1,65 @@
+"""`forerun prove --server` on real servers of forerun's: it agrees with the library, faults planted or not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mutants import LAW_MUTANTS, TOKEN_MUTANTS, planted
+from typer.testing import CliRunner, Result
+
+from forerun import cli
+from forerun.config import Speculation
+from forerun.prove import ProofWorkload, prove
+from kit.servers import drafting, running
+from kit.unchecked import unchecked
+
+PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
+
+
+def ask(url: str, folder: Path, num_texts: int) -> Result:
+    """The command's result."""
+    file = folder / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n")
+    where = ["--server", url, "--prompts", str(file), "--num-prompts", "3", "-n", "96", "--num-texts", str(num_texts)]
+    return CliRunner().invoke(cli.app, ["prove", *where, "--json"], env={"OPENAI_API_KEY": ""})
+
+
+def test_an_exact_server_holds_as_its_library_does(tmp_path: Path) -> None:
+    with unchecked(), drafting() as llm:
+        report = prove(llm, PROMPTS, ProofWorkload(3, 12, (0.0,), (1,), (Speculation(3),), num_texts=100))
+        with running(llm) as server:
+            result = ask(server.url, tmp_path, 200)
+    assert report.holds
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["holds"] is True
+    assert found["equality"]["num_drafted"] > 0
+    assert found["equality"]["differences"] == []
+
+
+@pytest.mark.short("a-guess-accepted-unseen")
+@pytest.mark.parametrize("name", list(TOKEN_MUTANTS), ids=lambda name: name.replace(" ", "-"))
+def test_a_wrong_token_is_found_through_the_interface(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees are asked for, since two of the faults are of trees alone."""
+    planted(name, monkeypatch)
+    with unchecked(), drafting(speculation=Speculation(3, 2)) as llm, running(llm) as server:
+        result = ask(server.url, tmp_path, 100)
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert found["faulty"] is True
+    assert "fault" in {each["meaning"] for each in found["equality"]["differences"]}
+
+
+@pytest.mark.full
+def test_a_wrong_law_is_found_through_the_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coins that reuse the noise of the draft: at temperature 0 nothing shows, at temperature 1 the law is another."""
+    LAW_MUTANTS["coins reuse the draft's noise"].plant(monkeypatch)
+    with unchecked(), drafting(verification="token") as llm, running(llm) as server:
+        result = ask(server.url, tmp_path, 1500)
+    assert result.exit_code == 1, result.output
+    found = json.loads(result.stdout)
+    assert found["equality"]["differences"] == []
+    assert [law["holds"] for law in found["laws"]] == [False]
+    assert found["laws"][0]["exact"] is True
