@@ -3,9 +3,12 @@
 Ray is not needed to work on anything else, so where it is not installed these tests are skipped.
 """
 
+import json
+import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +17,11 @@ from typing import Any
 
 import pytest
 
-from kit.servers import events_of, httpx, library_answer, started
+from forerun.llm import LLM
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.servers import command, events_of, httpx, launched, library_answer, running, started
+from replicas.conversations import known_share
+from replicas.test_routers import free_port
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
 psutil = pytest.importorskip("psutil", reason="psutil is not installed: pip install -e '.[dev]'")
@@ -98,3 +105,67 @@ def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str
     assert num_killed >= 3
     assert taken_over > 0
     assert num_answered >= NUM_CLIENTS
+
+
+def test_conversations_find_what_replicas_know_of_them(server: tuple[str, subprocess.Popen[str]]) -> None:
+    url, _ = server
+    shares = []
+    with LLM(str(TARGET), dtype="float32", max_num_seqs=8) as llm, running(llm) as plain_server:
+        for where in (plain_server.url, url):
+            with httpx.Client(base_url=where, timeout=PATIENCE_S, trust_env=False) as http:
+                shares.append(known_share(lambda body: http.post("/v1/completions", json=body).json()))
+    assert shares[0] > 0.3
+    assert shares[1] >= 0.9 * shares[0]
+
+
+@pytest.fixture(scope="module")
+def application() -> Iterator[str]:
+    """The application of the RayService, with the test's model, behind Ray's proxy."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install -e '.[dev]'")
+    service = yaml.safe_load((ROOT / "contrib" / "rayservice.yaml").read_text(encoding="utf-8"))
+    (described,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    described["args"] |= {"model": str(TARGET), "draft": f"model:{SMALL}", "dtype": "float32", "speculation": 3}
+    port = free_port()
+    code = (
+        "import json, signal, sys, threading, ray\n"
+        "from importlib import import_module\n"
+        "from ray import serve\n"
+        "app = json.loads(sys.argv[1])\n"
+        "ray.init('local', include_dashboard=False)\n"
+        "serve.start(http_options={'port': int(sys.argv[2])})\n"
+        "module, name = app['import_path'].split(':')\n"
+        "made = getattr(import_module(module), name)(app['args'])\n"
+        "serve.run(made, name=app['name'], route_prefix=app['route_prefix'])\n"
+        "print('it runs', flush=True)\n"
+        "threading.Event().wait()\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
+    words = [sys.executable, "-c", code, json.dumps(described), str(port)]
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert any("it runs" in line for line in process.stdout)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def test_the_application_of_the_rayservice_answers(application: str) -> None:
+    body = BODIES[1]
+    wanted = list(library_answer(body).outputs[0].token_ids)
+    for stream in (False, True):
+        assert tokens_of(application, body, stream) == wanted
+    with httpx.Client(base_url=application, timeout=PATIENCE_S, trust_env=False) as http:
+        assert http.get("/ready").status_code == 200
+        assert "forerun:num_replicas 1.0" in http.get("/metrics").text
+        refused = http.post("/v1/completions", json=body | {"max_tokens": -1})
+        assert refused.json()["error"]["param"] == "max_tokens"
+
+
+def test_a_model_that_is_not_there_is_told_by_the_command() -> None:
+    words = [word if word != str(TARGET) else "./no-such-model" for word in command("--replicas", "1")]
+    process = launched(words, subprocess.PIPE)
+    _, told = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert "no-such-model" in told.splitlines()[-1]

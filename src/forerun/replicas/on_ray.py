@@ -48,6 +48,7 @@ class RayReplica:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.problem: str | None = None
+        self.asked = False
         try:
             llm = LLM(**arguments)
         except ForerunError as error:
@@ -57,6 +58,7 @@ class RayReplica:
 
     async def described(self) -> dict[str, Any] | str:
         """What a RemoteLLM is made of, or why the model cannot be loaded."""
+        self.asked = True
         return self.problem or self.replica.described()
 
     async def reading(self) -> tuple[str, list[Metric]]:
@@ -65,6 +67,7 @@ class RayReplica:
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         """The answer to a call."""
+        self.asked = True
         self.check_health()
         async with aclosing(self.replica.answer(call)) as news:
             async for each in news:
@@ -72,9 +75,10 @@ class RayReplica:
 
     def check_health(self) -> None:
         """Raise if the engine does not go on; Ray then starts another replica."""
-        if self.problem is not None:
+        if self.problem is None:
+            self.replica.check_health()
+        elif self.asked:  # before, Ray would try for ever to start what cannot be loaded
             raise EngineClosed(self.problem)
-        self.replica.check_health()
 
 
 class PrefixRouter(RequestRouter):
