@@ -134,6 +134,10 @@ class DeviceUnavailable(ForerunError):
     """The device asked for is not there, or something that is needed to use it."""
 
 
+class RankLost(ForerunError):
+    """A process that holds a part of the model has ended, does not answer, or computes something else."""
+
+
 class NotEnoughMemory(ForerunError):
     """The memory plan does not fit: not even one sequence would."""
 

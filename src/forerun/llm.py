@@ -48,6 +48,7 @@ from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
 from forerun.models.generation import GenerationDefaults, described
 from forerun.models.loading import Blueprint
+from forerun.models.shards.worker import serve_started_rank
 from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
@@ -63,7 +64,8 @@ class LLM:
     """A target model, its drafter and an engine, for any number of threads at once; see AsyncLLM for event loops.
 
     `model` is a Hugging Face folder, a hub id, a bundled name, or a ModelSpec; `tokenizer`, `revision`, `dtype`,
-    `quantize`, `kernels`, `device` and `one_gemm` are fields of ModelSpec and described there. `draft` turns
+    `quantize`, `kernels`, `device`, `one_gemm` and `tensor_parallel_size` are fields of ModelSpec and described there.
+    `draft` turns
     speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of
     requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form. Memory is planned
     for contexts of `max_model_len` tokens and `max_num_seqs` sequences at once, within `memory_bytes` or the share
@@ -94,6 +96,7 @@ class LLM:
         kernels: KernelChoice = "auto",
         device: str | torch.device | Placement | None = None,
         one_gemm: bool = False,
+        tensor_parallel_size: int = 1,
         speculation: bool | int | str | Speculation = True,
         verification: Verification = "coupled",
         speculative_config: Mapping[str, Any] | None = None,
@@ -112,7 +115,11 @@ class LLM:
         **words: object,
     ) -> None:
         check_words(words, LLM)
-        spec = spec_of(model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm)
+        spec = spec_of(
+            model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm, tensor_parallel_size
+        )
+        if spec.tensor_parallel_size > 1:
+            serve_started_rank()
         draft, speculation = drafting_of(draft, speculation, speculative_config)
         default = Speculation.of(speculation, Speculation())
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default, prefix_cache)

@@ -157,7 +157,7 @@ class PagedCache:
             targets += [first + j for _, j in astray]
             self._settle(seq_id, row.length + len(path))
         if sources:
-            self._gather(sources, targets)
+            self.gather_slots(sources, targets)
 
     def cut(self, seq_ids: Sequence[int], tails: Sequence[int]) -> None:
         """Forget all but the first `tails[i]` tokens of each row's tail."""
@@ -199,9 +199,7 @@ class PagedCache:
         assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
         assert num_tokens <= self._row(source_id).length, f"sequence {source_id} has fewer tokens than {num_tokens}"
         self.reserve([seq_id], [num_tokens])
-        source, target = self.start(source_id), self.start(seq_id)
-        for tensor in (self.keys, self.values):
-            tensor[:, :, target : target + num_tokens] = tensor[:, :, source : source + num_tokens]
+        self.copy_slots(self.start(source_id), self.start(seq_id), num_tokens)
         self._settle(seq_id, num_tokens)
 
     def retire(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> None:
@@ -228,10 +226,8 @@ class PagedCache:
         What they held may be NaN, which even masked padding must not be.
         """
         self.wipe(self._rows)
-        size = self.blocks.block_size
         for block in self.kept.at:
-            for tensor in (self.keys, self.values):
-                tensor[:, :, block * size : (block + 1) * size] = 0
+            self.zero_blocks(block, block + 1)
         self._rows.clear()
         self.blocks.clear()
         self.kept.clear()
@@ -239,11 +235,9 @@ class PagedCache:
     @torch.inference_mode()
     def wipe(self, seq_ids: Iterable[int]) -> None:
         """Zero the keys and values of these rows, guesses and all; ids without a row have none."""
-        size = self.blocks.block_size
         for seq_id in seq_ids:
             run = self.blocks.run(seq_id)
-            for tensor in (self.keys, self.values):
-                tensor[:, :, run.start * size : run.end * size] = 0
+            self.zero_blocks(run.start, run.end)
 
     def check(self) -> None:
         """Assert that rows and blocks agree, and that blocks agree with themselves."""
@@ -290,12 +284,21 @@ class PagedCache:
         size = self.blocks.block_size
         for move in moves:
             for piece in move.pieces():
-                source, target, count = piece.source * size, piece.target * size, piece.count * size
-                for tensor in (self.keys, self.values):
-                    tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
+                self.copy_slots(piece.source * size, piece.target * size, piece.count * size)
+
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        """Copy so many slots to others; the two do not overlap."""
+        for tensor in (self.keys, self.values):
+            tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
+
+    def zero_blocks(self, first: int, end: int) -> None:
+        """Zero the slots of these blocks."""
+        size = self.blocks.block_size
+        for tensor in (self.keys, self.values):
+            tensor[:, :, first * size : end * size] = 0
 
     @torch.inference_mode()
-    def _gather(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def gather_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots. All are read before any is written, so their order does not matter."""
         source, target = (upload(slots, torch.long, self.keys.device) for slots in (sources, targets))
         for tensor in (self.keys, self.values):

@@ -98,7 +98,7 @@ class HeadFolder:
     def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
         """The target's head, or its rows for these tokens where they are not all in their order."""
         is_whole = torch.equal(ids, torch.arange(target.config.vocab_size))
-        return target.head if is_whole else self.target.head_rows(ids)
+        return target.shared_head() if is_whole else self.target.head_rows(ids)
 
     def refuse_devices(self, heads: str) -> None:
         """Raise UnsupportedModel for `heads` that are computed on CPUs alone, where the target is not."""

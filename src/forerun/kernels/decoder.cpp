@@ -53,7 +53,7 @@ class Worker {  // one thread's part of a pass
     project_heads(l, rows, keys, values);
     wait();
     if (!pass.num_paths) return;
-    const bool in_pieces = l.out->has_pieces() && c.head_dim % GROUP == 0 && d.q_size() % WIDTH == 0;
+    const bool in_pieces = !c.gather && l.out->has_pieces() && c.head_dim % GROUP == 0 && d.q_size() % WIDTH == 0;
     const int64_t group = c.heads / c.kv_heads;
     for (size_t i = thread; i < shares.size(); i += num_threads)
       for (const Task& task : shares[i]) {
@@ -65,9 +65,10 @@ class Worker {  // one thread's part of a pass
       }
     if (!in_pieces) {
       wait();
+      gather(HEADS, s.mixed, mixed, d.q_size(), mixed, pass.num_tokens);
       each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, next_rows, r); });
     }
-    product(*l.out, next_rows);
+    add_up(*l.out, next_rows);
     const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
     each_row([&](int64_t r) {
       add(r, l.attention_out_norm);
@@ -75,12 +76,14 @@ class Worker {  // one thread's part of a pass
       prepare_row(next, s.normed + r * hidden, rows, r);
     });
     if (l.experts) {
-      product(next, rows);
+      wait();
+      multiply(next, rows, pass.num_tokens, out_of(next), thread, num_threads);
+      wait();
       return sparse(l, *l.experts, rows);
     }
     wait();
     activate(l.every, rows, next_rows);
-    product(*l.every.down, next_rows);
+    add_up(*l.every.down, next_rows);
     each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
   }
 
@@ -113,16 +116,16 @@ class Worker {  // one thread's part of a pass
   // The rows that `down` reads: columns of each thread's own where the format has pieces.
   void activate(const Gated& mlp, Rows rows, Rows next_rows) {
     const Linear &gate_up = *mlp.gate_up, &down = *mlp.down;
-    const int64_t neurons = down.inputs;
+    const int64_t neurons = mlp.neurons();
     const auto columns = [&](int64_t r, int64_t from, int64_t end) {
-      const float *gate = out_of(gate_up).at(r, from), *up = mlp.is_plain() ? nullptr : gate + neurons;
+      const float *gate = out_of(gate_up).at(r, from), *up = mlp.plain ? nullptr : gate + neurons;
       float* const out = active_row(down, r) + from;
       if (c.gelu) activate_row(gate, up, end - from, out, Gelu{});
       else activate_row(gate, up, end - from, out, Silu{});
     };
-    if (neurons % WIDTH == 0 && down.has_pieces()) {
+    if (!c.gather && neurons % WIDTH == 0 && down.has_pieces()) {
       const int64_t units = neurons / WIDTH, first = units * thread / num_threads, end = units * (thread + 1) / num_threads;
-      for (int64_t half = 0; half < (mlp.is_plain() ? 1 : 2); half++)
+      for (int64_t half = 0; half < (mlp.plain ? 1 : 2); half++)
         multiply_part(gate_up, rows, pass.num_tokens, out_of(gate_up), (half * units + first) * PANELS, (half * units + end) * PANELS);
       for (int64_t r = 0; r < pass.num_tokens; r++) {
         columns(r, first * WIDTH, end * WIDTH);
@@ -134,8 +137,12 @@ class Worker {  // one thread's part of a pass
     wait();
     each_row([&](int64_t r) {
       columns(r, 0, neurons);
-      prepare_row(down, active_row(down, r), next_rows, r);
+      if (!c.gather) prepare_row(down, active_row(down, r), next_rows, r);
     });
+    if (!c.gather) return;
+    wait();
+    gather(NEURONS, s.normed, down.depth + LANES, down.inputs, down.depth, pass.num_tokens);
+    each_row([&](int64_t r) { prepare_row(down, active_row(down, r), next_rows, r); });
   }
 
   void sparse(const Layer& l, const Experts& e, Rows rows) {
@@ -150,25 +157,35 @@ class Worker {  // one thread's part of a pass
       if (pass.num_experts) *pass.num_experts += routes.groups.size() - (per_token > e.active);
     }
     wait();
-    const Products up(l, &Gated::gate_up), down(l, &Gated::down);
+    const int64_t deep = std::max(e.gated[0].down->depth, l.every.down ? l.every.down->depth : 0);
+    const Products up(l, &Gated::gate_up, deep), down(l, &Gated::down, hidden);
     each_pair([&](const Group& g, int64_t p) {
       prepare_row(up.of(g), s.normed + routes.tokens[p] * hidden, up.rows(g, rows), p - g.first);
     });
     wait();
     up.multiply(routes.groups, rows, s.wide, thread, num_threads);
     wait();
+    each_pair([&](const Group& g, int64_t p) {  // in place: the activation of a number is written where its gate was
+      const Gated& mlp = g.mlp < e.count ? e.gated[g.mlp] : l.every;
+      float *const gate = up.out(g, s.wide).at(p - g.first, 0), *const values = gate + mlp.neurons();
+      if (e.limit && g.mlp < e.count) activate_row(gate, values, mlp.neurons(), gate, Bounded{e.alpha, e.limit});
+      else activate_row(gate, values, mlp.neurons(), gate, Silu{});
+    });
+    if (c.gather) {
+      wait();
+      const Group& last = routes.groups.back();
+      const int64_t shared = last.mlp < e.count ? last.end : last.first;  // pairs of experts come before those of all tokens
+      const Linear &expert = *e.gated[0].down, &every = *(l.every.down ? l.every.down : e.gated[0].down);
+      gather(NEURONS, s.wide, up.width, expert.inputs, expert.depth, shared);
+      gather(NEURONS, s.wide + shared * up.width, up.width, every.inputs, every.depth, last.end - shared);
+    }
     each_pair([&](const Group& g, int64_t p) {
-      const Linear& linear = down.of(g);
-      const float* gate_up = up.out(g, s.wide).at(p - g.first, 0);
-      active.resize(linear.depth);
-      const float* up = gate_up + linear.inputs;
-      if (e.limit && g.mlp < e.count) activate_row(gate_up, up, linear.inputs, active.data(), Bounded{e.alpha, e.limit});
-      else activate_row(gate_up, up, linear.inputs, active.data(), Silu{});
-      prepare_row(linear, active.data(), down.rows(g, rows), p - g.first);
+      prepare_row(down.of(g), up.out(g, s.wide).at(p - g.first, 0), down.rows(g, rows), p - g.first);
     });
     wait();
     down.multiply(routes.groups, rows, s.wide, thread, num_threads);
     wait();
+    gather(HIDDEN, s.wide, down.width, c.hidden, hidden, routes.num_pairs);
     each_row([&](int64_t r) {
       float* const x = s.x + r * hidden;
       for (int64_t i = 0; i < hidden; i += LANES) {
@@ -188,9 +205,22 @@ class Worker {  // one thread's part of a pass
       for (int64_t p = std::max(from, g.first); p < std::min(to, g.end); p++) f(g, p);
   }
 
-  void product(const Linear& linear, Rows rows) {
+  // A product that `add` takes.
+  void add_up(const Linear& linear, Rows rows) {
+    const int64_t stride = padded(c.hidden) + LANES;
     wait();
-    multiply(linear, rows, pass.num_tokens, out_of(linear), thread, num_threads);
+    multiply(linear, rows, pass.num_tokens, {s.wide, stride}, thread, num_threads);
+    wait();
+    gather(HIDDEN, s.wide, stride, c.hidden, padded(c.hidden), pass.num_tokens);
+  }
+
+  // What ranks have computed of these rows, made whole and padded with zeros. Between two barriers.
+  void gather(Gathered what, float* rows, int64_t stride, int64_t columns, int64_t end, int64_t num_rows) {
+    if (!c.gather || !num_rows) return;
+    if (thread == 0) {
+      c.gather(what, rows, stride, columns, num_rows);
+      for (int64_t r = 0; r < num_rows; r++) memset(rows + r * stride + columns, 0, (end - columns) * sizeof(float));
+    }
     wait();
   }
 
@@ -264,7 +294,7 @@ class Worker {  // one thread's part of a pass
   Scratch& s;
   const int thread, num_threads;
   std::vector<Query> queries;
-  std::vector<float> scores, active;  // active: the neurons of a pair
+  std::vector<float> scores;
 #if defined(FORERUN_AMX)
   TileScratch tiles;
 #endif

@@ -4,16 +4,24 @@
 
 namespace forerun {
 
+// Makes rows whole of which every rank has computed some columns and laid them at the row's beginning: `columns` numbers
+// each, `stride` apart.
+typedef void (*Gather)(int64_t what, float* rows, int64_t stride, int64_t columns, int64_t num_rows);
+enum Gathered { HEADS, HIDDEN, NEURONS };  // what the columns are
+
 struct Shape {
   int64_t hidden, heads, kv_heads, head_dim, cache_format;  // Format of keys and values
+  int64_t all_heads;  // of all ranks that share the layers; `heads` and `kv_heads` are this rank's
   int64_t gelu;  // whether the activation is GELU by tanh; else it is SiLU
   float norm_eps, score_cap;  // the last bounds scores of attention softly; 0: nothing does
+  Gather gather;  // null: this process has the layers alone
 };
 
 struct Gated {  // an MLP: gate over up, or what is activated alone, and down; or null
   const Linear *gate_up, *down;
+  int64_t plain;  // whether nothing is gated
 
-  bool is_plain() const { return gate_up->outputs == down->inputs; }  // nothing is gated
+  int64_t neurons() const { return gate_up->outputs / (plain ? 1 : 2); }  // of this rank
 };
 
 struct Experts {  // of which each token takes some

@@ -81,7 +81,8 @@ struct Products {
   const Linear* Gated::*linear;
   int64_t row_bytes, width;
 
-  Products(const Layer& l, const Linear* Gated::*of) : layer(l), linear(of), row_bytes(0), width(LANES) {
+  // Each group's rows have room for `least` numbers too.
+  Products(const Layer& l, const Linear* Gated::*of, int64_t least) : layer(l), linear(of), row_bytes(0), width(least + LANES) {
     for (const Gated* each : {&l.experts->gated[0], &l.every})
       if (each->down) {
         row_bytes = std::max(row_bytes, (each->*of)->row_bytes());

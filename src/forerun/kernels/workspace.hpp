@@ -27,7 +27,7 @@ struct Decoder {
   std::vector<Layer> layers;
   Scratch scratch;
 
-  int64_t q_size() const { return shape.heads * shape.head_dim; }
+  int64_t q_size() const { return shape.all_heads * shape.head_dim; }
 
   Scratch& room(int64_t num_tokens) {
     Scratch& s = scratch;
@@ -37,7 +37,9 @@ struct Decoder {
     int64_t deep = std::max(hidden, mixed), per_token = 1, spare = 0;
     for (const Layer& l : layers) {
       deep = std::max(deep, l.qkv->depth);
-      const auto take = [&](const Gated& g) { wide = std::max(wide, g.gate_up->width), deep = std::max(deep, g.down->depth); };
+      const auto take = [&](const Gated& g) {
+        wide = std::max({wide, g.gate_up->width, g.down->depth}), deep = std::max(deep, g.down->depth);
+      };
       if (l.every.down) take(l.every);
       if (!l.experts) continue;
       take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);

@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from forerun.models.packing import LayerMaker, Take, TakeGroups, centred, gains,
 from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
+from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.shard import WHOLE, Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,12 @@ class Decoder:
     loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
     embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms, attention and what
     chooses experts are of `dtype`. Weights that `take_groups` yields are kept as they are stored. Under a `host` these
-    layers are read from its states: embedding and head are the host's own. A `head` goes before the checkpoint's.
+    layers are read from its states: embedding and head are the host's own. A `head` goes before the checkpoint's. With
+    `ranks` layers and head are this one's share, and `whole_head` makes the one that drafters speak with.
     """
+
+    ranks: Ranks | None = None
+    whole_head: Callable[[], Linear] | None = None
 
     def __init__(
         self,
@@ -97,12 +104,15 @@ class Decoder:
         host: Decoder | None = None,
         take_groups: TakeGroups | None = None,
         head: Linear | None = None,
+        ranks: Ranks | None = None,
+        whole_head: Callable[[], Linear] | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks
+        shard = WHOLE if ranks is None else ranks.shard
         self.dtype = dtype
-        layers = LayerMaker(
-            config, dtype, partial(backend.linear, quantize=quantize), backend.linear, backend.grouped, take_groups
-        )
+        quantized = partial(backend.linear, quantize=quantize)
+        layers = LayerMaker(config, dtype, quantized, backend.linear, backend.grouped, take_groups, shard)
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(dtype)
         self.layers = [layers.load(take, i) for i in range(config.layers)]
@@ -113,15 +123,24 @@ class Decoder:
         def take_again(name: str, shape: tuple[int, ...]) -> Tensor:
             return self.embedding if name == EMBEDDING else take(name, shape).to(dtype)
 
-        head = host.head if host else head
-        self.head: Linear = head or make_head(config, backend, take_again, take_groups, quantize)
+        ids = None
+        if shard.world > 1:
+            mine = shard.columns(Columns.TOKENS, config.vocab_size, config)[shard.rank]
+            ids = torch.arange(mine.start, mine.stop)
+        head = host.shared_head() if host else head
+        self.head: Linear = head or make_head(config, backend, take_again, take_groups, quantize, ids)
+        self.whole_head = whole_head
         if config.embedding_scale != 1 and host is None:  # behind the head, which may be of the same numbers
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
         if config.centred and host is None:
             self.embedding = centred(self.embedding, 1)
         self.rope = rope_tables(config).to(self.embedding.device)
-        parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope)
+        parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope, ranks=ranks)
         self.executor = backend.executor(parts)
+
+    def shared_head(self) -> Linear:
+        """The whole head, for drafters that speak with it: a copy of their own where ranks share it."""
+        return self.head if self.whole_head is None else self.whole_head()
 
     @property
     def stream(self) -> torch.dtype:
@@ -132,6 +151,13 @@ class Decoder:
     def num_experts_read(self) -> int:
         """Counts up in every pass: the experts of each layer that a token chose; none in dense layers."""
         return self.executor.num_experts_read
+
+    @property
+    def cache_shape(self) -> dict[str, Any]:
+        """What a PagedCache for it is made of beside the number of tokens: of a rank's heads, where ranks share it."""
+        c = self.ranks.shard.of(self.config) if self.ranks else self.config
+        sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        return {**sizes, "dtype": self.dtype, "device": self.embedding.device}
 
     def lower(self, num_layers: int) -> Decoder:
         """The first layers under the same norm and head, as a decoder of its own: the same tensors, no copies.

@@ -6,7 +6,9 @@ target and drafters that are models are loaded alike; what a model will be used 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,10 @@ from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
 from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Runner
+from forerun.models.shards.launch import share
+from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.shard import Shard
+from forerun.models.shards.target import shared_runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
 from forerun.models.weights import Checkpoint, StoredGroups, check_weights, number_formats
@@ -82,11 +88,17 @@ class Blueprint:
         ):
             if asked and placement.fixed:
                 raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
+        is_shared = spec.tensor_parallel_size > 1
+        if is_shared and (placement.fixed or spec.kernels == "torch"):
+            raise InvalidRequest("tensor_parallel_size", "compiled kernels compute it: use device cpu, and no kernels.")
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
         dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0])
         judged = check_weights(config, checkpoint)
+        if is_shared:
+            Shard(0, spec.tensor_parallel_size).fits(judged)
+            spec = replace(spec, kernels="native")
         if placement.fixed and (judged.experts or judged.sinks or not judged.is_plain):
             cure = "use device cpu, or choose a checkpoint without them"
             what = "experts and attention sinks" if judged.is_plain else f"the layers of {judged.family}"
@@ -216,8 +228,26 @@ class Blueprint:
         """The model with a cache of `num_tokens`, for texts of `max_model_len` at most (all positions, unless told).
 
         With a `host` it is layers that read that decoder's states and speak with its head; and with its norm, if the
-        checkpoint has none.
+        checkpoint has none. Where other ranks share the model, they load their parts at the same time. Raises RankLost
+        where one of them cannot.
         """
+        if self.spec.tensor_parallel_size == 1 or host is not None:
+            decoder = self.decoder(max_model_len, progress, host)
+            return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
+        fields = {"model": self.spec.model, "revision": self.spec.revision, "quantize": self.quantize}
+        fields |= {"dtype": "auto" if self.as_stored else str(self.dtype), "kernels": "native"}
+        sizes = [num_tokens, max_model_len or self.config.max_positions, self.config.longest_text]
+        ranks = share(self.spec.tensor_parallel_size, [[*json.dumps(fields).encode()], sizes], self.fingerprint())
+        return shared_runner(self.decoder(max_model_len, progress, ranks=ranks), ranks, num_tokens)
+
+    def decoder(
+        self,
+        max_model_len: int | None = None,
+        progress: ProgressCallback | None = None,
+        host: Decoder | None = None,
+        ranks: Ranks | None = None,
+    ) -> Decoder:
+        """The model without a cache; the part of this process where `ranks` share it."""
         c = replace(
             self.config, max_positions=min(max_model_len or self.config.max_positions, self.config.max_positions)
         )
@@ -235,8 +265,9 @@ class Blueprint:
             return tensor.to(self.placement.device)
 
         groups = checkpoint.groups if self.as_stored else None
-        decoder = Decoder(c, take, self.dtype, self.backend(progress), self.quantize, host, groups)
-        return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
+        whole_head = None if ranks is None else cache(lambda: self.head_rows(torch.arange(c.vocab_size)))
+        backend = self.backend(progress)
+        return Decoder(c, take, self.dtype, backend, self.quantize, host, groups, ranks=ranks, whole_head=whole_head)
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
         """The output layer for these tokens alone, which gives what the whole one does, held as that one is."""

@@ -24,6 +24,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.experts_config import Clamp
 from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
 from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable, Projection
+from forerun.models.shards.shard import WHOLE, Columns, Shard
 
 T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
@@ -35,7 +36,8 @@ MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 class LayerMaker:
     """Makes layers of tensors in `dtype`: with `make` linear layers, with `make_router` those that choose experts.
 
-    With `take_groups` linear layers whose weights are stored in groups stay so, made with `make_grouped`.
+    With `take_groups` linear layers whose weights are stored in groups stay so, made with `make_grouped`. Of a `shard`
+    layers have the outputs of its rank alone, and attention its heads; routers are whole.
     """
 
     config: ModelConfig
@@ -44,6 +46,7 @@ class LayerMaker:
     make_router: MakeLinear
     make_grouped: MakeLinear | None = None
     take_groups: TakeGroups | None = None
+    shard: Shard = WHOLE
 
     def load(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
@@ -66,22 +69,24 @@ class LayerMaker:
 
         def project(
             p: Projection,
+            what: Columns,
             own: Fetch = fetch,
             outputs: int = 0,
             inputs: int = 0,
             edits: Sequence[Edit] = (),
             shift: Tensor | None = None,
         ) -> Linear:
+            part = self.part([size + outputs for size in p.sizes], what)
             changed = outputs or inputs or shift is not None or any(edit.centred for edit in edits)
             weight = None if changed else stored_groups(p, groups, edits)
             if weight is None or self.make_grouped is None:
-                return linear(p, self.make, own, outputs, inputs, edits, shift)
+                return linear(p, part(self.make), own, outputs, inputs, edits, shift)
             biases = p.bias_of(own)
-            return self.make_grouped(weight, None if biases is None else torch.cat(edited(biases, edits)))
+            return part(self.make_grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
         added = [Edit(c.added_scale, centred=c.centred)]
-        qkv = project(table.qkv, edits=self.head_edits(), shift=shift(c.norms.attention))
-        out = project(table.out, edits=added)
+        qkv = project(table.qkv, Columns.HEADS, edits=self.head_edits(), shift=shift(c.norms.attention))
+        out = project(table.out, Columns.HIDDEN, edits=added)
         router, experts = None, list[GatedMlp]()
         if table.router is not None and e is not None:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
@@ -92,7 +97,7 @@ class LayerMaker:
             qkv=qkv,
             out=out,
             qk_norm=self.head_norms(vector) if c.qk_norm else None,
-            sinks=vector("self_attn.sinks") if c.sinks else None,
+            sinks=vector("self_attn.sinks")[self.shard.heads(c)] if c.sinks else None,
             window=c.windows[index],
             out_norm=norm(c.norms.attention_out),
             first_turn=c.turned[index] * c.max_positions if c.turned else 0,
@@ -104,13 +109,21 @@ class LayerMaker:
         mlp_norms = norm(c.norms.mlp), norm(c.norms.mlp_out)
         return Layer(attention, Mlp(mlp_norms[0], every, router, tuple(experts), mlp_norms[1], c.parallel))
 
+    def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
+        """What makes a layer of the outputs that this rank has of a layer with these parts."""
+        if self.shard.world == 1:
+            return lambda make: make
+        rows = self.shard.rows(what, sizes, self.config)
+        return lambda make: lambda weight, bias=None: make(weight[rows], None if bias is None else bias[rows])
+
     def head_norms(self, vector: Callable[[str], Tensor]) -> Float[Tensor, "heads head_dim"]:
         """The norm gains of query and key heads, one row per head."""
         c = self.config
         order = rotary_order(c)
         stored = (gains(vector(HEAD_NORM.format(name)), c.from_one) for name in "qk")
         q, k = (gain.view(-1, c.head_dim)[:, order] for gain in stored)
-        return torch.cat([(q * c.query_scale).expand(c.heads, -1), k.expand(c.kv_heads, -1)])
+        queries, keys = (q * c.query_scale).expand(c.heads, -1), k.expand(c.kv_heads, -1)
+        return torch.cat([queries[self.shard.heads(c)], keys[self.shard.kv_heads(c)]])
 
     def head_edits(self) -> list[Edit]:
         """What is done to queries and keys: what norms them scales them too, where anything does."""
@@ -177,8 +190,8 @@ def gated(
 ) -> GatedMlp:
     """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
     padding, read = -table.down.inputs % LANES, {} if shift is None else {"shift": shift}
-    gate_up = project(table.gate_up, outputs=padding, **read)
-    down = project(table.down, inputs=padding, edits=added)
+    gate_up = project(table.gate_up, Columns.NEURONS, outputs=padding, **read)
+    down = project(table.down, Columns.HIDDEN, inputs=padding, edits=added)
     return GatedMlp(gate_up, down, clamp, gelu, plain=len(table.gate_up.sizes) == 1)
 
 

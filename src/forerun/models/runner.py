@@ -135,16 +135,7 @@ class Runner:
     @classmethod
     def of(cls, decoder: Decoder, num_tokens: int, block_size: int = 64) -> Runner:
         """The decoder over a fresh cache of `num_tokens`, in its own number format."""
-        c = decoder.config
-        cache = PagedCache(
-            layers=c.layers,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            num_tokens=num_tokens,
-            dtype=decoder.dtype,
-            device=decoder.embedding.device,
-            block_size=block_size,
-        )
+        cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens, block_size=block_size)
         return cls(decoder, cache)
 
     def lower(self, num_layers: int) -> Runner:

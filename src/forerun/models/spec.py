@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, no_type_check
 
-from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization
+from forerun.config import KERNEL_CHOICES, QUANTIZATIONS, KernelChoice, Quantization, require_whole
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 
@@ -41,7 +41,8 @@ class ModelSpec:
     `model` is a folder, a bundled name or a hub id, and so is `tokenizer` where it is not the model's own. `revision`
     is the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype and is kept as one of "auto",
     "float32", "float16" and "bfloat16". `quantize` and `kernels` are for CPUs. `device` is "cpu" (None too), "cuda",
-    "cuda:1", "auto", a torch.device or a Placement; `one_gemm` is for GPUs.
+    "cuda:1", "auto", a torch.device or a Placement; `one_gemm` is for GPUs. With a `tensor_parallel_size` above 1 so
+    many processes share every layer.
     Raises InvalidRequest with the name of the field.
     """
 
@@ -53,6 +54,7 @@ class ModelSpec:
     kernels: KernelChoice = "auto"
     device: str | torch.device | Placement | None = None
     one_gemm: bool = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in ("model", "tokenizer", "revision"):
@@ -72,10 +74,14 @@ class ModelSpec:
             raise _unusable("kernels", self.kernels, f"must be one of {', '.join(KERNEL_CHOICES)}")
         if not isinstance(self.one_gemm, bool):
             raise _unusable("one_gemm", self.one_gemm, "must be True or False")
+        require_whole("tensor_parallel_size", self.tensor_parallel_size, least=1)
 
     def beside(self, model: str) -> ModelSpec:
-        """These options for another checkpoint, such as a draft model, with its own tokenizer and revision."""
-        return replace(self, model=model, tokenizer=None, revision=None)
+        """These options for another checkpoint, such as a draft model, with its own tokenizer and revision.
+
+        Such models are small, and rank 0 has them alone.
+        """
+        return replace(self, model=model, tokenizer=None, revision=None, tensor_parallel_size=1)
 
 
 def dtype_name(dtype: object) -> str:

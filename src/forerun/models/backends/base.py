@@ -21,6 +21,7 @@ from forerun.models.chains import Start, UnreadTexts
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Bias, Layer, Linear, StateEntry, WeightMatrix
 from forerun.models.rope import RopeTables
+from forerun.models.shards.ranks import Ranks
 from forerun.sampling.draws import Draws
 
 Stream = Float[Tensor, "total hidden"]
@@ -31,7 +32,8 @@ Entered = Float[Tensor, "total inputs"]
 class DecoderParts:
     """Layers between a table of embeddings and a head; all linear layers are of one backend.
 
-    `norm` is the head's, None where its inputs are normed already. With an `entry` states are read beside tokens.
+    `norm` is the head's, None where its inputs are normed already. With an `entry` states are read beside tokens. Where
+    there are `ranks`, layers and head are this one's share, and the configuration is of all.
     """
 
     config: ModelConfig
@@ -41,6 +43,7 @@ class DecoderParts:
     head: Linear
     rope: RopeTables
     entry: StateEntry | None = None
+    ranks: Ranks | None = None
 
 
 @dataclass(frozen=True, slots=True)

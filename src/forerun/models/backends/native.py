@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.sampling import RowLaws, address
 from forerun.kernels.threads import num_threads
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
-from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGroups, CLayer, CPass, CShape
+from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGather, CGroups, CLayer, CPass, CShape
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import quantize_groups, quantize_rows
 from forerun.models.batch import EACH_ALONE, TokenBatch
@@ -39,6 +39,8 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
 INT4 = 3  # is handed over as int8, and packed by the library
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
 MAX_HEAD_DIM = 512
+TABLES = ("path_of", "last_key", "first_slots", "num_plain", "source_ends", "sources")  # of a pass, see decoder.hpp
+FIRST_SLOTS = TABLES.index("first_slots")
 
 
 class NativeBackend:
@@ -159,15 +161,19 @@ class NativeExecutor:
         self.num_layers = len(layers)  # of a chain's passes
         self.kept: list[object] = [parts]  # what the library points at
         self.entry = None if entry is None else self.compiled(entry)
+        local = config if parts.ranks is None else parts.ranks.shard.of(config)
+        self.gather = CGather() if parts.ranks is None else CGather(parts.ranks.gatherer(config))
         shape = CShape(
             hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=local.heads,
+            kv_heads=local.kv_heads,
             head_dim=config.head_dim,
             cache_format=FORMATS[parts.embedding.dtype],
+            all_heads=config.heads,
             gelu=config.gelu,
             norm_eps=config.norm_eps,
             score_cap=config.score_cap or 0.0,
+            gather=self.gather,
         )
         self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
         weakref.finalize(self, self.lib.forerun_free_decoder, self.pointer)
@@ -239,44 +245,40 @@ class NativeExecutor:
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
         """The stream behind these layers, in one call."""
+        tables = pass_tables(batch, cache.keys.shape[2])
+        return self.compute(layers, x, (batch.positions, batch.slots), tables, cache, read)
+
+    def compute(
+        self,
+        layers: range,
+        x: Stream,
+        places: tuple[Int[Tensor, " total"], Int[Tensor, " total"]],
+        tables: Sequence[array[int]],
+        cache: PagedCache,
+        read: Entered | None = None,
+    ) -> Stream:
+        """The stream behind these layers; `places` are positions and slots, `tables` as `pass_tables` gives them."""
         assert x.dtype == self.stream, f"{x.dtype} is not the stream's format"
         x = x.clone(memory_format=torch.contiguous_format)
-        read = None if read is None else padded_to_width(read)
-        path_of, last_key = (array("q", [0]) * len(x) for _ in range(2))
-        for number, path in enumerate(batch.paths):
-            for query, position in zip(path.queries, path.positions, strict=True):
-                path_of[query], last_key[query] = number, position
-            last, copied = path.first_slot + path.positions[-1], path.copy
-            outside = copied is None or last < copied.first
-            end = cache.keys.shape[2] if outside or copied is None else copied.first + len(copied.source)
-            assert last < end, f"{path} ends before its last query's key"
-        copies = [path.copy for path in batch.paths]
-        tables = [
-            path_of,
-            last_key,
-            array("q", [path.first_slot for path in batch.paths]),
-            array("q", [1 << 62 if p.copy is None else p.copy.first - p.first_slot for p in batch.paths]),
-            array("q", itertools.accumulate(0 if copy is None else len(copy.source) for copy in copies)),
-            array("q", [slot for copy in copies if copy is not None for slot in copy.source] or [0]),
-        ]
-        names = ("path_of", "last_key", "first_slots", "num_plain", "source_ends", "sources")
-        num_experts = c_int64(0)
+        read, num_experts = None if read is None else padded_to_width(read), c_int64(0)
         self.lib.forerun_forward(
             self.pointer,
             self.frame(
                 cache,
                 num_tokens=len(x),
-                num_paths=len(batch.paths),
+                num_paths=len(tables[FIRST_SLOTS]),
                 first_layer=layers.start,
                 end_layer=layers.stop,
                 x=x.data_ptr(),
                 read=None if read is None else read.data_ptr(),
-                positions=batch.positions.data_ptr(),
-                slots=batch.slots.data_ptr(),
+                positions=places[0].data_ptr(),
+                slots=places[1].data_ptr(),
                 num_experts=addressof(num_experts),
-                **{name: table.buffer_info()[0] for name, table in zip(names, tables, strict=True)},
+                **{name: table.buffer_info()[0] for name, table in zip(TABLES, tables, strict=True)},
             ),
         )
+        if self.parts.ranks is not None:
+            self.parts.ranks.check()
         self.num_experts_read += num_experts.value
         return x
 
@@ -368,6 +370,27 @@ class NativeExecutor:
         return self.head(hidden.float(), self.norm, self.norm_eps)
 
 
+def pass_tables(batch: TokenBatch, num_slots: int) -> list[array[int]]:
+    """A batch's paths over a cache of so many slots as TABLES: of each token, of each path, and sources packed."""
+    path_of, last_key = (array("q", [0]) * len(batch.tokens) for _ in range(2))
+    for number, path in enumerate(batch.paths):
+        for query, position in zip(path.queries, path.positions, strict=True):
+            path_of[query], last_key[query] = number, position
+        last, copied = path.first_slot + path.positions[-1], path.copy
+        outside = copied is None or last < copied.first
+        end = num_slots if outside or copied is None else copied.first + len(copied.source)
+        assert last < end, f"{path} ends before its last query's key"
+    copies = [path.copy for path in batch.paths]
+    return [
+        path_of,
+        last_key,
+        array("q", [path.first_slot for path in batch.paths]),
+        array("q", [1 << 62 if p.copy is None else p.copy.first - p.first_slot for p in batch.paths]),
+        array("q", itertools.accumulate(0 if copy is None else len(copy.source) for copy in copies)),
+        array("q", [slot for copy in copies if copy is not None for slot in copy.source] or [0]),
+    ]
+
+
 def addresses(*tensors: Tensor | None) -> list[int | None]:
     """Where these tensors lie."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -375,7 +398,7 @@ def addresses(*tensors: Tensor | None) -> list[int | None]:
 
 def gated(mlp: GatedMlp) -> CGated:
     """Pointers to an MLP's layers."""
-    return CGated(native(mlp.gate_up).pointer, native(mlp.down).pointer)
+    return CGated(native(mlp.gate_up).pointer, native(mlp.down).pointer, mlp.plain)
 
 
 def native(linear: Linear) -> NativeLinear:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int64, c_void_p
 from typing import ClassVar
+
+
+CGather = CFUNCTYPE(None, c_int64, c_void_p, c_int64, c_int64, c_int64)  # `Gather` in decoder.hpp
 
 
 class CShape(Structure):
     """`Shape` in decoder.hpp."""
 
     _fields_: ClassVar = [
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format", "gelu")),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format", "all_heads", "gelu")),
         *((name, c_float) for name in ("norm_eps", "score_cap")),
+        ("gather", CGather),
     ]
 
 
@@ -24,7 +28,7 @@ class CGroups(Structure):
 class CGated(Structure):
     """`Gated` in decoder.hpp."""
 
-    _fields_: ClassVar = [("gate_up", c_void_p), ("down", c_void_p)]
+    _fields_: ClassVar = [("gate_up", c_void_p), ("down", c_void_p), ("plain", c_int64)]
 
 
 class CExperts(Structure):

@@ -1,0 +1,140 @@
+"""Launch: how the ranks that share a model come together.
+
+Either rank 0 starts the others on its own machine, and again where one of them ends. Or something else has started all
+of them, such as torchrun, on one machine or on several: then the environment has RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, and who started them decides what happens when one ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from forerun.errors import InvalidRequest, RankLost
+from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.shard import Shard
+
+ANSWER_S = 300.0  # that rank 0 waits for others: longer than the longest pass
+IDLE = timedelta(days=365)  # that others wait for rank 0, whose end they notice
+START_S = 120.0  # from the start of a process until it calls: it imports torch
+HERE = "here"  # a key of the store, and the number of a rank that has come
+LOOPBACK = "127.0.0.1"
+WORKER = "forerun.models.shards.worker"
+log = logging.getLogger(__name__)
+
+
+def started_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """The number of this process among ranks that something else has started; None where nothing has."""
+    rank = environment.get("RANK", "")
+    return int(rank) if rank.isdigit() and environment.get("WORLD_SIZE", "").isdigit() else None
+
+
+def join(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """The ranks of an environment as torchrun makes it. Raises RankLost where rank 0 does not call."""
+    from torch.distributed import TCPStore
+
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    is_master = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(host, port, world, is_master, timedelta(seconds=START_S), wait_for_workers=False)
+        return gathered(Shard(rank, world), store, None)
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
+
+
+def gathered(shard: Shard, store: Any, host: str | None) -> Ranks:
+    """All ranks that come together in a store, over the network interface of `host`."""
+    from torch.distributed import ProcessGroupGloo
+
+    store.set(f"{HERE}{shard.rank}", "yes")
+    options = ProcessGroupGloo._Options()
+    device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
+    options._devices = [device]
+    options._timeout = timedelta(seconds=ANSWER_S) if shard.rank == 0 else IDLE
+    return Ranks(shard, ProcessGroupGloo(store, shard.rank, shard.world, options), store)
+
+
+class LocalRanks:
+    """Processes on this machine that share a model with this one, which is rank 0."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.num_threads = max(1, torch.get_num_threads() // world)
+        torch.set_num_threads(self.num_threads)
+
+    def start(self) -> Ranks:
+        """Start them, and end those that ran before. Raises RankLost where one ends at once."""
+        from torch.distributed import TCPStore
+
+        stop_all(self.processes)
+        patience = timedelta(seconds=START_S)
+        store = TCPStore(LOOPBACK, 0, self.world, is_master=True, timeout=patience, wait_for_workers=False)
+        place = {"WORLD_SIZE": str(self.world), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
+        for rank in range(1, self.world):
+            environment = {**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": str(self.num_threads)}
+            command = [sys.executable, "-m", WORKER]
+            self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+        names, end_s = [f"{HERE}{rank}" for rank in range(1, self.world)], time.monotonic() + START_S
+        while not store.check(names):
+            ended = [process.returncode for process in self.processes if process.poll() is not None]
+            if ended or time.monotonic() > end_s:
+                stop_all(self.processes)
+                what = f"ended with status {ended[0]}" if ended else f"did not call within {START_S:.0f} s"
+                raise RankLost(f"a rank that was to share the model {what}: see what it printed.")
+            time.sleep(0.02)
+        return gathered(Shard(0, self.world), store, LOOPBACK)
+
+
+    def stop(self) -> None:
+        """End them."""
+        stop_all(self.processes)
+
+
+def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End these processes, which have nothing to lose."""
+    for process in processes:
+        with suppress(OSError):
+            process.kill()
+    for process in processes:
+        process.wait()
+    processes.clear()
+
+
+def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> Ranks:
+    """The ranks of rank 0, told to load: those of the environment, or new ones on this machine, started again when lost.
+
+    `loading` are the numbers of that order, `digits` what says how a rank computes. Raises InvalidRequest where the
+    environment has another number of ranks, and RankLost.
+    """
+    if started_rank() is not None:
+        if os.environ["WORLD_SIZE"] != str(world):
+            problem = f"{world} ranks were asked for, and {os.environ['WORLD_SIZE']} were started"
+            raise InvalidRequest("tensor_parallel_size", f"{problem}: make both the same.")
+        ranks = join()
+        ranks.load(loading, digits)
+        return ranks
+    local = LocalRanks(world)
+    ranks = local.start()
+
+    def restart() -> None:
+        log.warning("A rank was lost: all of them are started again.")
+        again = local.start()
+        ranks.replace(again)
+        ranks.load(loading, digits)
+
+    ranks.restart = restart
+    ranks.load(loading, digits)
+    weakref.finalize(ranks, local.stop)
+    return ranks

@@ -1,0 +1,188 @@
+"""Ranks: the processes that share a model, and what goes between them.
+
+Rank 0 holds the engine. It decides everything, and tells the others what to compute; they know layers, slots and
+numbers, and nothing of requests. All of them take part in each exchange of columns. Messages go through gloo's process
+group, apart from torch's global one, which belongs to the user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.errors import RankLost
+from forerun.models.config import ModelConfig
+from forerun.models.shards.shard import Columns, Shard
+
+NUM_SIZES = 12  # numbers of a message's head
+FAILED = "failed"  # the store's key for what went wrong
+Exchange = Callable[[int, int, int, int, int], None]
+
+
+class Order(IntEnum):
+    """What rank 0 tells the others to do."""
+
+    STOP = 0
+    LOAD = 1
+    RUN = 2
+    LOGITS = 3
+    COPY = 4
+    GATHER = 5
+    ZERO = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An order with whole numbers and, for some, rows of float32."""
+
+    order: Order
+    numbers: Sequence[np.ndarray[Any, Any]]
+    rows: Tensor | None = None
+
+
+class Ranks:
+    """The group of a rank, which is rank 0's until it is lost: then `lost` says why.
+
+    `group` is a torch.distributed.ProcessGroup of as many ranks as the shard says, and `store` where ranks say what went
+    wrong. Where there is a `restart`, it is called with a lost group before anything more is sent.
+    """
+
+    def __init__(self, shard: Shard, group: Any, store: Any) -> None:
+        self.shard = shard
+        self.group = group
+        self.store = store
+        self.lost: BaseException | None = None
+        self.restart: Callable[[], None] | None = None
+
+    def wait(self, work: Callable[[], Any]) -> None:
+        """Take part in a collective. Raises RankLost where another rank does not."""
+        self.check()
+        try:
+            work().wait()
+        except RuntimeError as error:
+            self.lost = error
+            self.check()
+
+    def check(self) -> None:
+        """Raise RankLost where a rank was lost."""
+        if self.lost is not None:
+            raise RankLost(f"{self.why()}: see what it printed last, and whether its machine has memory left.") from self.lost
+
+    def why(self) -> str:
+        """What the rank that failed has said, or that one has ended without a word."""
+        with suppress(RuntimeError):  # the store is gone with rank 0
+            if self.store.check([FAILED]):
+                return str(self.store.get(FAILED).decode())
+        return f"one of the {self.shard.world} ranks that share the model has ended or does not answer ({self.lost})"
+
+    def fail(self, error: BaseException) -> None:
+        """Tell rank 0 why this rank ends."""
+        with suppress(RuntimeError):
+            self.store.set(FAILED, f"rank {self.shard.rank}: {type(error).__name__}: {error}")
+
+    def replace(self, others: Ranks) -> None:
+        """Go on with another group."""
+        self.group, self.store, self.lost = others.group, others.store, None
+
+    def load(self, numbers: Sequence[Sequence[int]], digits: str) -> None:
+        """Have all other ranks load their parts. Raises RankLost unless they compute what these digits say."""
+        self.send(Order.LOAD, numbers)
+        self.agree(digits)
+
+    def agree(self, digits: str) -> None:
+        """Raise RankLost unless all ranks compute the same model in the same way, as these hexadecimal digits say."""
+        numbers = [float(int(digits[i : i + 4], 16)) for i in range(0, len(digits), 4)]
+        every = self.exchange(torch.tensor([numbers]), [range(len(numbers))] * self.shard.world)
+        others = [rank for rank, each in enumerate(every) if not torch.equal(each, every[0])]
+        if others:
+            raise RankLost(
+                f"rank {others[0]} computes something else than rank 0: all ranks need the same files, versions and "
+                "instructions of the processor, or answers would depend on who computes."
+            )
+
+    def send(self, order: Order, numbers: Sequence[Any] = (), rows: Tensor | None = None) -> None:
+        """Tell all other ranks. Raises RankLost."""
+        if self.lost is not None and self.restart is not None:
+            self.restart()
+        arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in numbers]
+        shape = (0, 0) if rows is None else rows.shape
+        sizes = torch.tensor([order, *shape, *(len(each) for each in arrays)])
+        head = torch.full((NUM_SIZES,), -1)
+        head[: len(sizes)] = sizes
+        self.wait(lambda: self.group.broadcast(head, 0))
+        if arrays:
+            self.wait(lambda: self.group.broadcast(torch.from_numpy(np.concatenate(arrays)), 0))
+        if rows is not None and rows.numel():
+            self.wait(lambda: self.group.broadcast(rows.contiguous(), 0))
+
+    def receive(self) -> Message:
+        """What rank 0 tells. Raises RankLost where it has ended."""
+        head = torch.empty(NUM_SIZES, dtype=torch.long)
+        self.wait(lambda: self.group.broadcast(head, 0))
+        order, num_rows, width, *sizes = head.tolist()
+        sizes = [size for size in sizes if size >= 0]
+        numbers, rows = torch.empty(sum(sizes), dtype=torch.long), torch.empty(num_rows, width)
+        if sizes:
+            self.wait(lambda: self.group.broadcast(numbers, 0))
+        if rows.numel():
+            self.wait(lambda: self.group.broadcast(rows, 0))
+        parts = [each.numpy() for each in numbers.split(sizes)] if sizes else []
+        return Message(Order(order), parts, rows if width else None)
+
+    def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows own"]]:
+        """What every rank has of the same rows; `columns` says how much."""
+        widest = max(len(each) for each in columns)
+        mine = torch.empty(len(part), widest)
+        mine[:, : part.shape[1]] = part
+        every = torch.empty(self.shard.world * len(part), widest)
+        self.wait(lambda: self.group._allgather_base(every, mine))
+        return [rows[:, : len(each)] for rows, each in zip(every.split(len(part)), columns, strict=True)]
+
+    def gatherer(self, config: ModelConfig) -> Exchange:
+        """What makes rows whole for the compiled kernels (`Gather` in decoder.hpp); errors wait for `check`."""
+        cuts: dict[tuple[int, int], list[range]] = {}
+
+        def gather(what: int, address: int, stride: int, columns: int, num_rows: int) -> None:
+            if self.lost is not None:
+                return
+            try:
+                if (what, columns) not in cuts:
+                    cuts[what, columns] = self.shard.columns(Columns(what), columns, config)
+                bounds, size = cuts[what, columns], (num_rows - 1) * stride + columns
+                memory = (ctypes.c_float * size).from_address(address)
+                rows = torch.frombuffer(memory, dtype=torch.float32).as_strided((num_rows, columns), (stride, 1))
+                parts = self.exchange(rows[:, : len(bounds[self.shard.rank])], bounds)
+                for each, part in zip(bounds, parts, strict=True):
+                    rows[:, each.start : each.stop] = part
+            except BaseException as error:  # noqa: BLE001  # nothing may leave a call from C
+                self.lost = self.lost or error
+
+        return gather
+
+    def to_first(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows own"]]:
+        """What every rank has of the same rows, on rank 0; nothing on the others."""
+        widest = max(len(each) for each in columns)
+        mine = torch.zeros(len(part), widest)
+        mine[:, : part.shape[1]] = part
+        every = [torch.empty_like(mine) for _ in range(self.shard.world)] if self.shard.rank == 0 else []
+        options = gather_options()
+        self.wait(lambda: self.group.gather([every] if every else [], [mine], options))
+        return [rows[:, : len(each)] for rows, each in zip(every, columns, strict=False)]
+
+
+def gather_options() -> Any:
+    """Those of a gather to rank 0."""
+    from torch.distributed import GatherOptions
+
+    options = GatherOptions()
+    options.rootRank = 0
+    return options

@@ -1,0 +1,110 @@
+"""Shard: which part of every layer a rank holds and computes.
+
+Every linear layer is cut by its outputs alone, and what the ranks give is put side by side again. So each output is one
+sum over all inputs in one order, as in a process that has the layer alone: its bits do not depend on how many ranks
+there are. Layers that are cut by their inputs give partial sums, whose total has other bits for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+
+from forerun.annotations import Int
+from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.models.config import ModelConfig
+from forerun.models.layer import LANES
+
+
+class Columns(IntEnum):
+    """What the outputs of a layer are, which decides where they may be cut (`Gathered` in decoder.hpp)."""
+
+    HEADS = 0
+    HIDDEN = 1
+    NEURONS = 2
+    TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of rank `rank` of `world`."""
+
+    rank: int
+    world: int
+
+    def fits(self, config: ModelConfig) -> None:
+        """Raise InvalidRequest where the model has too few heads or neurons for so many ranks, UnsupportedModel where
+        all its heads are normed as one."""
+        heads = sorted(n for n in range(1, config.heads + 1) if is_divisible(config, n))
+        neurons = [config.intermediate] if config.experts is None or config.experts.layers == () else []
+        if config.experts is not None:
+            neurons += [config.experts.intermediate, *([config.experts.shared] if config.experts.shared else [])]
+        most = min(-(-count // LANES) for count in neurons)
+        if self.world not in heads or self.world > most:
+            possible = ", ".join(str(n) for n in heads if n <= most)
+            raise InvalidRequest(
+                "tensor_parallel_size",
+                f"{self.world} ranks cannot share {config.heads} heads, {config.kv_heads} key heads and "
+                f"{min(neurons)} neurons: use {possible}.",
+            )
+        if config.joint_norm:
+            raise UnsupportedModel(
+                f"tensor_parallel_size: {config.family} norms all heads as one, which ranks that have some of them "
+                "cannot: use 1."
+            )
+
+    def of(self, config: ModelConfig) -> ModelConfig:
+        """The configuration of the heads that this rank has."""
+        return replace(config, heads=len(self.heads(config)), kv_heads=len(self.kv_heads(config)))
+
+    def kv_heads(self, config: ModelConfig) -> range:
+        """The key heads of this rank; where there are fewer than ranks, several ranks have the same one."""
+        if self.world <= config.kv_heads:
+            return part(config.kv_heads, self.rank, self.world)
+        first = self.rank * config.kv_heads // self.world
+        return range(first, first + 1)
+
+    def heads(self, config: ModelConfig) -> range:
+        """The query heads of this rank."""
+        keys, sharing = self.kv_heads(config), self.world // config.kv_heads
+        if sharing <= 1:
+            return range(keys.start * config.group, keys.stop * config.group)
+        inside = part(config.group, self.rank % sharing, sharing)
+        return range(keys.start * config.group + inside.start, keys.start * config.group + inside.stop)
+
+    def columns(self, what: Columns, count: int, config: ModelConfig) -> list[range]:
+        """Which of `count` outputs each rank has, in order."""
+        if what == Columns.HEADS:
+            heads = [Shard(rank, self.world).heads(config) for rank in range(self.world)]
+            return [range(each.start * config.head_dim, each.stop * config.head_dim) for each in heads]
+        unit = LANES if what == Columns.NEURONS else 1
+        units = [part(count // unit, rank, self.world) for rank in range(self.world)]
+        return [range(each.start * unit, each.stop * unit) for each in units]
+
+    def rows(self, what: Columns, sizes: Sequence[int], config: ModelConfig) -> Int[torch.Tensor, " outputs"]:
+        """The outputs that this rank has of a layer that gives so many for each of its parts, one behind the other.
+
+        The parts of HEADS are queries, keys and values; those of NEURONS gates and what they let through.
+        """
+        parts = [self.columns(what, size, config)[self.rank] for size in sizes[:1]] * len(sizes)
+        if what == Columns.HEADS:
+            keys = self.kv_heads(config)
+            parts[1:] = [range(keys.start * config.head_dim, keys.stop * config.head_dim)] * (len(sizes) - 1)
+        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return torch.tensor([first + row for first, each in zip(firsts, parts, strict=True) for row in each])
+
+
+WHOLE = Shard(0, 1)  # of a model that no others share
+
+
+def part(count: int, rank: int, world: int) -> range:
+    """This rank's share of `count` things in a row, as even as can be."""
+    return range(count * rank // world, count * (rank + 1) // world)
+
+
+def is_divisible(config: ModelConfig, world: int) -> bool:
+    """Whether so many ranks can share the heads: some key heads each, or equally many ranks to a key head."""
+    return world <= config.kv_heads or (world % config.kv_heads == 0 and world // config.kv_heads <= config.group)

@@ -1,0 +1,101 @@
+"""The target on rank 0, where other ranks share its layers: its executor, its cache and its runner.
+
+Each tells the other ranks what it does before it does its own part. What the engine and drafters see is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float
+from forerun.cache.paged import PagedCache
+from forerun.models.backends.base import ChainDrawer, Entered, Stream
+from forerun.models.backends.native import NativeExecutor, pass_tables
+from forerun.models.batch import QueryRule, TokenBatch
+from forerun.models.decoder import Decoder
+from forerun.models.runner import Runner
+from forerun.models.shards.ranks import Order, Ranks
+from forerun.models.shards.shard import Columns
+from forerun.sampling.draws import Draws
+
+
+class SharedExecutor:
+    """Layers and head that ranks compute together."""
+
+    def __init__(self, part: NativeExecutor, ranks: Ranks) -> None:
+        self.part = part
+        self.ranks = ranks
+        self.stream: torch.dtype = part.stream
+        self.query_rule: QueryRule = part.query_rule
+        self.head_columns = ranks.shard.columns(Columns.TOKENS, part.parts.config.vocab_size, part.parts.config)
+
+    @property
+    def num_experts_read(self) -> int:
+        """Every rank reads a share of the same experts."""
+        return self.part.num_experts_read
+
+    def run(
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+    ) -> Stream:
+        """The stream behind these layers. Raises RankLost."""
+        assert read is None, "layers that read states are no target's"
+        tables = pass_tables(batch, cache.keys.shape[2])
+        places = batch.positions, batch.slots
+        self.ranks.send(Order.RUN, [[layers.start, layers.stop], *places, *tables], x)
+        return self.part.compute(layers, x, places, tables, cache)
+
+    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+        """No target remembers states."""
+        raise AssertionError("layers that read states are no target's")
+
+    def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
+        """Rows behind a norm, which every rank has whole."""
+        return self.part.norm_rows(x, gain)
+
+    def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """The head's, of which every rank has some tokens. Raises RankLost."""
+        rows = hidden.float()
+        self.ranks.send(Order.LOGITS, rows=rows)
+        return torch.cat(self.ranks.to_first(self.part.logits(rows), self.head_columns), 1)
+
+    def lower(self, num_layers: int) -> SharedExecutor:
+        """The first layers, which the same ranks have."""
+        lower = copy(self)
+        lower.part = self.part.lower(num_layers)
+        return lower
+
+    def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
+        """None: chains are drawn step by step."""
+        return None
+
+
+class SharedCache(PagedCache):
+    """The keys and values of this rank's heads. Slots are the same on every rank, and so is what is moved."""
+
+    def __init__(self, ranks: Ranks, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.ranks = ranks
+
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        self.ranks.send(Order.COPY, [[source, target, count]])
+        super().copy_slots(source, target, count)
+
+    def zero_blocks(self, first: int, end: int) -> None:
+        self.ranks.send(Order.ZERO, [[first, end]])
+        super().zero_blocks(first, end)
+
+    def gather_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.ranks.send(Order.GATHER, [sources, targets])
+        super().gather_slots(sources, targets)
+
+
+def shared_runner(decoder: Decoder, ranks: Ranks, num_tokens: int) -> Runner:
+    """A runner of rank 0's decoder, which computes with the others from now on, over caches of `num_tokens`."""
+    assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
+    decoder.executor = SharedExecutor(decoder.executor, ranks)
+    return Runner(decoder, SharedCache(ranks, **decoder.cache_shape, num_tokens=num_tokens))

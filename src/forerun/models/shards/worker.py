@@ -1,0 +1,86 @@
+"""A worker: a process that has a part of the model, and computes what rank 0 tells it until rank 0 ends.
+
+`python -m forerun.models.shards.worker` is what rank 0 starts on its own machine.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from array import array
+
+import torch
+
+from forerun.cache.paged import PagedCache
+from forerun.errors import RankLost
+from forerun.models.backends.native import NativeExecutor
+from forerun.models.loading import Blueprint
+from forerun.models.shards.launch import join, started_rank
+from forerun.models.shards.ranks import Message, Order, Ranks
+from forerun.models.shards.shard import Columns
+from forerun.models.spec import ModelSpec
+
+
+class Worker:
+    """The layers, the head and the cache of one rank."""
+
+    def __init__(self, ranks: Ranks, message: Message) -> None:
+        text, (num_tokens, max_model_len, longest_text) = (each.tolist() for each in message.numbers)
+        spec = ModelSpec(**json.loads(bytes(text)), tensor_parallel_size=ranks.shard.world)
+        model = Blueprint.of(spec).for_texts(longest_text)
+        self.ranks = ranks
+        ranks.agree(model.fingerprint())
+        decoder = model.decoder(max_model_len, ranks=ranks)
+        assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
+        self.executor, config = decoder.executor, decoder.config
+        self.cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens)
+        self.head_columns = ranks.shard.columns(Columns.TOKENS, config.vocab_size, config)
+
+    @torch.inference_mode()
+    def obey(self, message: Message) -> None:
+        """Do this rank's part."""
+        numbers = message.numbers
+        if message.order == Order.RUN:
+            assert message.rows is not None, "a pass without tokens"
+            layers, positions, slots, *tables = numbers
+            places = torch.from_numpy(positions), torch.from_numpy(slots)
+            tables = [array("q", table.tobytes()) for table in tables]
+            self.executor.compute(range(*layers.tolist()), message.rows, places, tables, self.cache)
+        elif message.order == Order.LOGITS:
+            assert message.rows is not None, "logits of no rows"
+            self.ranks.to_first(self.executor.logits(message.rows), self.head_columns)
+        elif message.order == Order.COPY:
+            self.cache.copy_slots(*numbers[0].tolist())
+        elif message.order == Order.ZERO:
+            self.cache.zero_blocks(*numbers[0].tolist())
+        elif message.order == Order.GATHER:
+            self.cache.gather_slots(numbers[0].tolist(), numbers[1].tolist())
+
+
+def work(ranks: Ranks) -> None:
+    """Obey rank 0 until it stops this rank or ends."""
+    worker: Worker | None = None
+    try:
+        while (message := ranks.receive()).order != Order.STOP:
+            if message.order == Order.LOAD:
+                worker = Worker(ranks, message)
+            elif worker is not None:
+                worker.obey(message)
+    except RankLost:
+        return  # rank 0 has ended, or says what is wrong
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def serve_started_rank() -> None:
+    """Where something else has started this process as a rank behind the first, work, and end the process."""
+    if (started_rank() or 0) > 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks; rank 0 decides
+        work(join())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    serve_started_rank()
