@@ -250,7 +250,7 @@ def test_bytes_are_those_of_the_tensors():
 def test_a_chain_is_not_copied(monkeypatch):
     oracle = Oracle(64)
     oracle.reserve({1: 9, 2: 3})
-    monkeypatch.setattr(oracle.cache, "_gather", lambda *_: pytest.fail("a chain was copied"))
+    monkeypatch.setattr(oracle.cache, "gather_slots", lambda *_: pytest.fail("a chain was copied"))
     oracle.keep({1: [0, 1, 2, 3], 2: [0, 1, 2]})
     oracle.check()
 

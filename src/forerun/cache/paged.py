@@ -226,8 +226,9 @@ class PagedCache:
         What they held may be NaN, which even masked padding must not be.
         """
         self.wipe(self._rows)
+        size = self.blocks.block_size
         for block in self.kept.at:
-            self.zero_blocks(block, block + 1)
+            self.zero_slots(block * size, (block + 1) * size)
         self._rows.clear()
         self.blocks.clear()
         self.kept.clear()
@@ -235,9 +236,10 @@ class PagedCache:
     @torch.inference_mode()
     def wipe(self, seq_ids: Iterable[int]) -> None:
         """Zero the keys and values of these rows, guesses and all; ids without a row have none."""
+        size = self.blocks.block_size
         for seq_id in seq_ids:
             run = self.blocks.run(seq_id)
-            self.zero_blocks(run.start, run.end)
+            self.zero_slots(run.start * size, run.end * size)
 
     def check(self) -> None:
         """Assert that rows and blocks agree, and that blocks agree with themselves."""
@@ -291,11 +293,10 @@ class PagedCache:
         for tensor in (self.keys, self.values):
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
-    def zero_blocks(self, first: int, end: int) -> None:
-        """Zero the slots of these blocks."""
-        size = self.blocks.block_size
+    def zero_slots(self, first: int, end: int) -> None:
+        """Zero these slots."""
         for tensor in (self.keys, self.values):
-            tensor[:, :, first * size : end * size] = 0
+            tensor[:, :, first:end] = 0
 
     @torch.inference_mode()
     def gather_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -98,6 +98,12 @@ class Ranks:
         self.send(Order.LOAD, numbers)
         self.agree(digits)
 
+    def stop(self) -> None:
+        """Tell all other ranks that they are no longer needed."""
+        self.restart = None
+        with suppress(RankLost):
+            self.send(Order.STOP)
+
     def agree(self, digits: str) -> None:
         """Raise RankLost unless all ranks compute the same model in the same way, as these hexadecimal digits say."""
         numbers = [float(int(digits[i : i + 4], 16)) for i in range(0, len(digits), 4)]

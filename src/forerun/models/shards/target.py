@@ -85,9 +85,9 @@ class SharedCache(PagedCache):
         self.ranks.send(Order.COPY, [[source, target, count]])
         super().copy_slots(source, target, count)
 
-    def zero_blocks(self, first: int, end: int) -> None:
+    def zero_slots(self, first: int, end: int) -> None:
         self.ranks.send(Order.ZERO, [[first, end]])
-        super().zero_blocks(first, end)
+        super().zero_slots(first, end)
 
     def gather_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.ranks.send(Order.GATHER, [sources, targets])

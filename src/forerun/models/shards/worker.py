@@ -53,7 +53,7 @@ class Worker:
         elif message.order == Order.COPY:
             self.cache.copy_slots(*numbers[0].tolist())
         elif message.order == Order.ZERO:
-            self.cache.zero_blocks(*numbers[0].tolist())
+            self.cache.zero_slots(*numbers[0].tolist())
         elif message.order == Order.GATHER:
             self.cache.gather_slots(numbers[0].tolist(), numbers[1].tolist())
 
