@@ -102,7 +102,6 @@ WORDS: Mapping[str, Word] = {
     "structured_outputs_config": Word((None,), "forerun has no structured outputs; leave it out"),
     "swap_space": Word((None,), "it must be a number; nothing is swapped out here", amount=True),
     "task": Word(("auto", "generate"), "forerun generates text; use 'generate'"),
-    "tensor_parallel_size": Word((1,), ONE_DEVICE),
     "tokenizer_mode": Word(("auto", "hf"), "forerun reads tokenizer.json; use 'auto'"),
     "tokenizer_revision": Word((None,), "use tokenizer with a folder that holds that revision"),
     "trust_remote_code": Word(YES_OR_NO, NO_REMOTE_CODE),
@@ -118,12 +117,13 @@ REQUEST_WORDS: Mapping[str, Word] = {  # of `generate` and `chat`
     "prompt_token_ids": Word((None,), 'give {"prompt_token_ids": ids} as the prompt'),
     "tokenization_kwargs": Word((None,), "give token ids as the prompt"),
 }
+ONE_RANK = "rank 0 has the drafter alone; use 1"
 SAME_DRAFTER = "the drafter is loaded as the target is; leave it out"
 SPECULATIVE_WORDS: Mapping[str, Word] = {
     "disable_by_batch_size": Word((None,), "use speculation=False for requests that should not be drafted"),
     "disable_padded_drafter_batch": Word((False,), "drafts are never padded here; leave it out"),
     "draft_sample_method": Word((None,), "drafts are drawn with the target's own noise; leave it out"),
-    "draft_tensor_parallel_size": Word((1, None), ONE_DEVICE),
+    "draft_tensor_parallel_size": Word((1, None), ONE_RANK),
     "enforce_eager": Word(YES_OR_NO, "it must be True or False"),
     "max_model_len": Word((None,), "the drafter reads texts as long as the target does; leave it out"),
     "parallel_drafting": Word((False, None), "no drafter here guesses in parallel; leave it out"),
@@ -134,7 +134,7 @@ SPECULATIVE_WORDS: Mapping[str, Word] = {
     "suffix_decoding_max_spec_factor": Word((None,), "how far drafts go is decided by what they bring; leave it out"),
     "suffix_decoding_max_tree_depth": Word((None, 24), "contexts of up to 24 tokens are kept; leave it out"),
     "suffix_decoding_min_token_prob": Word((None,), "how far drafts go is decided by what they bring; leave it out"),
-    "tensor_parallel_size": Word((1, None), ONE_DEVICE),
+    "tensor_parallel_size": Word((1, None), ONE_RANK),
 }
 METHODS = {  # of speculative_config, and the keys that each one needs or may have
     "draft_model": ("model", "num_speculative_tokens"),

@@ -22,7 +22,7 @@ from forerun.config import Speculation
 from forerun.draft.base import Drafter
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import ActiveSequences, Sequence, Status
-from forerun.errors import ForerunError, ModelError, OutOfMemory, RequestFailed, RoundFailed
+from forerun.errors import ForerunError, ModelError, OutOfMemory, RankLost, RequestFailed, RoundFailed
 from forerun.guard import attempt
 from forerun.models.runner import Runner
 
@@ -111,7 +111,7 @@ class Recovery:
         search = self.search
         if search is not None and search.clear(self.sequences):
             self.search = None
-            if search.cleared and not search.alone and not isinstance(search.error, RequestFailed):
+            if search.cleared and not search.alone and not isinstance(search.error, (RequestFailed, RankLost)):
                 self.count_drafter_error(search.error)
         return None if self.search is None else self.search.next(self.sequences)
 

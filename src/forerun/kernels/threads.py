@@ -30,8 +30,8 @@ class FreeCores:
     """The cores that this process may use and that others leave free.
 
     What runs at a lower priority than this process counts as nothing: it makes way. `clock` and `process_s` give the
-    present time and this process's processor time, in seconds. Where the system does not tell, as on macOS, all cores
-    are free.
+    present time and this process's processor time, in seconds; `helpers` are the processes that compute for this one.
+    Where the system does not tell, as on macOS, all cores are free.
     """
 
     stat: Path = STAT
@@ -42,6 +42,7 @@ class FreeCores:
     next_s: float = -math.inf
     seen: tuple[float, float] | None = None  # when the cores were last looked at, what others had used until then
     cores: frozenset[int] = field(default_factory=frozenset)
+    helpers: set[int] = field(default_factory=set)
 
     def threads(self, most: int) -> int:
         """How many to take: `most`, or fewer where cores are busy or a quota allows fewer; at least one."""
@@ -70,6 +71,7 @@ class FreeCores:
             columns = (USER, SYSTEM, IRQ, SOFTIRQ, *((NICE,) if os.nice(0) > 0 else ()), *((STEAL,) if stolen else ()))
             cores = {f"cpu{core}" for core in allowed_cores()}
             ticks = sum(int(line[column]) for line in lines if line[0] in cores for column in columns)
+            ticks -= sum(map(ticks_of, self.helpers))
         except (OSError, ValueError, IndexError):
             return None
         return ticks / TICKS_PER_S - self.process_s()
@@ -81,6 +83,15 @@ class FreeCores:
             return math.ceil(int(most) / int(period))
         except (OSError, ValueError, ZeroDivisionError):  # none, or "max"
             return len(allowed_cores())
+
+
+def ticks_of(process: int) -> int:
+    """The processor time of another process, in the system's ticks; 0 of one that has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])  # in user mode and in the system, see proc(5)
 
 
 def allowed_cores() -> frozenset[int]:

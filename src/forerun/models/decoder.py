@@ -134,6 +134,8 @@ class Decoder:
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
         if config.centred and host is None:
             self.embedding = centred(self.embedding, 1)
+        if shard.rank:  # rank 0 sends states, not tokens
+            self.embedding = self.embedding[:1].clone()
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope, ranks=ranks)
         self.executor = backend.executor(parts)

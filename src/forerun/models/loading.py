@@ -37,7 +37,7 @@ from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
 from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Runner
-from forerun.models.shards.launch import share
+from forerun.models.shards.launch import num_here, share
 from forerun.models.shards.ranks import Ranks
 from forerun.models.shards.shard import Shard
 from forerun.models.shards.target import shared_runner
@@ -164,21 +164,31 @@ class Blueprint:
 
     @property
     def memory(self) -> ModelMemory:
-        """The memory that it takes once loaded."""
-        c = self.config
+        """The memory that it takes on this machine once loaded, by all ranks that run here."""
+        c, shares = self.config, self.shares
+        heads = sum(len(share.kv_heads(c)) for share in shares)
         return ModelMemory(
             weights_bytes=self.weights_bytes,
             bytes_per_token=PagedCache.bytes_per_token(
-                layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=self.dtype
+                layers=c.layers, kv_heads=heads, head_dim=c.head_dim, dtype=self.dtype
             ),
-            bytes_per_position=2 * c.head_dim * torch.float32.itemsize * (c.num_turns + c.queries_grow),  # cosine, sine
+            bytes_per_position=2 * c.head_dim * torch.float32.itemsize * (c.num_turns + c.queries_grow) * len(shares),
             max_positions=c.max_positions,
         )
 
     @property
+    def shares(self) -> list[Shard]:
+        """The shares of the ranks that run on this machine."""
+        world = self.spec.tensor_parallel_size
+        return [Shard(rank, world) for rank in range(num_here(world))]
+
+    @property
     def weights_bytes(self) -> int:
-        """What all weights take once loaded, idle experts too: a tied head is packed apart from the embedding."""
-        return self.read_bytes(0) + self.config.vocab_size * self.config.hidden * self.dtype.itemsize
+        """What all weights on this machine take once loaded, idle experts too: a tied head is packed apart from the
+        embedding. Where ranks share the model, rank 0 may hold the whole head as well, for drafters."""
+        table = self.config.vocab_size * self.config.hidden * self.dtype.itemsize
+        share = len(self.shares) / self.spec.tensor_parallel_size
+        return int(self.read_bytes(0) * share) + table * (2 if self.spec.tensor_parallel_size > 1 else 1)
 
     @property
     def pass_bytes(self) -> int:

@@ -88,6 +88,6 @@ def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: 
 def model_options(subject: Subject) -> Mapping[str, Any]:
     """The options of the model that a command would need to run it in the same way, by their names."""
     spec, usual = subject.spec, ModelSpec(subject.spec.model)
-    names = ("dtype", "quantize", "kernels", "device", "one_gemm")
+    names = ("dtype", "quantize", "kernels", "device", "one_gemm", "tensor_parallel_size")
     changed = {name: getattr(spec, name) for name in names if getattr(spec, name) not in (getattr(usual, name), "cpu")}
     return changed | ({} if subject.threads is None else {"threads": subject.threads})

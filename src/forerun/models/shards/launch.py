@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from forerun.errors import InvalidRequest, RankLost
+from forerun.kernels.threads import free_cores
 from forerun.models.shards.ranks import Ranks
 from forerun.models.shards.shard import Shard
 
@@ -37,6 +38,12 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """The number of this process among ranks that something else has started; None where nothing has."""
     rank = environment.get("RANK", "")
     return int(rank) if rank.isdigit() and environment.get("WORLD_SIZE", "").isdigit() else None
+
+
+def num_here(world: int) -> int:
+    """How many of so many ranks run on this machine."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(world, int(here)) if started_rank() is not None and here.isdigit() else world
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks:
@@ -86,6 +93,7 @@ class LocalRanks:
             environment = {**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": str(self.num_threads)}
             command = [sys.executable, "-m", WORKER]
             self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+            free_cores().helpers.add(self.processes[-1].pid)
         names, end_s = [f"{HERE}{rank}" for rank in range(1, self.world)], time.monotonic() + START_S
         while not store.check(names):
             ended = [process.returncode for process in self.processes if process.poll() is not None]
@@ -109,6 +117,7 @@ def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
             process.kill()
     for process in processes:
         process.wait()
+        free_cores().helpers.discard(process.pid)
     processes.clear()
 
 

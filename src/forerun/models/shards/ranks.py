@@ -45,7 +45,7 @@ class Message:
     """An order with whole numbers and, for some, rows of float32."""
 
     order: Order
-    numbers: Sequence[np.ndarray[Any, Any]]
+    numbers: Sequence[Tensor]
     rows: Tensor | None = None
 
 
@@ -141,8 +141,7 @@ class Ranks:
             self.wait(lambda: self.group.broadcast(numbers, 0))
         if rows.numel():
             self.wait(lambda: self.group.broadcast(rows, 0))
-        parts = [each.numpy() for each in numbers.split(sizes)] if sizes else []
-        return Message(Order(order), parts, rows if width else None)
+        return Message(Order(order), numbers.split(sizes) if sizes else (), rows if width else None)
 
     def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows own"]]:
         """What every rank has of the same rows; `columns` says how much."""

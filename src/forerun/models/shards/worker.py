@@ -43,10 +43,9 @@ class Worker:
         numbers = message.numbers
         if message.order == Order.RUN:
             assert message.rows is not None, "a pass without tokens"
-            layers, positions, slots, *tables = numbers
-            places = torch.from_numpy(positions), torch.from_numpy(slots)
-            tables = [array("q", table.tobytes()) for table in tables]
-            self.executor.compute(range(*layers.tolist()), message.rows, places, tables, self.cache)
+            layers, positions, slots, *others = numbers
+            tables = [array("q", table.numpy().tobytes()) for table in others]
+            self.executor.compute(range(*layers.tolist()), message.rows, (positions, slots), tables, self.cache)
         elif message.order == Order.LOGITS:
             assert message.rows is not None, "logits of no rows"
             self.ranks.to_first(self.executor.logits(message.rows), self.head_columns)

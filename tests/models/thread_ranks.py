@@ -1,0 +1,39 @@
+"""Ranks that are threads of this process: what they compute together is what processes would, without their start."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from forerun.models.shards.launch import LOOPBACK, gathered
+from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.shard import Shard
+from forerun.models.shards.worker import work
+
+PATIENCE = timedelta(seconds=60)
+
+
+def thread_ranks(world: int) -> Ranks:
+    """Rank 0 of so many; the others work in threads until it stops them."""
+    store = TCPStore(LOOPBACK, 0, world, is_master=True, timeout=PATIENCE, wait_for_workers=False)
+
+    def follow(rank: int) -> None:
+        work(gathered(Shard(rank, world), TCPStore(LOOPBACK, store.port, world, timeout=PATIENCE), LOOPBACK))
+
+    for rank in range(1, world):
+        threading.Thread(target=follow, args=[rank], daemon=True).start()
+    return gathered(Shard(0, world), store, LOOPBACK)
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that ranks share are shared by threads."""
+
+    def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> Ranks:
+        ranks = thread_ranks(world)
+        ranks.load(loading, digits)
+        return ranks
+
+    monkeypatch.setattr("forerun.models.loading.share", share)
