@@ -4,8 +4,13 @@ Two ranks and four, in every number format, for every drafter of the conformance
 sampled, in batches that come and go. A rank that is killed costs no answer a token.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from drafters import DOCUMENTED, DRAFTERS, settled, spelled
@@ -16,8 +21,11 @@ from forerun.config import Speculation
 from forerun.draft.base import Drafter
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
+from forerun.kernels.threads import free_cores
+from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
+from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.texts import story
@@ -88,3 +96,46 @@ def test_every_drafter_keeps_the_bits(shared: Shared, name: str) -> None:
         decoded = decode(shared.ranks, ASKED, shape, lambda runner: drafter_of(shared.ranks, name, runner))
         assert decoded.answers == shared.plain, f"{name}, {shape}"
         assert decoded.stats.num_drafted > 0, f"{name} drafts nothing"
+
+
+def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(TARGET)) as alone:
+        plain = tokens_of(alone)
+    with LLM(str(TARGET), "suffix", tensor_parallel_size=2) as llm:
+        for num_seen in (0, 3, 20):
+            (process,) = free_cores().helpers
+
+            def kill(number: int, at: int = num_seen, process: int = process) -> None:
+                if number == at:
+                    os.kill(process, signal.SIGKILL)
+
+            assert tokens_of(llm, kill) == plain
+            assert process not in free_cores().helpers
+        assert llm.engine.drafter is not None
+    assert caplog.text.count("all of them are started again") == 3
+    assert not free_cores().helpers
+
+
+def tokens_of(llm: LLM, after: Callable[[int], None] = lambda _: None) -> list[list[int]]:
+    """What all requests are answered; `after` is told of every delta by its number."""
+    sequences = [llm.requests.sequences(Request.of(each.prompt, each.params))[0] for each in ASKED]
+    for number, _ in enumerate(llm.deltas(sequences)):
+        after(number)
+    return [sequence.tokens for sequence in sequences]
+
+
+@pytest.mark.full
+def test_ranks_that_torchrun_starts_say_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "ask.py"
+    script.write_text(
+        "from forerun import LLM, SamplingParams\n"
+        f"llm = LLM({str(TARGET)!r}, 'ngram', tensor_parallel_size=2)\n"
+        "params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)\n"
+        "print(*llm.generate([[1, 5, 9]], params, use_tqdm=False)[0].outputs[0].token_ids)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    with LLM(str(TARGET)) as alone:
+        params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
+        plain = alone.generate([[1, 5, 9]], params)[0].outputs[0].token_ids
+    assert ended.stdout.split() == [str(token) for token in plain], ended.stderr

@@ -18,7 +18,10 @@ from kit.texts import STARTS
 
 __all__ = ["in_threads"]
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=16, ignore_eos=True, logprobs=0) for t in (0.0, 1.0)]
-SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 192}
+SIZES = {
+    "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 180,
+    "moe_intermediate_size": 104, "shared_expert_intermediate_size": 136,
+}  # fmt: skip
 
 
 def said(model: Path, **options: object) -> list[tuple[object, object]]:

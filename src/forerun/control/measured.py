@@ -401,7 +401,7 @@ class MeasuredDepth:
         """Learn how many guesses of a drafter were accepted in the rows that it drafted."""
         learned = self.drafters.all[drafter]
         learned.unseen += 1
-        expected = sum(sum(each.option.survival[: each.num_counted(row)]) for row, each in drafted)
+        expected = sum((sum(each.option.survival[: each.num_counted(row)]) for row, each in drafted), 0.0)
         accepted = sum(row.accepted for row, _ in drafted)
         if drafted:
             learned.count(drafted)

@@ -143,7 +143,7 @@ class Ranks:
             self.wait(lambda: self.group.broadcast(rows, 0))
         return Message(Order(order), numbers.split(sizes) if sizes else (), rows if width else None)
 
-    def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows own"]]:
+    def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
         """What every rank has of the same rows; `columns` says how much."""
         widest = max(len(each) for each in columns)
         mine = torch.empty(len(part), widest)
@@ -173,7 +173,7 @@ class Ranks:
 
         return gather
 
-    def to_first(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows own"]]:
+    def to_first(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
         """What every rank has of the same rows, on rank 0; nothing on the others."""
         widest = max(len(each) for each in columns)
         mine = torch.zeros(len(part), widest)
