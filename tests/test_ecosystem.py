@@ -24,7 +24,7 @@ def test_every_keyword_takes_its_own_values_and_refuses_others() -> None:
         assert all(word.accepts(value) for value in word.same), name
         assert not any(word.accepts(value) for value in ("no such value", [1], {"a": 1}, -2, float("nan"))), name
         assert word.amount == word.accepts(7), name
-        assert not WORDS["tensor_parallel_size"].accepts(True)
+        assert not WORDS["pipeline_parallel_size"].accepts(True)
 
 
 def test_no_parameter_of_ours_is_in_a_table() -> None:
@@ -73,7 +73,7 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: 2 is not served here: forerun runs a model on one device"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 2 is not served here: forerun runs a model on one device"),
         ({"quantization": "awq"}, "quantization: 'awq' .*quantize=\"int8\""),
         ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens: 4096 .* use chunk_tokens"),
         ({"swap_space": -1}, "swap_space: -1 .* must be a number"),
@@ -84,7 +84,7 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
         ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes says the same"),
         ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: it says what drafts and how far"),
         ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: it says what drafts and how far"),
-        ({"speculative_config": NGRAM, "tensor_parallel_size": 4}, "tensor_parallel_size: 4"),
+        ({"speculative_config": NGRAM, "pipeline_parallel_size": 4}, "pipeline_parallel_size: 4"),
         ({"generation_config": "no/such/folder"}, "generation_config: 'no/such/folder' must be 'auto'"),
         ({"seed": 2**64}, "seed: 18446744073709551616 "),
     ],
@@ -161,7 +161,7 @@ def test_the_shortest_match_is_kept() -> None:
         ),
         ({**NGRAM, "model": "x"}, "speculative_config.model: 'x' .* method 'ngram' takes num_speculative_tokens"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "speculative_config.model: None .* name the draft"),
-        ({**NGRAM, "draft_tensor_parallel_size": 2}, "speculative_config.draft_tensor_parallel_size: 2 .* one device"),
+        ({**NGRAM, "draft_tensor_parallel_size": 2}, "speculative_config.draft_tensor_parallel_size: 2 .* rank 0"),
         ({**NGRAM, "rejection_sample_method": "block"}, 'speculative_config.rejection_sample_method: .*verification="'),
     ],
 )

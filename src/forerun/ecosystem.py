@@ -176,10 +176,10 @@ def memory_of(memory_bytes: int | None, share: object, device: torch.device) -> 
 
 def drafting_of(
     draft: str | Drafter | None, speculation: bool | int | str | Speculation, config: object
-) -> tuple[str | Drafter | None, bool | int | str | Speculation]:
+) -> tuple[str | Drafter | None, Speculation]:
     """What drafts and how far, as given, or as `speculative_config` says in vLLM's form."""
     if config is None:
-        return draft, speculation
+        return draft, Speculation.of(speculation, Speculation())
     if draft is not None or speculation is not True:
         raise InvalidRequest("speculative_config", "it says what drafts and how far: leave out draft and speculation.")
     return read_speculative_config(config)

@@ -115,13 +115,9 @@ class LLM:
         **words: object,
     ) -> None:
         check_words(words, LLM)
-        spec = spec_of(
-            model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm, tensor_parallel_size
-        )
-        if spec.tensor_parallel_size > 1:
-            serve_started_rank()
-        draft, speculation = drafting_of(draft, speculation, speculative_config)
-        default = Speculation.of(speculation, Speculation())
+        spec = spec_of(model, tokenizer, revision, dtype, quantize, kernels, device, one_gemm, tensor_parallel_size)
+        serve_started_rank(spec.tensor_parallel_size)
+        draft, default = drafting_of(draft, speculation, speculative_config)
         options = EngineOptions(max_num_seqs, chunk_tokens, verification, default, prefix_cache)
         seed = SamplingParams(seed=seed).seed
         apply_limits(threads, max_model_len, memory_bytes)

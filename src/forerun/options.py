@@ -125,7 +125,8 @@ class LoadingOptions:
         bool, typer.Option("--one-gemm", help="On a GPU, one matrix product for any number of rows, for the same bits.")
     ] = False
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel", "--tensor-parallel-size", min=1, help="Processes that share every layer.")
+        int,
+        typer.Option("--tensor-parallel", "--tensor-parallel-size", min=1, help="Processes that share every layer."),
     ] = 1
 
     def spec(self, model: str) -> ModelSpec:

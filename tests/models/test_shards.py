@@ -68,7 +68,8 @@ def test_ranks_have_every_head_once_and_its_key_head_with_it(kv_heads: int, grou
         assert [head for shard in shards for head in shard.heads(config)] == [*range(config.heads)]
         for shard in shards:
             local, heads, keys = shard.of(config), shard.heads(config), shard.kv_heads(config)
-            assert local.heads > 0 and local.heads % local.kv_heads == 0
+            assert local.heads > 0
+            assert local.heads % local.kv_heads == 0
             read = [keys[i // local.group] for i in range(local.heads)]  # the key head that the kernels read
             assert read == [head // config.group for head in heads]
 
@@ -81,8 +82,6 @@ def test_ranks_have_every_column_once(what: Columns) -> None:
             columns = Shard(0, world).columns(what, count, config)
             assert [column for each in columns for column in each] == [*range(count)]
             assert min(map(len, columns)) > 0
-
-
 
 
 @pytest.mark.parametrize("world", [5, 7, 16])

@@ -8,14 +8,14 @@ import pytest
 from torch.distributed import TCPStore
 
 from forerun.models.shards.launch import LOOPBACK, gathered
-from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.ranks import RankGroup
 from forerun.models.shards.shard import Shard
 from forerun.models.shards.worker import work
 
 PATIENCE = timedelta(seconds=60)
 
 
-def thread_ranks(world: int) -> Ranks:
+def thread_ranks(world: int) -> RankGroup:
     """Rank 0 of so many; the others work in threads until it stops them."""
     store = TCPStore(LOOPBACK, 0, world, is_master=True, timeout=PATIENCE, wait_for_workers=False)
 
@@ -31,7 +31,7 @@ def thread_ranks(world: int) -> Ranks:
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that ranks share are shared by threads."""
 
-    def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> Ranks:
+    def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGroup:
         ranks = thread_ranks(world)
         ranks.load(loading, digits)
         return ranks

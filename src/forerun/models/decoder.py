@@ -27,7 +27,7 @@ from forerun.models.packing import LayerMaker, Take, TakeGroups, centred, gains,
 from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
-from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.ranks import RankGroup
 from forerun.models.shards.shard import WHOLE, Columns
 
 
@@ -91,7 +91,7 @@ class Decoder:
     `ranks` layers and head are this one's share, and `whole_head` makes the one that drafters speak with.
     """
 
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
     whole_head: Callable[[], Linear] | None = None
 
     def __init__(
@@ -104,7 +104,7 @@ class Decoder:
         host: Decoder | None = None,
         take_groups: TakeGroups | None = None,
         head: Linear | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         whole_head: Callable[[], Linear] | None = None,
     ) -> None:
         self.config = config

@@ -38,7 +38,7 @@ from forerun.models.layer import Linear
 from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Runner
 from forerun.models.shards.launch import num_here, share
-from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.ranks import RankGroup
 from forerun.models.shards.shard import Shard
 from forerun.models.shards.target import shared_runner
 from forerun.models.source import find_checkpoint, find_tokenizer
@@ -255,7 +255,7 @@ class Blueprint:
         max_model_len: int | None = None,
         progress: ProgressCallback | None = None,
         host: Decoder | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
     ) -> Decoder:
         """The model without a cache; the part of this process where `ranks` share it."""
         c = replace(

@@ -59,7 +59,9 @@ class MedusaHeads:
         self.dtype = target.stream
         self.entries = [layer(names.ENTRY.format(head)) if config.hydra else None for head in heads]
         self.blocks = [[layer(names.BLOCK.format(head, block)) for block in blocks] for head in heads]
-        self.outputs = [layer(names.OUTPUT.format(d, len(blocks))) if config.own_output else target.shared_head() for d in heads]
+        self.outputs = [
+            layer(names.OUTPUT.format(d, len(blocks))) if config.own_output else target.shared_head() for d in heads
+        ]
 
     def logits(
         self, head: int, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows seen"]

@@ -21,7 +21,7 @@ from forerun.models.chains import Start, UnreadTexts
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Bias, Layer, Linear, StateEntry, WeightMatrix
 from forerun.models.rope import RopeTables
-from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.ranks import RankGroup
 from forerun.sampling.draws import Draws
 
 Stream = Float[Tensor, "total hidden"]
@@ -43,7 +43,7 @@ class DecoderParts:
     head: Linear
     rope: RopeTables
     entry: StateEntry | None = None
-    ranks: Ranks | None = None
+    ranks: RankGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)

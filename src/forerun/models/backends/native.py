@@ -27,7 +27,17 @@ from forerun.errors import UnsupportedModel
 from forerun.kernels.sampling import RowLaws, address
 from forerun.kernels.threads import num_threads
 from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
-from forerun.models.backends.structures import CChains, CEntry, CExperts, CGated, CGather, CGroups, CLayer, CPass, CShape
+from forerun.models.backends.structures import (
+    CChains,
+    CEntry,
+    CExperts,
+    CGated,
+    CGather,
+    CGroups,
+    CLayer,
+    CPass,
+    CShape,
+)
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import quantize_groups, quantize_rows
 from forerun.models.batch import EACH_ALONE, TokenBatch

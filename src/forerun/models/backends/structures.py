@@ -5,7 +5,6 @@ from __future__ import annotations
 from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int64, c_void_p
 from typing import ClassVar
 
-
 CGather = CFUNCTYPE(None, c_int64, c_void_p, c_int64, c_int64, c_int64)  # `Gather` in decoder.hpp
 
 

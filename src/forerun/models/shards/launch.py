@@ -22,7 +22,7 @@ import torch
 
 from forerun.errors import InvalidRequest, RankLost
 from forerun.kernels.threads import free_cores
-from forerun.models.shards.ranks import Ranks
+from forerun.models.shards.ranks import RankGroup
 from forerun.models.shards.shard import Shard
 
 ANSWER_S = 300.0  # that rank 0 waits for others: longer than the longest pass
@@ -46,9 +46,9 @@ def num_here(world: int) -> int:
     return min(world, int(here)) if started_rank() is not None and here.isdigit() else world
 
 
-def join(environment: Mapping[str, str] = os.environ) -> Ranks:
+def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
     """The ranks of an environment as torchrun makes it. Raises RankLost where rank 0 does not call."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -60,16 +60,16 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks:
         raise RankLost(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
 
 
-def gathered(shard: Shard, store: Any, host: str | None) -> Ranks:
+def gathered(shard: Shard, store: Any, host: str | None) -> RankGroup:
     """All ranks that come together in a store, over the network interface of `host`."""
     from torch.distributed import ProcessGroupGloo
 
     store.set(f"{HERE}{shard.rank}", "yes")
-    options = ProcessGroupGloo._Options()
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
     device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
     options._devices = [device]
     options._timeout = timedelta(seconds=ANSWER_S) if shard.rank == 0 else IDLE
-    return Ranks(shard, ProcessGroupGloo(store, shard.rank, shard.world, options), store)
+    return RankGroup(shard, ProcessGroupGloo(store, shard.rank, shard.world, options), store)
 
 
 class LocalRanks:
@@ -81,9 +81,9 @@ class LocalRanks:
         self.num_threads = max(1, torch.get_num_threads() // world)
         torch.set_num_threads(self.num_threads)
 
-    def start(self) -> Ranks:
+    def start(self) -> RankGroup:
         """Start them, and end those that ran before. Raises RankLost where one ends at once."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
         stop_all(self.processes)
         patience = timedelta(seconds=START_S)
@@ -104,9 +104,8 @@ class LocalRanks:
             time.sleep(0.02)
         return gathered(Shard(0, self.world), store, LOOPBACK)
 
-
     def stop(self) -> None:
-        """End them."""
+        """End all processes that this has started."""
         stop_all(self.processes)
 
 
@@ -121,8 +120,8 @@ def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
     processes.clear()
 
 
-def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> Ranks:
-    """The ranks of rank 0, told to load: those of the environment, or new ones on this machine, started again when lost.
+def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGroup:
+    """The ranks of rank 0, told to load: those of the environment, or new ones here, which are started again when lost.
 
     `loading` are the numbers of that order, `digits` what says how a rank computes. Raises InvalidRequest where the
     environment has another number of ranks, and RankLost.

@@ -1,4 +1,4 @@
-"""Ranks: the processes that share a model, and what goes between them.
+"""RankGroup: the processes that share a model, and what goes between them.
 
 Rank 0 holds the engine. It decides everything, and tells the others what to compute; they know layers, slots and
 numbers, and nothing of requests. All of them take part in each exchange of columns. Messages go through gloo's process
@@ -41,7 +41,7 @@ class Order(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RankMessage:
     """An order with whole numbers and, for some, rows of float32."""
 
     order: Order
@@ -49,11 +49,11 @@ class Message:
     rows: Tensor | None = None
 
 
-class Ranks:
-    """The group of a rank, which is rank 0's until it is lost: then `lost` says why.
+class RankGroup:
+    """The group of a rank; once another one of it is lost, `lost` says why.
 
-    `group` is a torch.distributed.ProcessGroup of as many ranks as the shard says, and `store` where ranks say what went
-    wrong. Where there is a `restart`, it is called with a lost group before anything more is sent.
+    `group` is a torch.distributed.ProcessGroup of as many ranks as the shard says, and `store` is where ranks say what
+    went wrong. Where there is a `restart`, it is called with a lost group before anything more is sent.
     """
 
     def __init__(self, shard: Shard, group: Any, store: Any) -> None:
@@ -75,7 +75,9 @@ class Ranks:
     def check(self) -> None:
         """Raise RankLost where a rank was lost."""
         if self.lost is not None:
-            raise RankLost(f"{self.why()}: see what it printed last, and whether its machine has memory left.") from self.lost
+            raise RankLost(
+                f"{self.why()}: see what it printed last, and whether its machine has memory left."
+            ) from self.lost
 
     def why(self) -> str:
         """What the rank that failed has said, or that one has ended without a word."""
@@ -89,7 +91,7 @@ class Ranks:
         with suppress(RuntimeError):
             self.store.set(FAILED, f"rank {self.shard.rank}: {type(error).__name__}: {error}")
 
-    def replace(self, others: Ranks) -> None:
+    def replace(self, others: RankGroup) -> None:
         """Go on with another group."""
         self.group, self.store, self.lost = others.group, others.store, None
 
@@ -130,7 +132,7 @@ class Ranks:
         if rows is not None and rows.numel():
             self.wait(lambda: self.group.broadcast(rows.contiguous(), 0))
 
-    def receive(self) -> Message:
+    def receive(self) -> RankMessage:
         """What rank 0 tells. Raises RankLost where it has ended."""
         head = torch.empty(NUM_SIZES, dtype=torch.long)
         self.wait(lambda: self.group.broadcast(head, 0))
@@ -141,7 +143,7 @@ class Ranks:
             self.wait(lambda: self.group.broadcast(numbers, 0))
         if rows.numel():
             self.wait(lambda: self.group.broadcast(rows, 0))
-        return Message(Order(order), numbers.split(sizes) if sizes else (), rows if width else None)
+        return RankMessage(Order(order), numbers.split(sizes) if sizes else (), rows if width else None)
 
     def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
         """What every rank has of the same rows; `columns` says how much."""
@@ -168,7 +170,7 @@ class Ranks:
                 parts = self.exchange(rows[:, : len(bounds[self.shard.rank])], bounds)
                 for each, part in zip(bounds, parts, strict=True):
                     rows[:, each.start : each.stop] = part
-            except BaseException as error:  # noqa: BLE001  # nothing may leave a call from C
+            except BaseException as error:  # nothing may leave a call from C
                 self.lost = self.lost or error
 
         return gather

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
-from forerun.models.backends.base import ChainDrawer, Entered, Stream
+from forerun.models.backends.base import ChainDrawer, Entered, Executor, Stream
 from forerun.models.backends.native import NativeExecutor, pass_tables
 from forerun.models.batch import QueryRule, TokenBatch
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
-from forerun.models.shards.ranks import Order, Ranks
+from forerun.models.shards.ranks import Order, RankGroup
 from forerun.models.shards.shard import Columns
 from forerun.sampling.draws import Draws
 
@@ -27,17 +27,13 @@ from forerun.sampling.draws import Draws
 class SharedExecutor:
     """Layers and head that ranks compute together."""
 
-    def __init__(self, part: NativeExecutor, ranks: Ranks) -> None:
+    def __init__(self, part: NativeExecutor, ranks: RankGroup) -> None:
         self.part = part
         self.ranks = ranks
         self.stream: torch.dtype = part.stream
         self.query_rule: QueryRule = part.query_rule
+        self.num_experts_read = 0
         self.head_columns = ranks.shard.columns(Columns.TOKENS, part.parts.config.vocab_size, part.parts.config)
-
-    @property
-    def num_experts_read(self) -> int:
-        """Every rank reads a share of the same experts."""
-        return self.part.num_experts_read
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
@@ -47,7 +43,9 @@ class SharedExecutor:
         tables = pass_tables(batch, cache.keys.shape[2])
         places = batch.positions, batch.slots
         self.ranks.send(Order.RUN, [[layers.start, layers.stop], *places, *tables], x)
-        return self.part.compute(layers, x, places, tables, cache)
+        x = self.part.compute(layers, x, places, tables, cache)
+        self.num_experts_read = self.part.num_experts_read  # every rank reads a share of the same ones
+        return x
 
     def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
         """No target remembers states."""
@@ -63,7 +61,7 @@ class SharedExecutor:
         self.ranks.send(Order.LOGITS, rows=rows)
         return torch.cat(self.ranks.to_first(self.part.logits(rows), self.head_columns), 1)
 
-    def lower(self, num_layers: int) -> SharedExecutor:
+    def lower(self, num_layers: int) -> Executor:
         """The first layers, which the same ranks have."""
         lower = copy(self)
         lower.part = self.part.lower(num_layers)
@@ -77,7 +75,7 @@ class SharedExecutor:
 class SharedCache(PagedCache):
     """The keys and values of this rank's heads. Slots are the same on every rank, and so is what is moved."""
 
-    def __init__(self, ranks: Ranks, **fields: Any) -> None:
+    def __init__(self, ranks: RankGroup, **fields: Any) -> None:
         super().__init__(**fields)
         self.ranks = ranks
 
@@ -94,7 +92,7 @@ class SharedCache(PagedCache):
         super().gather_slots(sources, targets)
 
 
-def shared_runner(decoder: Decoder, ranks: Ranks, num_tokens: int) -> Runner:
+def shared_runner(decoder: Decoder, ranks: RankGroup, num_tokens: int) -> Runner:
     """A runner of rank 0's decoder, which computes with the others from now on, over caches of `num_tokens`."""
     assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
     decoder.executor = SharedExecutor(decoder.executor, ranks)

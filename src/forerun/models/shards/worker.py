@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from array import array
@@ -17,15 +18,15 @@ from forerun.errors import RankLost
 from forerun.models.backends.native import NativeExecutor
 from forerun.models.loading import Blueprint
 from forerun.models.shards.launch import join, started_rank
-from forerun.models.shards.ranks import Message, Order, Ranks
+from forerun.models.shards.ranks import RankMessage, Order, RankGroup
 from forerun.models.shards.shard import Columns
 from forerun.models.spec import ModelSpec
 
 
-class Worker:
+class RankWorker:
     """The layers, the head and the cache of one rank."""
 
-    def __init__(self, ranks: Ranks, message: Message) -> None:
+    def __init__(self, ranks: RankGroup, message: RankMessage) -> None:
         text, (num_tokens, max_model_len, longest_text) = (each.tolist() for each in message.numbers)
         spec = ModelSpec(**json.loads(bytes(text)), tensor_parallel_size=ranks.shard.world)
         model = Blueprint.of(spec).for_texts(longest_text)
@@ -38,7 +39,7 @@ class Worker:
         self.head_columns = ranks.shard.columns(Columns.TOKENS, config.vocab_size, config)
 
     @torch.inference_mode()
-    def obey(self, message: Message) -> None:
+    def obey(self, message: RankMessage) -> None:
         """Do this rank's part."""
         numbers = message.numbers
         if message.order == Order.RUN:
@@ -57,13 +58,13 @@ class Worker:
             self.cache.gather_slots(numbers[0].tolist(), numbers[1].tolist())
 
 
-def work(ranks: Ranks) -> None:
+def work(ranks: RankGroup) -> None:
     """Obey rank 0 until it stops this rank or ends."""
-    worker: Worker | None = None
+    worker: RankWorker | None = None
     try:
         while (message := ranks.receive()).order != Order.STOP:
             if message.order == Order.LOAD:
-                worker = Worker(ranks, message)
+                worker = RankWorker(ranks, message)
             elif worker is not None:
                 worker.obey(message)
     except RankLost:
@@ -73,13 +74,13 @@ def work(ranks: Ranks) -> None:
         raise
 
 
-def serve_started_rank() -> None:
-    """Where something else has started this process as a rank behind the first, work, and end the process."""
-    if (started_rank() or 0) > 0:
+def serve_started_rank(world: int) -> None:
+    """Where so many ranks share a model and this process was started as one behind the first, work, and end."""
+    if world > 1 and (started_rank() or 0) > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks; rank 0 decides
         work(join())
         sys.exit(0)
 
 
 if __name__ == "__main__":
-    serve_started_rank()
+    serve_started_rank(int(os.environ["WORLD_SIZE"]))
