@@ -129,7 +129,7 @@ class LLM:
             draft = settled_draft(draft, target)
             drafter = draft_plan(draft, DraftContext(target, self.tokenizer, report))
             self.name, self.draft_name = target.name, draft_label(draft)
-            self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_by
+            self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_where
             self.measured = str(target.choice)
             self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
             runner = target.load(self.plan.cache_tokens, report, self.plan.max_model_len)

@@ -163,6 +163,12 @@ class Blueprint:
         return self.backend().name
 
     @property
+    def computed_where(self) -> str:
+        """The kernels and, where several share the model, how many ranks, for a reader."""
+        world = self.spec.tensor_parallel_size
+        return self.computed_by + (f" on {world} ranks" if world > 1 else "")
+
+    @property
     def memory(self) -> ModelMemory:
         """The memory that it takes on this machine once loaded, by all ranks that run here."""
         c, shares = self.config, self.shares
