@@ -218,7 +218,7 @@ class Worker {  // one thread's part of a pass
   void gather(Gathered what, float* rows, int64_t stride, int64_t columns, int64_t end, int64_t num_rows) {
     if (!c.gather || !num_rows) return;
     if (thread == 0) {
-      c.gather(what, rows, stride, columns, num_rows);
+      c.gather(c.ranks, what, rows, stride, columns, num_rows);
       for (int64_t r = 0; r < num_rows; r++) memset(rows + r * stride + columns, 0, (end - columns) * sizeof(float));
     }
     wait();

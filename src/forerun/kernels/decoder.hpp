@@ -4,9 +4,9 @@
 
 namespace forerun {
 
-// Makes rows whole of which every rank has computed some columns and laid them at the row's beginning: `columns` numbers
-// each, `stride` apart.
-typedef void (*Gather)(int64_t what, float* rows, int64_t stride, int64_t columns, int64_t num_rows);
+// Makes rows whole of which every one of `ranks` has computed some columns and laid them at the row's beginning: `columns`
+// numbers each, `stride` apart.
+typedef void (*Gather)(void* ranks, int64_t what, float* rows, int64_t stride, int64_t columns, int64_t num_rows);
 enum Gathered { HEADS, HIDDEN, NEURONS };  // what the columns are
 
 struct Shape {
@@ -15,6 +15,7 @@ struct Shape {
   int64_t gelu;  // whether the activation is GELU by tanh; else it is SiLU
   float norm_eps, score_cap;  // the last bounds scores of attention softly; 0: nothing does
   Gather gather;  // null: this process has the layers alone
+  void* ranks;
 };
 
 struct Gated {  // an MLP: gate over up, or what is activated alone, and down; or null

@@ -254,7 +254,9 @@ class Blueprint:
         fields |= {"dtype": "auto" if self.as_stored else str(self.dtype), "kernels": "native"}
         sizes = [num_tokens, max_model_len or self.config.max_positions, self.config.longest_text]
         ranks = share(self.spec.tensor_parallel_size, [[*json.dumps(fields).encode()], sizes], self.fingerprint())
-        return shared_runner(self.decoder(max_model_len, progress, ranks=ranks), ranks, num_tokens)
+        decoder = self.decoder(max_model_len, progress, ranks=ranks)
+        ranks.meet()
+        return shared_runner(decoder, ranks, num_tokens)
 
     def decoder(
         self,

@@ -172,7 +172,7 @@ class NativeExecutor:
         self.kept: list[object] = [parts]  # what the library points at
         self.entry = None if entry is None else self.compiled(entry)
         local = config if parts.ranks is None else parts.ranks.shard.of(config)
-        self.gather = CGather() if parts.ranks is None else CGather(parts.ranks.gatherer(config))
+        self.gather, ranks = (CGather(), None) if parts.ranks is None else parts.ranks.connect(kernels.lib, config)
         shape = CShape(
             hidden=config.hidden,
             heads=local.heads,
@@ -184,6 +184,7 @@ class NativeExecutor:
             norm_eps=config.norm_eps,
             score_cap=config.score_cap or 0.0,
             gather=self.gather,
+            ranks=ranks,
         )
         self.pointer = self.lib.forerun_decoder(shape, (CLayer * len(layers))(*map(self.layer, layers)), len(layers))
         weakref.finalize(self, self.lib.forerun_free_decoder, self.pointer)

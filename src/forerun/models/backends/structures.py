@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import CFUNCTYPE, POINTER, Structure, c_float, c_int64, c_void_p
 from typing import ClassVar
 
-CGather = CFUNCTYPE(None, c_int64, c_void_p, c_int64, c_int64, c_int64)  # `Gather` in decoder.hpp
+CGather = CFUNCTYPE(None, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)  # `Gather` in decoder.hpp
 
 
 class CShape(Structure):
@@ -15,6 +15,7 @@ class CShape(Structure):
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "cache_format", "all_heads", "gelu")),
         *((name, c_float) for name in ("norm_eps", "score_cap")),
         ("gather", CGather),
+        ("ranks", c_void_p),
     ]
 
 

@@ -22,7 +22,8 @@ import torch
 
 from forerun.errors import InvalidRequest, RankLost
 from forerun.kernels.threads import free_cores
-from forerun.models.shards.ranks import RankGroup
+from forerun.models.shards.memory import shared_file
+from forerun.models.shards.ranks import MEMORY, RankGroup
 from forerun.models.shards.shard import Shard
 
 ANSWER_S = 300.0  # that rank 0 waits for others: longer than the longest pass
@@ -78,6 +79,7 @@ class LocalRanks:
     def __init__(self, world: int) -> None:
         self.world = world
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.file = shared_file(world)
         self.num_threads = max(1, torch.get_num_threads() // world)
         torch.set_num_threads(self.num_threads)
 
@@ -88,6 +90,8 @@ class LocalRanks:
         stop_all(self.processes)
         patience = timedelta(seconds=START_S)
         store = TCPStore(LOOPBACK, 0, self.world, is_master=True, timeout=patience, wait_for_workers=False)
+        if self.file is not None:
+            store.set(MEMORY, f"/proc/{os.getpid()}/fd/{self.file}")
         place = {"WORLD_SIZE": str(self.world), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
         for rank in range(1, self.world):
             environment = {**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": str(self.num_threads)}
@@ -107,6 +111,9 @@ class LocalRanks:
     def stop(self) -> None:
         """End all processes that this has started."""
         stop_all(self.processes)
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
 
 def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -141,6 +148,7 @@ def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGrou
         again = local.start()
         ranks.replace(again)
         ranks.load(loading, digits)
+        ranks.meet()
 
     ranks.restart = restart
     ranks.load(loading, digits)

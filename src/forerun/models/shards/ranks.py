@@ -20,12 +20,15 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.errors import RankLost
+from forerun.models.backends.structures import CGather
 from forerun.models.config import ModelConfig
+from forerun.models.shards.memory import SharedColumns
 from forerun.models.shards.shard import Columns, Shard
 
 NUM_SIZES = 12  # numbers of a message's head
 FAILED = "failed"  # the store's key for what went wrong
-Exchange = Callable[[int, int, int, int, int], None]
+MEMORY = "memory"  # the store's key for the path of the memory that ranks share, where they do
+Exchange = Callable[[int | None, int, int, int, int, int], None]
 
 
 class Order(IntEnum):
@@ -62,6 +65,14 @@ class RankGroup:
         self.store = store
         self.lost: BaseException | None = None
         self.restart: Callable[[], None] | None = None
+        self.columns: SharedColumns | None = None
+
+    def connect(self, lib: ctypes.CDLL, config: ModelConfig) -> tuple[CGather, int | None]:
+        """What puts columns of this model side by side for the compiled kernels, and what that is given."""
+        if not self.store.check([MEMORY]):
+            return CGather(self.gatherer(config)), None
+        self.columns = SharedColumns(lib, self.store.get(MEMORY).decode(), self.shard, config)
+        return self.columns.gather, self.columns.pointer
 
     def wait(self, work: Callable[[], Any]) -> None:
         """Take part in a collective. Raises RankLost where another rank does not."""
@@ -74,6 +85,8 @@ class RankGroup:
 
     def check(self) -> None:
         """Raise RankLost where a rank was lost."""
+        if self.columns is not None and self.columns.is_lost and self.lost is None:
+            self.lost = RuntimeError("it ended in the middle of a pass")
         if self.lost is not None:
             raise RankLost(
                 f"{self.why()}: see what it printed last, and whether its machine has memory left."
@@ -94,11 +107,17 @@ class RankGroup:
     def replace(self, others: RankGroup) -> None:
         """Go on with another group."""
         self.group, self.store, self.lost = others.group, others.store, None
+        if self.columns is not None:
+            self.columns.reset()
 
     def load(self, numbers: Sequence[Sequence[int]], digits: str) -> None:
         """Have all other ranks load their parts. Raises RankLost unless they compute what these digits say."""
         self.send(Order.LOAD, numbers)
         self.agree(digits)
+
+    def meet(self) -> None:
+        """Wait until all ranks have loaded. Raises RankLost."""
+        self.exchange(torch.zeros(1, 1), [range(1)] * self.shard.world)
 
     def stop(self) -> None:
         """Tell all other ranks that they are no longer needed."""
@@ -158,7 +177,7 @@ class RankGroup:
         """What makes rows whole for the compiled kernels (`Gather` in decoder.hpp); errors wait for `check`."""
         cuts: dict[tuple[int, int], list[range]] = {}
 
-        def gather(what: int, address: int, stride: int, columns: int, num_rows: int) -> None:
+        def gather(_: int | None, what: int, address: int, stride: int, columns: int, num_rows: int) -> None:
             if self.lost is not None:
                 return
             try:

@@ -36,6 +36,7 @@ class RankWorker:
         assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
         self.executor, config = decoder.executor, decoder.config
         self.cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens)
+        ranks.meet()
         self.head_columns = ranks.shard.columns(Columns.TOKENS, config.vocab_size, config)
 
     @torch.inference_mode()
