@@ -73,7 +73,10 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: 2 is not served here: forerun runs a model on one device"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size: 2 is not served here: forerun runs a model on one device",
+        ),
         ({"quantization": "awq"}, "quantization: 'awq' .*quantize=\"int8\""),
         ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens: 4096 .* use chunk_tokens"),
         ({"swap_space": -1}, "swap_space: -1 .* must be a number"),

@@ -11,6 +11,9 @@ import os
 import weakref
 from ctypes import POINTER, c_char_p, c_int64, c_void_p
 
+from torch import Tensor
+
+from forerun.annotations import Float
 from forerun.models.backends.structures import CGather
 from forerun.models.config import ModelConfig
 from forerun.models.shards.shard import Columns, Shard
@@ -35,6 +38,7 @@ class SharedColumns:
         lib.forerun_ranks.argtypes = [c_char_p, c_int64, c_int64, c_int64, POINTER(c_int64)]
         for name in ("lost", "reset"):
             getattr(lib, f"forerun_ranks_{name}").argtypes = [c_void_p]
+        lib.forerun_ranks_gather.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
         lib.forerun_free_ranks.argtypes = [c_void_p]
         size = config.heads * config.head_dim
         heads = [*(each.start for each in shard.columns(Columns.HEADS, size, config)), size]
@@ -49,6 +53,11 @@ class SharedColumns:
     def is_lost(self) -> bool:
         """Whether another rank has ended in the middle of an exchange."""
         return bool(self.lib.forerun_ranks_lost(self.pointer))
+
+    def join(self, what: Columns, rows: Float[Tensor, "rows columns"]) -> None:
+        """Make these rows whole, at whose beginnings this rank's columns are."""
+        num_rows, columns = rows.shape
+        self.lib.forerun_ranks_gather(self.pointer, what, rows.data_ptr(), columns, columns, num_rows)
 
     def reset(self) -> None:
         """Begin anew with other processes in the places of the others."""

@@ -25,7 +25,8 @@ from forerun.models.config import ModelConfig
 from forerun.models.shards.memory import SharedColumns
 from forerun.models.shards.shard import Columns, Shard
 
-NUM_SIZES = 12  # numbers of a message's head
+NUM_SIZES = 16  # numbers that say what a message is
+HEAD = 2048  # numbers that are sent at once; of a longer message the rest comes behind
 FAILED = "failed"  # the store's key for what went wrong
 MEMORY = "memory"  # the store's key for the path of the memory that ranks share, where they do
 Exchange = Callable[[int | None, int, int, int, int, int], None]
@@ -142,27 +143,48 @@ class RankGroup:
             self.restart()
         arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in numbers]
         shape = (0, 0) if rows is None else rows.shape
-        sizes = torch.tensor([order, *shape, *(len(each) for each in arrays)])
-        head = torch.full((NUM_SIZES,), -1)
+        if rows is not None:
+            values = np.resize(rows.numpy().reshape(-1), rows.numel() + rows.numel() % 2)  # two in a whole number
+            arrays.append(values.view(np.int64))
+        sizes = [order, *shape, *(len(each) for each in arrays)]
+        assert len(sizes) <= NUM_SIZES, f"a message of {len(sizes)} sizes"
+        head = np.full(HEAD, -1)
         head[: len(sizes)] = sizes
-        self.wait(lambda: self.group.broadcast(head, 0))
-        if arrays:
-            self.wait(lambda: self.group.broadcast(torch.from_numpy(np.concatenate(arrays)), 0))
-        if rows is not None and rows.numel():
-            self.wait(lambda: self.group.broadcast(rows.contiguous(), 0))
+        body = np.concatenate(arrays) if arrays else head[:0]
+        is_short = len(body) <= HEAD - NUM_SIZES
+        if is_short:
+            head[NUM_SIZES : NUM_SIZES + len(body)] = body
+        self.wait(lambda: self.group.broadcast(torch.from_numpy(head), 0))
+        if not is_short:
+            self.wait(lambda: self.group.broadcast(torch.from_numpy(body), 0))
 
     def receive(self) -> RankMessage:
         """What rank 0 tells. Raises RankLost where it has ended."""
-        head = torch.empty(NUM_SIZES, dtype=torch.long)
+        head = torch.empty(HEAD, dtype=torch.long)
         self.wait(lambda: self.group.broadcast(head, 0))
-        order, num_rows, width, *sizes = head.tolist()
+        order, num_rows, width, *sizes = head[:NUM_SIZES].tolist()
         sizes = [size for size in sizes if size >= 0]
-        numbers, rows = torch.empty(sum(sizes), dtype=torch.long), torch.empty(num_rows, width)
-        if sizes:
-            self.wait(lambda: self.group.broadcast(numbers, 0))
-        if rows.numel():
-            self.wait(lambda: self.group.broadcast(rows, 0))
-        return RankMessage(Order(order), numbers.split(sizes) if sizes else (), rows if width else None)
+        body = head[NUM_SIZES : NUM_SIZES + sum(sizes)]
+        if sum(sizes) > HEAD - NUM_SIZES:
+            body = torch.empty(sum(sizes), dtype=torch.long)
+            self.wait(lambda: self.group.broadcast(body, 0))
+        parts = list(body.split(sizes)) if sizes else []
+        if not width:
+            return RankMessage(Order(order), parts)
+        rows = parts.pop().view(torch.float32)[: num_rows * width].view(num_rows, width)
+        return RankMessage(Order(order), parts, rows)
+
+    def joined(
+        self, what: Columns, part: Float[Tensor, "rows some"], count: int, config: ModelConfig
+    ) -> Float[Tensor, "rows count"]:
+        """Rows of which every rank has some of `count` columns. Raises RankLost."""
+        if self.columns is None:
+            return torch.cat(self.exchange(part, self.shard.columns(what, count, config)), 1)
+        rows = torch.empty(len(part), count)
+        rows[:, : part.shape[1]] = part
+        self.columns.join(what, rows)
+        self.check()
+        return rows
 
     def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
         """What every rank has of the same rows; `columns` says how much."""
@@ -193,22 +215,3 @@ class RankGroup:
                 self.lost = self.lost or error
 
         return gather
-
-    def to_first(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
-        """What every rank has of the same rows, on rank 0; nothing on the others."""
-        widest = max(len(each) for each in columns)
-        mine = torch.zeros(len(part), widest)
-        mine[:, : part.shape[1]] = part
-        every = [torch.empty_like(mine) for _ in range(self.shard.world)] if self.shard.rank == 0 else []
-        options = gather_options()
-        self.wait(lambda: self.group.gather([every] if every else [], [mine], options))
-        return [rows[:, : len(each)] for rows, each in zip(every, columns, strict=False)]
-
-
-def gather_options() -> Any:
-    """Those of a gather to rank 0."""
-    from torch.distributed import GatherOptions
-
-    options = GatherOptions()
-    options.rootRank = 0
-    return options

@@ -33,7 +33,6 @@ class SharedExecutor:
         self.stream: torch.dtype = part.stream
         self.query_rule: QueryRule = part.query_rule
         self.num_experts_read = 0
-        self.head_columns = ranks.shard.columns(Columns.TOKENS, part.parts.config.vocab_size, part.parts.config)
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
@@ -59,7 +58,8 @@ class SharedExecutor:
         """The head's, of which every rank has some tokens. Raises RankLost."""
         rows = hidden.float()
         self.ranks.send(Order.LOGITS, rows=rows)
-        return torch.cat(self.ranks.to_first(self.part.logits(rows), self.head_columns), 1)
+        config = self.part.parts.config
+        return self.ranks.joined(Columns.TOKENS, self.part.logits(rows), config.vocab_size, config)
 
     def lower(self, num_layers: int) -> Executor:
         """The first layers, which the same ranks have."""

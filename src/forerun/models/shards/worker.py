@@ -18,7 +18,7 @@ from forerun.errors import RankLost
 from forerun.models.backends.native import NativeExecutor
 from forerun.models.loading import Blueprint
 from forerun.models.shards.launch import join, started_rank
-from forerun.models.shards.ranks import RankMessage, Order, RankGroup
+from forerun.models.shards.ranks import Order, RankGroup, RankMessage
 from forerun.models.shards.shard import Columns
 from forerun.models.spec import ModelSpec
 
@@ -34,10 +34,9 @@ class RankWorker:
         ranks.agree(model.fingerprint())
         decoder = model.decoder(max_model_len, ranks=ranks)
         assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
-        self.executor, config = decoder.executor, decoder.config
+        self.executor = decoder.executor
         self.cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens)
         ranks.meet()
-        self.head_columns = ranks.shard.columns(Columns.TOKENS, config.vocab_size, config)
 
     @torch.inference_mode()
     def obey(self, message: RankMessage) -> None:
@@ -50,7 +49,8 @@ class RankWorker:
             self.executor.compute(range(*layers.tolist()), message.rows, (positions, slots), tables, self.cache)
         elif message.order == Order.LOGITS:
             assert message.rows is not None, "logits of no rows"
-            self.ranks.to_first(self.executor.logits(message.rows), self.head_columns)
+            config, logits = self.executor.parts.config, self.executor.logits(message.rows)
+            self.ranks.joined(Columns.TOKENS, logits, config.vocab_size, config)
         elif message.order == Order.COPY:
             self.cache.copy_slots(*numbers[0].tolist())
         elif message.order == Order.ZERO:
