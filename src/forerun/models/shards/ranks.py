@@ -98,7 +98,8 @@ class RankGroup:
         with suppress(RuntimeError):  # the store is gone with rank 0
             if self.store.check([FAILED]):
                 return str(self.store.get(FAILED).decode())
-        return f"one of the {self.shard.world} ranks that share the model has ended or does not answer ({self.lost})"
+        reason = str(self.lost).partition(". This is typically")[0]  # gloo goes on
+        return f"one of the {self.shard.world} ranks that share the model has ended or does not answer ({reason})"
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 why this rank ends."""
