@@ -68,8 +68,8 @@ class RankGroup:
         self.restart: Callable[[], None] | None = None
         self.columns: SharedColumns | None = None
 
-    def connect(self, lib: ctypes.CDLL, config: ModelConfig) -> tuple[CGather, int | None]:
-        """What puts columns of this model side by side for the compiled kernels, and what that is given."""
+    def connect(self, lib: ctypes.CDLL, config: ModelConfig) -> tuple[Any, int | None]:
+        """What puts columns of this model side by side for the compiled kernels, a CGather, and what that is given."""
         if not self.store.check([MEMORY]):
             return CGather(self.gatherer(config)), None
         self.columns = SharedColumns(lib, self.store.get(MEMORY).decode(), self.shard, config)
