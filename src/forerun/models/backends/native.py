@@ -16,6 +16,7 @@ from copy import copy
 from ctypes import POINTER, addressof, c_float, c_int64, c_void_p, pointer
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,7 +173,8 @@ class NativeExecutor:
         self.kept: list[object] = [parts]  # what the library points at
         self.entry = None if entry is None else self.compiled(entry)
         local = config if parts.ranks is None else parts.ranks.shard.of(config)
-        self.gather, ranks = (CGather(), None) if parts.ranks is None else parts.ranks.connect(kernels.lib, config)
+        alone: tuple[Any, int | None] = CGather(), None
+        self.gather, ranks = alone if parts.ranks is None else parts.ranks.connect(kernels.lib, config)
         shape = CShape(
             hidden=config.hidden,
             heads=local.heads,
