@@ -139,7 +139,8 @@ def application() -> Iterator[str]:
         "print('it runs', flush=True)\n"
         "threading.Event().wait()\n"
     )
-    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "RAY_USAGE_STATS_ENABLED": "0"}
+    patient = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")} | patient
     words = [sys.executable, "-c", code, json.dumps(described), str(port)]
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

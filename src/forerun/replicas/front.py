@@ -170,7 +170,7 @@ class ReplicaReader:
         self.num_running = self.num_taken_over = 0
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics."""
+        """The metrics as they were last read."""
         families: dict[str, Metric] = {}
         for replica, metrics in sorted(self.readings.items()):
             for metric in metrics:

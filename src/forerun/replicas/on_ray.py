@@ -150,8 +150,8 @@ class RayReplicas:
     async def readings(self) -> dict[str, Seq[Metric]]:
         """The metrics of all replicas that can be asked, by their names."""
         with suppress(TimeoutError):
-            told = await self.handle.broadcast("reading").results_async(timeout_s=READING_S, return_exceptions=True)
-            return dict(each for each in told if not isinstance(each, BaseException))
+            results = await self.handle.broadcast("reading").results_async(timeout_s=READING_S, return_exceptions=True)
+            return dict(each for each in results if not isinstance(each, BaseException))
         return {}
 
     async def num_running(self) -> int:
@@ -188,11 +188,11 @@ def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s:
     )
 
 
-def described(told: Mapping[str, Any] | str) -> Mapping[str, Any]:
+def described(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
     """What a replica told of its model. Raises ForerunError where it could not be loaded."""
-    if isinstance(told, str):
-        raise ForerunError(f"the replicas cannot load the model. {told}")
-    return told
+    if isinstance(answer, str):
+        raise ForerunError(f"the replicas cannot load the model. {answer}")
+    return answer
 
 
 @contextmanager

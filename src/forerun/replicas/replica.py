@@ -113,8 +113,8 @@ class Replica:
         """What a RemoteLLM is made of."""
         llm, checker = self.llm, self.llm.requests
         values = {each.name: getattr(checker, each.name) for each in fields(checker) if each.name not in DRAWN}
-        told = {name: getattr(llm, name) for name in (*KNOWN, "generation_defaults", "options")}
-        return told | {"checker": values}
+        known = {name: getattr(llm, name) for name in (*KNOWN, "generation_defaults", "options")}
+        return known | {"checker": values}
 
     def reading(self) -> tuple[str, list[Metric]]:
         """The name, and the metrics of the moment."""
@@ -142,8 +142,8 @@ class Replica:
             problem = problem_of(error)
             if problem.status >= 500:
                 log.error("A request failed: %s", error)
-            told = {name: getattr(problem, name) for name in ("status", "message", "code", "param", "kind")}
-            yield ReplicaNews(self.name, self.llm.fingerprint, problem=told)
+            arguments = {name: getattr(problem, name) for name in ("status", "message", "code", "param", "kind")}
+            yield ReplicaNews(self.name, self.llm.fingerprint, problem=arguments)
 
 
 async def gathered(items: AsyncGenerator[T, None]) -> AsyncGenerator[list[T], None]:
