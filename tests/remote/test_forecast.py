@@ -7,7 +7,7 @@ import pytest
 from forerun.economy import expected_tokens
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.dialects import dialect_of
-from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from, range_at
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock, ServerPlan
 from forerun.remote.tuning import ServerTuning
 from forerun.traffic.client import TimedAnswer
@@ -70,6 +70,17 @@ def test_rounds_that_seem_to_cost_less_than_plain_ones_give_no_wonders() -> None
     tokens = [expected_tokens([*RATES, *[RATES[-1]] * 4], depth) for depth in range(9)]
     assert [each.median for each in found.by_depth][DEPTH:] == [pytest.approx(each / 0.6) for each in tokens[DEPTH:]]
     assert all(each.median > 0 for each in found.by_depth)
+
+
+def test_a_forecast_lies_between_costs_of_guesses_alone_and_of_drafting_alone() -> None:
+    found = cell(1, 2.0)
+    for depth in (1, 2, 3):
+        low, high = range_at(found, depth)
+        tokens = expected_tokens(RATES, depth)
+        assert (low, high) == (pytest.approx(tokens / 2), pytest.approx(tokens / (1 + depth / DEPTH)))
+    low, high = range_at(found, 2 * DEPTH)
+    assert (low, high) == (pytest.approx(found.by_depth[8].median), pytest.approx(found.by_depth[8].median * 3 / 2))
+    assert range_at(found, DEPTH)[0] == pytest.approx(range_at(found, DEPTH)[1])
 
 
 def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:

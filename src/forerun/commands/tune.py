@@ -28,6 +28,7 @@ from forerun.tune.settings import TuneSettings
 if TYPE_CHECKING:
     from forerun.tune.report import TunedChoice, TuneReport
 
+OUT = Path("tuned")
 JSON, SETTINGS, PAGE = "tune.json", "forerun.toml", "tune.html"
 
 EXAMPLES = """
@@ -47,7 +48,7 @@ class TuneOptions(MeasurementOptions):
         str, typer.Option(help='Options of the chat template, as in {"enable_thinking": false}.')
     ] = "{}"
     time_limit: Annotated[float | None, typer.Option(help="Seconds after which nothing new is measured.")] = None
-    out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = Path("tuned")
+    out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +145,17 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
         "model": options.model != TARGET,
         "replay": options.replay,
         "batch": options.batch != "1",
+        "fresh": options.fresh,
+        "template_options": options.template_options != "{}",
+        "time_limit": options.time_limit,
+        "out": options.out != OUT,
         "dtype and the like": options.loading != LoadingOptions(),
     }
     for name, value in model_alone.items():
         if value:
-            raise InvalidRequest(name, f"--server {remote.server} has its own: leave it out; loads are --clients.")
+            raise InvalidRequest(
+                name, f"it does not go with --server {remote.server}: leave it out; loads are --clients, files are -o."
+            )
     with importing():
         from rich.console import Console
 

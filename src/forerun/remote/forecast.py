@@ -2,7 +2,8 @@
 
 A round with guesses takes v times as long as a plain one and gives G tokens, so drafting is G / v times as fast; G is
 counted, the speed-up is measured, and v follows. That v rises with the depth along a line from 1 is an assumption, and
-the only one: a server has one depth at a time. All is done within a repetition, so that figures have a spread.
+the only one: a server has one depth at a time. Where drafting at all has a cost, the line flatters depths below the one
+that is served, and is too strict with those above. All is done within a repetition, so that figures have a spread.
 """
 
 from __future__ import annotations
@@ -83,6 +84,18 @@ class ServedCell:
         if not self.by_depth:
             return None
         return max(range(len(self.by_depth)), key=lambda depth: self.by_depth[depth].median)
+
+
+def range_at(cell: ServedCell, depth: int) -> tuple[float, float]:
+    """Between which speed-ups a depth of at least 1 may lie.
+
+    All that a round costs more than a plain one falls to its guesses, along the line, or to drafting at all.
+    """
+    assert cell.cost is not None, "depths are forecast where the cost of rounds is known"
+    seen, cost = cell.speculating.acceptance, max(1.0, cell.cost.median)
+    along = 1 + (cost - 1) * depth / seen.depth if seen and seen.depth else cost
+    bounds = cell.by_depth[depth].median, cell.by_depth[depth].median * along / cost
+    return min(bounds), max(bounds)
 
 
 def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:

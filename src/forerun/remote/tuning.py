@@ -10,7 +10,7 @@ from forerun.neighbours import disturbs
 from forerun.prove.proof import jsonable
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
-from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from, range_at
 from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPlan
 
 WORTH_CHANGING = 1.03  # times as fast as the depth that is served, below which another one is not advised
@@ -117,6 +117,7 @@ class ServerTuning:
         depth, options = self.advised_depth(cell), self.dialect.depth_options
         return {
             **asdict(cell),
+            "advised_speed_up": None if not depth or cell.cost is None else range_at(cell, depth),
             "served_depth": self.served_depth(cell),
             "advised_depth": depth,
             "options": None if depth is None or options is None else options(depth),

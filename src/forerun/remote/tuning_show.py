@@ -15,7 +15,7 @@ from forerun.bench.figures import Spread
 from forerun.bench.show import medians, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
 from forerun.neighbours import disturbance
-from forerun.remote.forecast import ServedCell
+from forerun.remote.forecast import ServedCell, range_at
 from forerun.remote.tuning import ServerTuning
 
 HEADS = (
@@ -28,6 +28,7 @@ HEADS = (
     "cost of\na round",
 )
 MOST_ERRORS = 3
+DEPTHS = "Speed-up by depth, if the cost of a round rises along a line (quartiles of the repetitions)"
 
 
 def server_card(tuning: ServerTuning) -> RenderableType:
@@ -35,7 +36,7 @@ def server_card(tuning: ServerTuning) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads(tuning), Text()]
     if any(cell.by_depth for cell in tuning.cells):
         parts += [
-            Text("Speed-up by depth: expected, with quartiles of the repetitions", "bold"),
+            Text(DEPTHS, "bold"),
             depths(tuning),
             Text(),
         ]
@@ -183,8 +184,10 @@ def advice(tuning: ServerTuning, depth: int) -> Iterator[Text]:
     if depth in served:
         yield Text(f"Depth {depth}, as it is served, is right {at}.", "green")
         return
-    gains = "" if depth == 0 else ": " + ", ".join(f"×{cell.by_depth[depth].median:.2f}" for cell in cells)
-    name = "Plain decoding" if depth == 0 else f"Depth {depth}"
-    yield Text(f"{name} is expected to be fastest {at}{gains}.", "bold green")
+    if depth == 0:
+        yield Text(f"Plain decoding is expected to be fastest {at}.", "bold yellow")
+    else:
+        gains = ", ".join("×{:.2f} to ×{:.2f}".format(*range_at(cell, depth)) for cell in cells)
+        yield Text(f"Depth {depth} may be fastest {at}, {gains}: serve it, and measure again.", "bold green")
     if tuning.dialect.depth_options is not None:
         yield Text(f"  {tuning.dialect.depth_options(depth)}")
