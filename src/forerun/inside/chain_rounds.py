@@ -115,7 +115,7 @@ class ChainRounds:
         and no prompts were read beside.
         """
         gains = {text.id: tokens for text, tokens in zip(texts, gained, strict=True)}
-        rows = [given.outcome(seq_id, gains.get(seq_id)) for seq_id, given in self.given.items()]
+        rows = [chain.outcome(seq_id, gains.get(seq_id)) for seq_id, chain in self.given.items()]
         usual = not reads and list(gains) == list(self.given)
         if rows:
             outcome = Outcome(rows, 0, self.draft_s, pass_s, drafter_s=self.drafter_s, captured=not usual)

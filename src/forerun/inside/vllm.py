@@ -73,12 +73,12 @@ class Proposer:
 
 def options_of(additional: Any) -> dict[str, Any]:
     """The options that vLLM's additional_config gives; a text is the drafter. Raises InvalidRequest."""
-    given = additional.get(SECTION, {}) if isinstance(additional, Mapping) else {}
-    given = {"draft": given} if isinstance(given, str) else given
+    section = additional.get(SECTION, {}) if isinstance(additional, Mapping) else {}
+    section = {"draft": section} if isinstance(section, str) else section
     options: dict[str, Any] = {"draft": DRAFT, "speculation": "auto", "share_answers": True}
-    if not isinstance(given, Mapping) or given.keys() - options.keys():
-        raise InvalidRequest(SECTION, f"{shown(given)} must be a drafter, or some of {', '.join(options)}.")
-    options |= given
+    if not isinstance(section, Mapping) or section.keys() - options.keys():
+        raise InvalidRequest(SECTION, f"{shown(section)} must be a drafter, or some of {', '.join(options)}.")
+    options |= section
     if not isinstance(options["share_answers"], bool):
         raise InvalidRequest(f"{SECTION}.share_answers", f"{shown(options['share_answers'])}: use true or false.")
     return options
