@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -162,7 +163,6 @@ class Runner:
         """Committed tokens read so far; 0 for an unknown sequence."""
         return self.cache.length(seq_id) if seq_id in self.cache else 0
 
-    @torch.inference_mode()
     def read(
         self,
         reads: Sequence[Read],
@@ -187,11 +187,12 @@ class Runner:
             hidden = self.decoder.forward(batch, self.cache, inputs=inputs, taps=taps)
         else:
             hidden = self.resume(batch, taps, begun, begun.places(reads))
-        firsts = itertools.accumulate((len(r.tokens) for r in reads), initial=0)
+        firsts = list(itertools.accumulate((len(r.tokens) for r in reads), initial=0))
         judged = [first + i for first, r in zip(firsts, reads, strict=False) for i in r.judged]
         if not judged:
             return States(hidden.last.new_empty(0, self.vocab_size), hidden.last, hidden.tapped)
-        return States(self.decoder.logits(hidden.last[torch.tensor(judged)]), hidden.last, hidden.tapped)
+        last = hidden.last if judged == list(range(firsts[-1])) else hidden.last[torch.tensor(judged)]
+        return States(self.decoder.logits(last), hidden.last, hidden.tapped)
 
     def resume(self, batch: TokenBatch, taps: Sequence[int], begun: PartialPass, known: Sequence[int]) -> Hidden:
         """What a whole pass gives, to the bit: the lower layers for tokens outside `known` alone, the rest for all."""
@@ -285,7 +286,8 @@ class Runner:
             tokens += read.tokens
             positions += [length + tail.depths[n] for n in nodes]
             slots += [first_slot + tail.scratch + n for n in nodes]
-        return TokenBatch(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), paths)
+        arrays = [torch.from_numpy(np.array(numbers, np.int64)) for numbers in (tokens, positions, slots)]
+        return TokenBatch(arrays[0], arrays[1], arrays[2], paths)
 
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Make a path of each sequence's tail final, node numbers in order, and forget the rest of the tail."""
