@@ -174,8 +174,7 @@ class Engine:
             device=self.runner.device,
             kernels=self.kernels,
         )
-        constrained = any(row.sequence.constraint is not None for row in drawing)
-        return RoundPlan(rows, drawing, draws, drafts, constrained, sum(row.num_chunk for row in rows))
+        return RoundPlan(rows, drawing, draws, drafts, draws.constrained, sum(row.num_chunk for row in rows))
 
     def draft(self, plan: RoundPlan) -> Draft:
         """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
@@ -267,7 +266,8 @@ class Engine:
         # Grammars may raise here: they are asked before any sequence is told of the round, which has no effect then.
         runs = iter([(run, s.completed_by(run.tokens)) for s, run in zip(drawing, accepted, strict=True)])
         deltas, outcomes, kept, places = [], [], [], []
-        logits = reading.states.logits[:, : self.num_ids]  # padding ids have no log-probabilities
+        logits, num_ids = reading.states.logits, self.num_ids  # padding ids have no log-probabilities
+        logits = logits if num_ids in (None, logits.shape[1]) else logits[:, :num_ids]
         for row in reading.rows:
             sequence = row.sequence
             if row.num_scored:
@@ -311,14 +311,13 @@ class Engine:
         """Count the round, and let the controller and the size of chunks learn from its times."""
         draft_s, draft_pass_s, pass_s, verdict_s = clock.times(draft.pass_s)
         usual = bool(rows) and not plan.num_prompt_tokens and not clock.captured
-        learns = self.drafter is not None
-        plain_s = self.controller.plain_s(len(rows)) if usual and learns else None
+        plain_s = self.controller.plain_s(len(rows)) if usual and self.drafter is not None else None
         counted = self.prefixes.counted() if self.prefixes.num_queried else (0, 0)
         outcome = Outcome(
             rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.drafter_s), verdict_s, plain_s,
             *counted, clock.captured,
         )  # fmt: skip
-        if learns:
+        if self.drafter is not None:
             self.controller.record(outcome)
         self.stats.record(outcome)
         if plan.num_prompt_tokens:

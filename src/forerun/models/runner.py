@@ -272,9 +272,7 @@ class Runner:
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:
         """Lay the reads out side by side; their room is reserved already."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+        tokens, positions, slots = list[int](), list[int](), list[int]()
         paths: list[AttentionPath] = []
         for read in reads:
             tail = self.tails.setdefault(read.seq_id, Tail(read.scratch))

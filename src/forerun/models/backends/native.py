@@ -148,12 +148,13 @@ class NativeLinear:
         self, x: Float[Tensor, "rows inputs"], norm: Float[Tensor, " padded"] | None = None, eps: float = 0.0
     ) -> Float[Tensor, "rows outputs"]:
         """`x @ weight.T + bias`, computed from and to float32; of the rows' norm, if its padded gains are given."""
-        rows = x.float().contiguous()
-        out = torch.empty(len(x), self.width)
+        rows, count = x.float().contiguous(), x.shape[0]
+        out = torch.empty(count, self.width)
         gains = None if norm is None else norm.data_ptr()
-        threads = num_threads(len(x))
-        self.lib.forerun_multiply(self.pointer, rows.data_ptr(), len(x), gains, eps, out.data_ptr(), threads)
-        return out[:, : self.outputs].to(x.dtype)
+        places = rows.data_ptr(), count, gains, eps, out.data_ptr()
+        self.lib.forerun_multiply(self.pointer, *places, num_threads(count))
+        whole = out if self.width == self.outputs else out[:, : self.outputs]
+        return whole if x.dtype == out.dtype else whole.to(x.dtype)
 
 
 class NativeExecutor:
@@ -272,13 +273,13 @@ class NativeExecutor:
     ) -> Stream:
         """The stream behind these layers; `places` are positions and slots, `tables` as `pass_tables` gives them."""
         assert x.dtype == self.stream, f"{x.dtype} is not the stream's format"
-        x = x.clone(memory_format=torch.contiguous_format)
+        x, num_tokens = x.clone(memory_format=torch.contiguous_format), x.shape[0]
         read, num_experts = None if read is None else padded_to_width(read), c_int64(0)
         self.lib.forerun_forward(
             self.pointer,
             self.frame(
                 cache,
-                num_tokens=len(x),
+                num_tokens=num_tokens,
                 num_paths=len(tables[FIRST_SLOTS]),
                 first_layer=layers.start,
                 end_layer=layers.stop,
