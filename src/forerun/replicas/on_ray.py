@@ -239,7 +239,7 @@ def in_cluster(address: str) -> Iterator[None]:
 
 async def ingress(scope: Any, receive: Any, send: Any) -> None:
     """Answer one request of HTTP in the replica of the ingress that this is."""
-    await serve.get_replica_context().servable_object.app(scope, receive, send)
+    await serve.get_replica_context().servable_object.answers(scope, receive, send)
 
 
 class Ingress:
@@ -248,7 +248,7 @@ class Ingress:
     async def __init__(self, handle: DeploymentHandle[Any], settings: ServeSettings, most: int) -> None:  # type: ignore[misc]
         model = described(await handle.described.remote())
         replicas = RayReplicas(handle, serve.get_replica_context().app_name)
-        self.app = http_application(ReplicaService(RemoteLLM(model, most), settings, replicas))
+        self.answers = http_application(ReplicaService(RemoteLLM(model, most), settings, replicas))
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
