@@ -164,7 +164,8 @@ def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: LogFormat) -> None:
     log_to_stderr(form, access=True)
     with drafting() as llm, running(llm) as server:
-        answer = server.post("/v1/completions", **{**OK, "prompt": "Zebrafish", "n": 2}).json()
+        with server.http(headers={"x-session-id": "a talk"}) as http:
+            answer = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish", "n": 2}).json()
         stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
         next(stream)
         stream.close()
@@ -180,6 +181,7 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     first, second = (line for line in lines if line["logger"] == "forerun.serve.requests")
     assert first["id"] == answer["id"]
     assert (first["outcome"], second["outcome"]) == ("finished", "client_left")
+    assert (first["session_id"], second["session_id"]) == ("a talk", None)
     usage = answer["usage"]
     assert (first["num_samples"], first["num_output_tokens"]) == (2, usage["completion_tokens"])
     assert first["num_drafted"] == usage["speculation"]["num_drafted"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -237,9 +237,13 @@ def in_cluster(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-async def ingress(scope: Any, receive: Any, send: Any) -> None:
-    """Answer one request of HTTP in the replica of the ingress that this is."""
-    await serve.get_replica_context().servable_object.answers(scope, receive, send)
+def ingress() -> Callable[[Any, Any, Any], Awaitable[None]]:
+    """What answers a request of HTTP in the process of an Ingress; Ray calls this there."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await serve.get_replica_context().servable_object.answers(scope, receive, send)
+
+    return answer
 
 
 class Ingress:
