@@ -101,9 +101,10 @@ def test_every_drafter_keeps_the_bits(shared: Shared, name: str) -> None:
 def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCaptureFixture) -> None:
     with LLM(str(TARGET)) as alone:
         plain = tokens_of(alone)
+    before = {*free_cores().helpers}
     with LLM(str(TARGET), "suffix", tensor_parallel_size=2) as llm:
-        for num_seen in (0, 3, 20):
-            (process,) = free_cores().helpers
+        for num_seen in (8, 3, 0):
+            (process,) = free_cores().helpers - before
 
             def kill(number: int, at: int = num_seen, process: int = process) -> None:
                 if number == at:
@@ -113,7 +114,7 @@ def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCapture
             assert process not in free_cores().helpers
         assert llm.engine.drafter is not None
     assert caplog.text.count("all of them are started again") == 3
-    assert not free_cores().helpers
+    assert free_cores().helpers <= before
 
 
 def tokens_of(llm: LLM, after: Callable[[int], None] = lambda _: None) -> list[list[int]]:

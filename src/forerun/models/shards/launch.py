@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -56,19 +57,31 @@ def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
     is_master = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(host, port, world, is_master, timedelta(seconds=START_S), wait_for_workers=False)
-        return gathered(Shard(rank, world), store, None)
+        return gathered(Shard(rank, world), store, address_towards(host, port))
     except RuntimeError as error:
         raise RankLost(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
 
 
-def gathered(shard: Shard, store: Any, host: str | None) -> RankGroup:
-    """All ranks that come together in a store, over the network interface of `host`."""
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the network on which `host` is. Raises RankLost for a name of no machine."""
+    try:
+        family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RankLost(f"MASTER_ADDR {host} is no machine that can be reached from here: {error}") from error
+
+
+def gathered(shard: Shard, store: Any, address: str) -> RankGroup:
+    """All ranks that come together in a store; this one is reached at `address`, or on GLOO_SOCKET_IFNAME's network."""
     from torch.distributed import ProcessGroupGloo
 
     store.set(f"{HERE}{shard.rank}", "yes")
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-    device = ProcessGroupGloo.create_device(hostname=host) if host else ProcessGroupGloo.create_default_device()
-    options._devices = [device]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    place = {"interface": interface} if interface and address != LOOPBACK else {"hostname": address}
+    options._devices = [ProcessGroupGloo.create_device(**place)]
     options._timeout = timedelta(seconds=ANSWER_S) if shard.rank == 0 else IDLE
     return RankGroup(shard, ProcessGroupGloo(store, shard.rank, shard.world, options), store)
 
@@ -150,7 +163,7 @@ def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGrou
         ranks.load(loading, digits)
         ranks.meet()
 
-    ranks.restart = restart
+    ranks.restart, ranks.end = restart, local.stop
     ranks.load(loading, digits)
     weakref.finalize(ranks, local.stop)
     return ranks

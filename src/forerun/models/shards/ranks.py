@@ -57,7 +57,8 @@ class RankGroup:
     """The group of a rank; once another one of it is lost, `lost` says why.
 
     `group` is a torch.distributed.ProcessGroup of as many ranks as the shard says, and `store` is where ranks say what
-    went wrong. Where there is a `restart`, it is called with a lost group before anything more is sent.
+    went wrong. Where there is a `restart`, it is called with a lost group before anything more is sent; `end` ends
+    processes that were started for this.
     """
 
     def __init__(self, shard: Shard, group: Any, store: Any) -> None:
@@ -66,6 +67,7 @@ class RankGroup:
         self.store = store
         self.lost: BaseException | None = None
         self.restart: Callable[[], None] | None = None
+        self.end: Callable[[], None] = lambda: None
         self.columns: SharedColumns | None = None
 
     def connect(self, lib: ctypes.CDLL, config: ModelConfig) -> tuple[Any, int | None]:
@@ -126,6 +128,7 @@ class RankGroup:
         self.restart = None
         with suppress(RankLost):
             self.send(Order.STOP)
+        self.end()
 
     def agree(self, digits: str) -> None:
         """Raise RankLost unless all ranks compute the same model in the same way, as these hexadecimal digits say."""
