@@ -106,6 +106,14 @@ def test_what_counts_nothing_says_nothing() -> None:
     assert not counts_of_answers([]).known
 
 
+def test_guesses_beyond_the_end_of_an_answer_make_no_round_longer() -> None:
+    """vLLM counted 9 of 9 guesses as accepted in an answer of 12 tokens, the first of which came from the prompt."""
+    acceptance = acceptance_of(SpeculationCounts(3.0, 9.0, 9.0, accepted_at_depth=(3.0, 3.0, 3.0)), 11)
+    assert acceptance is not None
+    assert acceptance.tokens_per_round == 11 / 3
+    assert acceptance.covered == 1.0
+
+
 def test_answers_tell_what_metrics_do_not() -> None:
     counts = counts_of_answers([{"num_drafted": 9, "num_accepted": 4, "num_rounds": 6}, {"num_drafted": 3}])
     acceptance = acceptance_of(counts, 10)

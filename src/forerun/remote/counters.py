@@ -118,14 +118,15 @@ class ServedAcceptance:
 def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptance | None:
     """What these counts say of rounds that wrote so many tokens; None where they say nothing.
 
-    A round gives the accepted guesses and one token more, so rounds that are not counted follow from the tokens.
+    A round gives the accepted guesses and one token more, so rounds that are not counted follow from the tokens. They
+    are no fewer than the drafts: at the end of an answer, guesses count as accepted that it has no room for.
     """
     accepted = counts.num_accepted
     if not counts.known or num_tokens <= 0 or (counts.num_drafted == 0 and counts.num_rounds is None):
         return None
     if accepted is None and counts.num_rounds is None and counts.accept_length:
         accepted = num_tokens * (1 - 1 / counts.accept_length)
-    rounds = num_tokens - accepted if accepted is not None else counts.num_rounds
+    rounds = counts.num_rounds if accepted is None else max(num_tokens - accepted, counts.num_drafts or 0.0)
     if not rounds or rounds <= 0:
         return None
     drafts, depth = counts.num_drafts, counts.depth
