@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -237,22 +237,20 @@ def in_cluster(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def ingress() -> Callable[[Any, Any, Any], Awaitable[None]]:
-    """What answers a request of HTTP in the process of an Ingress; Ray calls this there."""
-
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        await serve.get_replica_context().servable_object.answers(scope, receive, send)
-
-    return answer
+def ingress() -> Any:
+    """The application of the Ingress in this process; Ray asks for it once that is made."""
+    return Ingress.http
 
 
 class Ingress:
-    """The server's application, behind Ray's proxies."""
+    """The server's application, behind Ray's proxies; a process has one."""
+
+    http: Any = None
 
     async def __init__(self, handle: DeploymentHandle[Any], settings: ServeSettings, most: int) -> None:  # type: ignore[misc]
         model = described(await handle.described.remote())
         replicas = RayReplicas(handle, serve.get_replica_context().app_name)
-        self.answers = http_application(ReplicaService(RemoteLLM(model, most), settings, replicas))
+        Ingress.http = http_application(ReplicaService(RemoteLLM(model, most), settings, replicas))
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
