@@ -24,6 +24,7 @@ def ask(url: str, folder: Path, num_texts: int) -> Result:
     return CliRunner().invoke(cli.app, ["prove", *where, "--json"], env={"OPENAI_API_KEY": ""})
 
 
+@pytest.mark.full
 def test_an_exact_server_holds_as_its_library_does(tmp_path: Path) -> None:
     with unchecked(), drafting() as llm:
         report = prove(llm, PROMPTS, ProofWorkload(3, 12, (0.0,), (1,), (Speculation(3),), num_texts=100))

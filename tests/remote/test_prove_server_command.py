@@ -61,6 +61,7 @@ def test_guesses_that_are_accepted_too_often_are_found_at_temperature_0(prompts:
     assert all(each["gap"] > found["equality"]["tolerance"] for each in faults)
 
 
+@pytest.mark.full
 def test_guesses_that_are_accepted_greedily_are_found_at_temperature_1(prompts: Path) -> None:
     with pair(StandIn("llamacpp", MODEL, depth=3, rule="greedy")) as servers:
         result = prove(prompts, *servers, num_texts=600)

@@ -89,6 +89,7 @@ def test_a_server_of_foreruns_is_measured_against_itself() -> None:
     assert found["cells"][0]["speed_up"]["median"] > 1
 
 
+@pytest.mark.full
 def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
     found, _ = measured("vllm", "--clients", "1", counted=False)
     (cell,) = found["cells"]
@@ -102,6 +103,7 @@ def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
     assert any("start llama-server with --metrics" in sentence for sentence in timed["unknown"])
 
 
+@pytest.mark.full
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(10**6))
     busy = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.7 * next(looks))  # noqa: E731
