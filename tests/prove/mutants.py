@@ -166,13 +166,13 @@ def skipped_row(patch: Patch) -> None:
 
 def stale_row(patch: Patch) -> None:
     """The last guess on an accepted path of a tree is not copied to its place in the cache."""
-    true = PagedCache._gather
+    true = PagedCache.gather_slots
 
     def mutant(cache: PagedCache, sources: Sequence[int], targets: Sequence[int]) -> None:
         if len(sources) > 1:
             true(cache, sources[:-1], targets[:-1])
 
-    patch.setattr(PagedCache, "_gather", mutant)
+    patch.setattr(PagedCache, "gather_slots", mutant)
 
 
 def wrong_position(patch: Patch) -> None:
