@@ -24,12 +24,17 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.generation import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    RepetitionPenaltyLogitsProcessor,
+    TopPLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import Speculation
 from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel
-from forerun.inside.transformers import ENGINES, FOLDER, engine_of, generate, release
+from forerun.inside.transformers import ENGINES, FOLDER, engine_of, generate, law_of, release
 from forerun.prove.chi_square import LEVEL, chi_square
 from kit.checkpoints import SMALL, TARGET
 from kit.sparse import DENSE, FAMILIES, write_sparse
@@ -165,6 +170,8 @@ PROCESSED: dict[str, dict[str, Any]] = {
     "two-each": {"num_return_sequences": 2, "repetition_penalty": 1.2},
     "bias": {"sequence_bias": [[[261], -50.0], [[266, 300], 4.0]]},
     "own": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.index_fill(1, ids[0], -1e4)])},
+    "answer-only": {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
+    "normed": {"logits_processor": [LogitNormalization(), RepetitionPenaltyLogitsProcessor(1.5)]},
 }
 
 
@@ -176,13 +183,46 @@ def test_greedy_tokens_are_the_models_own_behind_any_processor(
     if "num_return_sequences" in asked:
         inputs = {name: rows.repeat_interleave(2, 0) for name, rows in inputs.items()}
         asked = {name: value for name, value in asked.items() if name != "num_return_sequences"}
-    if "logits_processor" in asked:
+    if type(asked.get("logits_processor")) is list:
+        asked = asked | {"logits_processor": LogitsProcessorList(asked["logits_processor"])}
+    elif "logits_processor" in asked:
         inputs = {name: rows[:1] for name, rows in inputs.items()}
     plain = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, **asked)
     got = drafted(model, inputs, max_new_tokens=NEW, do_sample=False, **asked)
     assert torch.equal(got, plain)
     unprocessed = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     assert not torch.equal(plain, unprocessed), "the processor does nothing here"
+
+
+def test_a_penalty_of_the_callers_counts_the_padding_too(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+    """The padding is the token with which an answer begins, so who does not count it gives another one."""
+    plain = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    hidden = inputs["attention_mask"] == 0
+    row, width = int(hidden.sum(1).argmax()), hidden.shape[1]
+    padded = inputs | {"input_ids": inputs["input_ids"].masked_fill(hidden, int(plain[row, width]))}
+    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(3.0)])
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "logits_processor": penalty}
+    theirs = model.generate(**padded, **asked)
+    assert theirs[row, width] != plain[row, width], "the padding does nothing"
+    assert torch.equal(drafted(model, padded, **asked), theirs)
+
+
+def test_the_usual_penalty_is_the_engines_own() -> None:
+    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([0, 2]))
+    for row, padding in enumerate([(), (7, 7)]):
+        fields = law_of([penalty], GenerationConfig(), row, padding)
+        assert fields == {"temperature": 0.0, "repetition_penalty": 1.5, "logits_processors": []}
+
+
+def test_a_filter_that_keeps_some_tokens_whatever_their_chance_runs_as_it_is() -> None:
+    config = GenerationConfig(do_sample=True)
+    keeping, usual = TopPLogitsWarper(0.5, min_tokens_to_keep=3), TopPLogitsWarper(0.5)
+    assert law_of([usual], config, 0, ()) == {"temperature": 1.0, "top_p": 0.5, "logits_processors": []}
+    kept = law_of([keeping], config, 0, ())
+    assert "top_p" not in kept
+    (processor,) = kept["logits_processors"]
+    logits = torch.tensor([9.0, 3.0, 2.0, 1.0])
+    assert processor([1], logits).isfinite().tolist() == [True, True, True, False]
 
 
 class AfterToken(StoppingCriteria):

@@ -246,16 +246,30 @@ def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[li
 
 def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[int]) -> dict[str, Any]:
     """The fields of SamplingParams that say what these processors do to a row; the others run as they are."""
-    left = [each for each in processors if not isinstance(each, logits_process.LogitNormalization)]
+    left = list(processors)
     fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     names: list[str] = []
-    while config.do_sample and left and (name := WARPERS.get(type(left[-1]))) and in_order(name, names):
-        fields[name] = getattr(left.pop(), name)
-        names.insert(0, name)
-    if len(left) == 1 and type(left[0]) is logits_process.RepetitionPenaltyLogitsProcessor:
+    while left:
+        name = WARPERS.get(type(left[-1])) if config.do_sample else None
+        if name and in_order(name, names) and getattr(left[-1], "min_tokens_to_keep", 1) == 1:
+            fields[name] = getattr(left.pop(), name)
+            names.insert(0, name)
+        elif isinstance(left[-1], logits_process.LogitNormalization):  # what comes behind it does not notice
+            left.pop()
+        else:
+            break
+    if len(left) == 1 and is_whole_penalty(left[0], row, padding):
         fields["repetition_penalty"] = left.pop().penalty
     fields["logits_processors"] = [RowProcessor(of_row(each, row), tuple(padding)) for each in left]
     return fields
+
+
+def is_whole_penalty(processor: Any, row: int, padding: Sequence[int]) -> bool:
+    """Whether this penalises what forerun's repetition_penalty does: all tokens of a row behind its padding."""
+    if type(processor) is not logits_process.RepetitionPenaltyLogitsProcessor:
+        return False
+    ignored = processor.prompt_ignore_length
+    return int(ignored[row] if isinstance(ignored, Tensor) else ignored or 0) == len(padding)
 
 
 def in_order(name: str, later: Sequence[str]) -> bool:
