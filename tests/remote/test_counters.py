@@ -56,6 +56,18 @@ def test_llama_servers_own_text_is_read() -> None:
     assert acceptance.at_depth == [1, 1, 1, 1, 0.5]
 
 
+def test_gauges_of_several_engines_are_a_mean_and_no_sum() -> None:
+    engines = (("0", 40, 3.0), ("1", 20, 2.0), ("2", 0, 0.0))
+    text = "".join(
+        f'sglang:spec_verify_calls_total{{dp_rank="{rank}"}} {calls}\n'
+        f'sglang:spec_accept_length{{dp_rank="{rank}"}} {tokens}\n'
+        f'sglang:spec_num_steps{{dp_rank="{rank}"}} 3\n'
+        for rank, calls, tokens in engines
+    )
+    assert counts_of(text, "sglang:") == SpeculationCounts(num_rounds=60.0, accept_length=2.5, depth=3.0)
+    assert counts_of("sglang:spec_accept_length 0\n", "sglang:").accept_length == 0
+
+
 def test_vllms_engines_are_added_up_and_dates_are_no_counts() -> None:
     counts = counts_of(VLLM, "vllm:")
     assert counts == SpeculationCounts(40.0, 80.0, 36.0, accepted_at_depth=(24.0, 12.0))

@@ -41,6 +41,23 @@ def test_without_the_tokens_of_the_other_answer_the_text_says_which_it_was() -> 
     assert found.before == " a "
 
 
+def test_of_several_tokens_that_fit_a_text_the_likeliest_counts() -> None:
+    likely = {" a": -0.7, " th": -0.72, " there": -8.0}
+    found = difference_of(answer(" x", " a", likely=likely), answer(" x", " th", "ere", named=False), HERE, 0.25)
+    assert (found.position, found.other, found.meaning) == (1, " th", "near tie")
+
+
+def test_tokens_that_are_not_the_text_prove_nothing() -> None:
+    """Behind parts of a character a count of characters is none of tokens: the token there is another one."""
+    tokens = tuple(TokenChance(word, likely) for word, likely in (("\ufffd", NEAR), ("\ufffd", NEAR), (" a", FAR)))
+    plain = RemoteAnswer("é a", tokens, False)
+    found = difference_of(plain, answer("é", " b", named=False), HERE, 0.25)
+    assert (found.gap, found.meaning) == (None, "undecided")
+    behind = RemoteAnswer(" aé", (TokenChance(" a", FAR), *tokens[:2]), False)
+    early = difference_of(behind, answer(" b", "é", named=False), HERE, 0.25)
+    assert (early.position, early.other, early.meaning) == (0, " b", "fault")
+
+
 def test_without_log_probabilities_nothing_is_decided() -> None:
     found = difference_of(answer(" a", " a", named=False), answer(" a", " b", named=False), HERE, 0.25)
     assert (found.gap, found.meaning) == (None, "undecided")

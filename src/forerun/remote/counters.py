@@ -59,10 +59,14 @@ class SpeculationCounts:
 
 
 def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
-    """The counters in a server's metrics whose names begin like this; over all engines and models behind it."""
+    """The counters in a server's metrics whose names begin like this; over all engines and models behind it.
+
+    Counters are added up, and gauges are the mean of those that are above 0.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     totals: dict[str, float] = {}
+    gauges: dict[str, list[float]] = {}
     at_depth: dict[int, float] = {}
     try:
         samples = [sample for family in text_string_to_metric_families(metrics or "") for sample in family.samples]
@@ -75,8 +79,13 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
         if name == PER_POSITION:
             position = int(sample.labels["position"])
             at_depth[position] = at_depth.get(position, 0.0) + sample.value
+        elif NAMES.get(name) in GAUGES:
+            gauges.setdefault(NAMES[name], []).append(sample.value)
         elif name in NAMES:
             totals[NAMES[name]] = totals.get(NAMES[name], 0.0) + sample.value
+    for name, values in gauges.items():
+        of_engines = [value for value in values if value > 0]  # an engine that had no requests yet says 0
+        totals[name] = sum(of_engines) / len(of_engines) if of_engines else 0.0
     accepted = tuple(at_depth.get(position, 0.0) for position in range(max(at_depth, default=-1) + 1))
     return SpeculationCounts(**totals, accepted_at_depth=accepted)
 

@@ -166,13 +166,15 @@ def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, 
     """The first difference of two answers that differ, and what it means."""
     position = parting(plain, other)
     assert position is not None, "the texts differ"
+    counts_tokens = bool(plain.tokens)
     if plain.tokens and not other.tokens:
         token = token_at(plain, shared_length(plain.text, other.text))
         named = None if token is None else alternative(plain, other.text, *token)
+        counts_tokens = token is not None
         position = position if token is None else token[0]
     else:
         named = other.names[position] if position < len(other.tokens) else None
-    chosen = plain.tokens[position] if plain.tokens and position < len(plain.tokens) else None
+    chosen = plain.tokens[position] if counts_tokens and position < len(plain.tokens) else None
     gap, at_least = gap_of(dict(chosen.likely), chosen.token, named) if chosen else (None, False)
     texts = [each.text[max(0, shared_length(plain.text, other.text)) :] for each in (plain, other)]
     shared = plain.text[: shared_length(plain.text, other.text)]
@@ -195,11 +197,12 @@ def shared_length(one: str, other: str) -> int:
 
 
 def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
-    """The number of the token that holds a character, and where it begins; None where tokens are not the text."""
-    if not answer.text.startswith("".join(answer.names)[: len(answer.text)]):
-        return None
+    """The number of the token that holds a character, and where it begins; None where tokens up to it are not the
+    text."""
     begin = 0
     for number, name in enumerate(answer.names):
+        if not answer.text.startswith(name, begin):
+            return None
         if begin + len(name) > character:
             return number, begin
         begin += len(name)
@@ -207,10 +210,14 @@ def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
 
 
 def alternative(plain: RemoteAnswer, text: str, number: int, begin: int) -> str | None:
-    """Of the tokens that the plain server found likely, the one with which another text goes on; None of none."""
-    rest = text[begin:]
-    fitting = [name for name in plain.tokens[number].likely if name and rest.startswith(name)]
-    return max((name for name in fitting if name != plain.tokens[number].token), key=len, default=None)
+    """Of the tokens with which another text may go on, the one that the plain server found likeliest; None of none.
+
+    A longer one may fit too, but nothing says which of them it was, and a fault needs a proof.
+    """
+    rest, likely = text[begin:], plain.tokens[number].likely
+    fitting = [name for name in likely if name and rest.startswith(name)]
+    others = (name for name in fitting if name != plain.tokens[number].token)
+    return max(others, key=likely.__getitem__, default=None)
 
 
 def gap_of(likely: dict[str, float], chosen: str, other: str | None) -> tuple[float | None, bool]:
