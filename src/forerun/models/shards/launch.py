@@ -49,11 +49,20 @@ def num_here(world: int) -> int:
 
 
 def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
-    """The ranks of an environment as torchrun makes it. Raises RankLost where rank 0 does not call."""
+    """The ranks of an environment as torchrun makes it.
+
+    Raises InvalidRequest where it does not say where rank 0 is, and RankLost where that does not call.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    host, digits = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if not host or not digits.isdecimal() or int(digits) >= 1 << 16:
+        problem = (
+            f"RANK is {rank}, so MASTER_ADDR and MASTER_PORT must say where rank 0 is, not {host!r} and {digits!r}"
+        )
+        raise InvalidRequest("tensor_parallel_size", f"{problem}: start all ranks with torchrun, or unset RANK.")
+    port = int(digits)
     is_master = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(host, port, world, is_master, timedelta(seconds=START_S), wait_for_workers=False)
@@ -101,13 +110,16 @@ class LocalRanks:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
         stop_all(self.processes)
-        patience = timedelta(seconds=START_S)
-        store = TCPStore(LOOPBACK, 0, self.world, is_master=True, timeout=patience, wait_for_workers=False)
+        patience, place = timedelta(seconds=START_S), socket.create_server((LOOPBACK, 0))
+        port, file = place.getsockname()[1], place.detach()  # the store's own would listen on every network
+        store = TCPStore(
+            LOOPBACK, port, self.world, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=file
+        )
         if self.file is not None:
             store.set(MEMORY, f"/proc/{os.getpid()}/fd/{self.file}")
-        place = {"WORLD_SIZE": str(self.world), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
+        world = {"WORLD_SIZE": str(self.world), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
         for rank in range(1, self.world):
-            environment = {**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": str(self.num_threads)}
+            environment = {**os.environ, **world, "RANK": str(rank), "OMP_NUM_THREADS": str(self.num_threads)}
             command = [sys.executable, "-m", WORKER]
             self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             free_cores().helpers.add(self.processes[-1].pid)
@@ -154,7 +166,12 @@ def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGrou
         ranks.load(loading, digits)
         return ranks
     local = LocalRanks(world)
-    ranks = local.start()
+    try:
+        ranks = local.start()
+    except BaseException:
+        local.stop()
+        raise
+    weakref.finalize(ranks, local.stop)
 
     def restart() -> None:
         log.warning("A rank was lost: all of them are started again.")
@@ -164,6 +181,9 @@ def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGrou
         ranks.meet()
 
     ranks.restart, ranks.end = restart, local.stop
-    ranks.load(loading, digits)
-    weakref.finalize(ranks, local.stop)
+    try:
+        ranks.load(loading, digits)
+    except BaseException:
+        local.stop()
+        raise
     return ranks
