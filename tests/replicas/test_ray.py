@@ -65,8 +65,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Pop
     try:
         yield url, process
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
+        with process:  # which closes its pipe
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
 
 
 def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str, subprocess.Popen[str]]) -> None:
