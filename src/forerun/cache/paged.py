@@ -294,7 +294,7 @@ class PagedCache:
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
     def zero_slots(self, first: int, end: int) -> None:
-        """Zero these slots."""
+        """Set keys and values of the slots from `first` to before `end` to zero."""
         for tensor in (self.keys, self.values):
             tensor[:, :, first:end] = 0
 

@@ -44,7 +44,7 @@ class RemoteAnswer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tokens alone."""
+        """The texts or names of the tokens, in order."""
         return tuple(each.token for each in self.tokens)
 
 
@@ -53,14 +53,14 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
     choice = body["choices"][0]
     message = choice.get("message")
     text = (message.get("content") if isinstance(message, dict) else choice.get("text")) or ""
-    told = choice.get("logprobs") or {}
-    if isinstance(told.get("content"), list):
-        tokens = [TokenChance(str(each.get("token")), likely_of_entries(each)) for each in told["content"]]
+    chances = choice.get("logprobs") or {}
+    if isinstance(chances.get("content"), list):
+        tokens = [TokenChance(str(each.get("token")), likely_of_entries(each)) for each in chances["content"]]
     else:
-        likely = told.get("top_logprobs") or [None] * len(told.get("tokens") or ())
+        likely = chances.get("top_logprobs") or [None] * len(chances.get("tokens") or ())
         tokens = [
-            TokenChance(str(token), finite_chances(chances or {}))
-            for token, chances in zip(told.get("tokens") or (), likely, strict=False)
+            TokenChance(str(token), finite_chances(at_place or {}))
+            for token, at_place in zip(chances.get("tokens") or (), likely, strict=False)
         ]
     return RemoteAnswer(text, tuple(tokens), choice.get("finish_reason") == "stop")
 

@@ -96,9 +96,9 @@ def counts_of_answers(answers: Iterable[Mapping[str, Any]]) -> SpeculationCounts
     if not each:
         return SpeculationCounts()
     return SpeculationCounts(
-        num_drafted=float(sum(told.get("num_drafted") or 0 for told in each)),
-        num_accepted=float(sum(told.get("num_accepted") or 0 for told in each)),
-        num_rounds=float(sum(told.get("num_rounds") or 0 for told in each)),
+        num_drafted=float(sum(usage.get("num_drafted") or 0 for usage in each)),
+        num_accepted=float(sum(usage.get("num_accepted") or 0 for usage in each)),
+        num_rounds=float(sum(usage.get("num_rounds") or 0 for usage in each)),
     )
 
 

@@ -33,12 +33,12 @@ class Dialect:
 
 
 def forerun_options(depth: int) -> str:
-    """Of `forerun serve`, and of each request."""
+    """The options of `forerun serve`, and of a request, that set the depth of drafts."""
     return f'forerun serve --depth {depth}, or "speculation": {depth} in a request'
 
 
 def vllm_options(depth: int) -> str:
-    """Of `vllm serve`; method and model stay as they are."""
+    """The options of `vllm serve` that set the depth of drafts; method and model stay as they are."""
     if depth == 0:
         return "vllm serve without --speculative-config"
     config = json.dumps({"num_speculative_tokens": depth})
@@ -46,7 +46,7 @@ def vllm_options(depth: int) -> str:
 
 
 def sglang_options(depth: int) -> str:
-    """Of SGLang; a chain needs one draft token more than steps."""
+    """The options of SGLang that set the depth of drafts; a chain needs one draft token more than steps."""
     if depth == 0:
         return "without --speculative-algorithm"
     chain = f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
@@ -54,7 +54,7 @@ def sglang_options(depth: int) -> str:
 
 
 def llama_cpp_options(depth: int) -> str:
-    """Of llama-server."""
+    """The options of llama-server that set the depth of drafts."""
     if depth == 0:
         return "llama-server --spec-type none, without a draft model"
     return (

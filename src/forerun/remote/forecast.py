@@ -155,12 +155,12 @@ def figures_of(blocks: Sequence[ServedBlock]) -> ServedFigures:
 
 def hurts_from(cells: Sequence[ServedCell]) -> ServedCell | None:
     """The smallest load from which on speculation was slower than none, at every load; None where it never was."""
-    found = None
+    smallest = None
     for cell in sorted(cells, key=lambda cell: cell.clients, reverse=True):
         if cell.speed_up is None or cell.speed_up.median >= 1:
             break
-        found = cell
-    return found
+        smallest = cell
+    return smallest
 
 
 def expected_to_hurt_from(cells: Sequence[ServedCell]) -> float | None:

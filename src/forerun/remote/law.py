@@ -122,9 +122,9 @@ def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[
         problem = "hardly two beginnings of texts came often enough: ask for more texts, or give other prompts"
         return ServedLaw(opening, False, len(speculating), "", 0.0, 0, 1.0, 1.0, 0.0, control, None, problem)
     counted, one, other = beginnings
-    found = two_samples(one, other)
-    assert found is not None, "these beginnings have cells"
-    return served_law(opening, False, speculating, counted, found, control)
+    result = two_samples(one, other)
+    assert result is not None, "these beginnings have cells"
+    return served_law(opening, False, speculating, counted, result, control)
 
 
 def served_law(
@@ -132,12 +132,12 @@ def served_law(
     exact: bool,
     texts: Sequence[RemoteAnswer],
     counted: str,
-    found: ChiSquare,
+    result: ChiSquare,
     control: float | None,
 ) -> ServedLaw:
     """A test's result, which is not corrected yet."""
     return ServedLaw(
-        opening, exact, len(texts), counted, found.statistic, found.freedom, found.p_value, 1.0, 0.0, control, None
+        opening, exact, len(texts), counted, result.statistic, result.freedom, result.p_value, 1.0, 0.0, control, None
     )
 
 
@@ -148,8 +148,8 @@ def beginnings_of(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAns
     """What is counted of both servers' texts: as much as leaves enough cells, by counts of both together."""
     best: tuple[int, Beginnings] | None = None
     for counted, one, other in candidates(plain, speculating):
-        found = two_samples(one, other)
-        num_cells = 0 if found is None else found.freedom + 1
+        result = two_samples(one, other)
+        num_cells = 0 if result is None else result.freedom + 1
         if num_cells > (best[0] if best else 1):
             best = num_cells, (counted, one, other)
         if num_cells >= ENOUGH_CELLS:
@@ -175,22 +175,22 @@ def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare
     counts = Counter(one), Counter(other)
     together, total = counts[0] + counts[1], len(one) + len(other)
     least = LEAST_EXPECTED * total / min(len(one), len(other))
-    own = [key for key, count in together.most_common() if count >= least]
-    rest = total - sum(together[key] for key in own)
-    sizes = [together[key] for key in own]
-    seen = [[count[key] for key in own] for count in counts]
+    frequent = [key for key, count in together.most_common() if count >= least]
+    rest = total - sum(together[key] for key in frequent)
+    sizes = [together[key] for key in frequent]
+    seen = [[count[key] for key in frequent] for count in counts]
     if rest >= least:
         sizes.append(rest)
         for row, sample in zip(seen, (one, other), strict=True):
             row.append(len(sample) - sum(row))
-    elif rest and own:
+    elif rest and frequent:
         sizes[-1] += rest
         for row, sample in zip(seen, (one, other), strict=True):
             row[-1] += len(sample) - sum(row)
     if len(sizes) < 2:
         return None
     expected = [[size * len(sample) / total for size in sizes] for sample in (one, other)]
-    statistic = sum(chi_square(row, wanted).statistic for row, wanted in zip(seen, expected, strict=True))
+    statistic = sum(chi_square(row, share).statistic for row, share in zip(seen, expected, strict=True))
     return ChiSquare(statistic, len(sizes) - 1, upper_tail(statistic, len(sizes) - 1))
 
 

@@ -32,7 +32,7 @@ DEPTHS = "Speed-up by depth, if the cost of a round rises along a line (quartile
 
 
 def server_card(tuning: ServerTuning) -> RenderableType:
-    """The whole tuning."""
+    """The tables, facts and conclusions of a tuning, for a terminal."""
     parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads(tuning), Text()]
     if any(cell.by_depth for cell in tuning.cells):
         parts += [
