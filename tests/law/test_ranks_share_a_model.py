@@ -4,6 +4,7 @@ Two ranks and four, in every number format, for every drafter of the conformance
 sampled, in batches that come and go. A rank that is killed costs no answer a token.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafters import DOCUMENTED, DRAFTERS, settled, spelled
@@ -23,6 +25,7 @@ from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.kernels.threads import free_cores
 from forerun.llm import LLM
+from forerun.models.backends.native import NativeExecutor
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.request import Request
@@ -115,6 +118,25 @@ def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCapture
         assert llm.engine.drafter is not None
     assert caplog.text.count("all of them are started again") == 3
     assert free_cores().helpers <= before
+
+
+@pytest.mark.full
+def test_a_pass_that_fails_on_rank_0_alone_costs_no_answer_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait in that pass, so what they have must not be taken for a part of the next."""
+    with LLM(str(TARGET)) as alone:
+        plain = tokens_of(alone)
+    with LLM(str(TARGET), "suffix", tensor_parallel_size=2) as llm:
+        for name in ("compute", "logits"):
+            number, honest = itertools.count(), getattr(NativeExecutor, name)
+
+            def failing(*args: Any, honest: Any = honest, number: Iterator[int] = number, **named: Any) -> Any:
+                if next(number) == 3:
+                    raise MemoryError
+                return honest(*args, **named)
+
+            monkeypatch.setattr(NativeExecutor, name, failing)
+            assert tokens_of(llm) == plain
+            monkeypatch.undo()
 
 
 def tokens_of(llm: LLM, after: Callable[[int], None] = lambda _: None) -> list[list[int]]:

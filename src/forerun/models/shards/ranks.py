@@ -8,8 +8,8 @@ group, apart from torch's global one, which belongs to the user.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -94,6 +94,15 @@ class RankGroup:
             raise RankLost(
                 f"{self.why()}: see what it printed last, and whether its machine has memory left."
             ) from self.lost
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within it rank 0 does its part of what it told the others; where that fails, they wait in it for good."""
+        try:
+            yield
+        except BaseException as error:
+            self.lost = self.lost or error
+            raise
 
     def why(self) -> str:
         """What the rank that failed has said, or that one has ended without a word."""

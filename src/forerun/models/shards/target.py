@@ -42,7 +42,8 @@ class SharedExecutor:
         tables = pass_tables(batch, cache.keys.shape[2])
         places = batch.positions, batch.slots
         self.ranks.send(Order.RUN, [[layers.start, layers.stop], *places, *tables], x)
-        x = self.part.compute(layers, x, places, tables, cache)
+        with self.ranks.in_step():
+            x = self.part.compute(layers, x, places, tables, cache)
         self.num_experts_read = self.part.num_experts_read  # every rank reads a share of the same ones
         return x
 
@@ -59,7 +60,8 @@ class SharedExecutor:
         rows = hidden.float()
         self.ranks.send(Order.LOGITS, rows=rows)
         config = self.part.parts.config
-        return self.ranks.joined(Columns.TOKENS, self.part.logits(rows), config.vocab_size, config)
+        with self.ranks.in_step():
+            return self.ranks.joined(Columns.TOKENS, self.part.logits(rows), config.vocab_size, config)
 
     def lower(self, num_layers: int) -> Executor:
         """The first layers, which the same ranks have."""
