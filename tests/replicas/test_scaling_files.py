@@ -56,3 +56,26 @@ def test_a_replica_takes_its_threads_or_an_even_share_and_a_gpu_where_it_runs_on
     assert two.resources({"threads": 3}, {"CPU": 9.0}) == {"num_cpus": 3}
     assert ReplicaSettings.of("4").resources({}, {"CPU": 2.0})["num_cpus"] * 4 <= 2
     assert two.resources({"threads": 1, "device": "cuda"}, {}) == {"num_cpus": 1, "num_gpus": 1}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "arguments", "cluster"),
+    [
+        ("2", {"threads": 2}, {"CPU": 3.0}),
+        ("2:4", {"threads": 2}, {"CPU": 3.0}),
+        ("2", {"device": "cuda"}, {"CPU": 8.0, "GPU": 1.0}),
+        ("1", {"device": "cuda"}, {"CPU": 8.0}),
+    ],
+)
+def test_replicas_for_which_a_machine_has_no_room_are_refused(
+    replicas: str, arguments: dict[str, Any], cluster: dict[str, float]
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"replicas: . replicas take . .PUs each.*or a cluster, by --ray"):
+        ReplicaSettings.of(replicas).require_room(arguments, cluster)
+
+
+@pytest.mark.parametrize("replicas", ["1", "2", "1:4", "3", "7", "10"])
+def test_replicas_that_share_a_machine_have_room(replicas: str) -> None:
+    for num_cores in (1.0, 2.0, 16.0):
+        ReplicaSettings.of(replicas).require_room({}, {"CPU": num_cores})
+    ReplicaSettings.of("1:4").require_room({"threads": 2}, {"CPU": 2.0})

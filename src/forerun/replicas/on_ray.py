@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from prometheus_client.core import Metric
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -155,9 +155,11 @@ class RayReplicas:
         return {}
 
     async def num_running(self) -> int:
-        """How many replicas take requests."""
-        status = await asyncio.to_thread(serve.status)
-        return int(status.applications[self.app].deployments[NAME].replica_states.get("RUNNING", 0))
+        """How many replicas take requests; none where Ray cannot say, as when its controller is started again."""
+        with suppress(RayActorError, RayServeException, GetTimeoutError, KeyError):
+            status = await asyncio.to_thread(serve.status)
+            return int(status.applications[self.app].deployments[NAME].replica_states.get("RUNNING", 0))
+        return 0
 
 
 def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float) -> Any:
@@ -208,6 +210,8 @@ def replica_service(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     app = f"forerun-{os.getpid()}"
     with in_cluster(settings.address):
+        if not settings.address:
+            settings.require_room(arguments, ray.cluster_resources())
         try:
             handle = serve.run(deployment(arguments, settings, drain_s), name=app, route_prefix=None)
             model = RemoteLLM(described(handle.described.remote().result()), settings.most)

@@ -47,6 +47,18 @@ class ReplicaSettings:
             takes["num_gpus"] = 1
         return takes
 
+    def require_room(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
+        """Raise InvalidRequest where a cluster that does not grow has no room for the least number of replicas.
+
+        Ray would wait for it for ever.
+        """
+        for name, what in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+            takes, there = self.resources(arguments, cluster).get(name, 0), cluster.get(what, 0.0)
+            if self.least * takes > there:
+                problem = f"{self.least} replicas take {takes:g} {what}s each, and this machine has {there:g}"
+                fix = "fewer --threads or replicas" if name == "num_cpus" else "fewer replicas"
+                raise InvalidRequest("replicas", f"{problem}: use {fix}, or a cluster, by --ray.")
+
 
 def require_ray() -> None:
     """Raise MissingPackage where Ray Serve is not installed."""
