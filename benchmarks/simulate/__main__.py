@@ -71,20 +71,33 @@ def positive(text: str) -> int:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", nargs="+", default=["llama-3.1-70b"])
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.simulate", description=__doc__, formatter_class=form)
+    parser.add_argument(
+        "--target",
+        nargs="+",
+        default=["llama-3.1-70b"],
+        help="models of datasheets.json, or folders with a config.json",
+    )
     parser.add_argument("--draft", nargs="+", default=["eagle3"], help="model:NAME, eagle3, eagle or ngram")
-    parser.add_argument("--draft-cards", nargs="+", choices=("all", "one"), default=["all"])
-    parser.add_argument("--card", nargs="+", choices=CARDS, default=["H100"])
-    for name, default in (("cards", [8]), ("batch", [1, 8, 64])):
-        parser.add_argument(f"--{name}", nargs="+", type=positive, default=default)
-    parser.add_argument("--acceptance", default="0.75")
-    parser.add_argument("--spread", type=float, default=0.5, help="how much unlikelier guesses of a tree add")
-    parser.add_argument("--context", type=positive, default=2048)
-    parser.add_argument("--bits", type=int, choices=(16, 8), default=16)
+    parser.add_argument(
+        "--draft-cards", nargs="+", choices=("all", "one"), default=["all"], help="cards that the drafter uses"
+    )
+    parser.add_argument("--card", nargs="+", choices=CARDS, default=["H100"], help="kinds of GPUs")
+    for name, default, what in (
+        ("cards", [8], "GPUs that share the target"),
+        ("batch", [1, 8, 64], "sequences at once"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", type=positive, default=default, help=what)
+    parser.add_argument("--acceptance", default="0.75", help="as above; default: %(default)s")
+    parser.add_argument(
+        "--spread", type=float, default=0.5, help="exponent of the chance that likelier siblings miss; see predict.py"
+    )
+    parser.add_argument("--context", type=positive, default=2048, help="tokens before the round; default: %(default)s")
+    parser.add_argument("--bits", type=int, choices=(16, 8), default=16, help="bits of a weight")
     parser.add_argument("--trees", action="store_true", help="trees may be chosen, too")
     parser.add_argument("--costs", type=Path, help="a file of costs that an engine kept, instead of a card")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--check", action="store_true", help="compare predictions with measured and published figures")
     parser.add_argument("--output", type=Path, help="a JSON file to write; the tables are written beside it, as .md")
     return parser.parse_args()
 

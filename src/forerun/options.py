@@ -126,7 +126,12 @@ class LoadingOptions:
     ] = False
     tensor_parallel_size: Annotated[
         int,
-        typer.Option("--tensor-parallel", "--tensor-parallel-size", min=1, help="Processes that share every layer."),
+        typer.Option(
+            "--tensor-parallel",
+            "--tensor-parallel-size",
+            min=1,
+            help="Processes (ranks) that share every layer; on CPUs only.",
+        ),
     ] = 1
 
     def spec(self, model: str) -> ModelSpec:

@@ -55,7 +55,8 @@ def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
         (["--prompts", str(tmp_path / "none.txt")], "it cannot be read"),
         (["--picture", str(tmp_path / "x.svg")], "must be a .png file"),
         (["--sla-between-ms", "0"], "sla_between_ms: 0 must be a number of milliseconds above 0"),
-        (["--url", "http://127.0.0.1:9"], "start the server, or name it"),
+        (["--url", "http://127.0.0.1:9"], "start the server, or give another address"),
+        (["--url", "localhost:9"], "begin it with http:// or https://"),
     ):
         status, text, errors = told(*arguments)
         assert (status, text, errors.count("\n")) == (2, "", 1), arguments

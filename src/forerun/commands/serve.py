@@ -87,10 +87,11 @@ class ServeOptions:
     ] = "text"
     replicas: Annotated[
         str,
-        typer.Option(help="Answer with N engines, or MIN:MAX as there is work, by Ray Serve. Needs forerun[ray]."),
+        typer.Option(help="Engines that answer: N, or MIN:MAX by load. Ray Serve runs them; needs forerun[ray]."),
     ] = ""
     ray: Annotated[
-        str, typer.Option(help="Ray cluster that runs them: auto or HOST:PORT; default: one of this machine alone.")
+        str,
+        typer.Option(help="Ray cluster of the replicas: auto or HOST:PORT; default: a new one, of this machine alone."),
     ] = ""
     otlp_traces_endpoint: Annotated[
         str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
@@ -103,8 +104,9 @@ class ServeOptions:
             if self.ray:
                 raise InvalidRequest("ray", f"{self.ray} goes with --replicas: say how many there are to be.")
             return None
+        settings = ReplicaSettings.of(self.replicas, self.ray)
         require_ray()
-        return ReplicaSettings.of(self.replicas, self.ray)
+        return settings
 
     @property
     def chunk(self) -> int | Literal["auto"]:
@@ -170,7 +172,7 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
         else:
             from forerun.replicas.on_ray import replica_service
 
-            show_note(f"starting {server.replicas} replicas by Ray")
+            show_note(f"starting {server.replicas} replicas with Ray")
             arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
             llm, service_of = stack.enter_context(replica_service(arguments, engines, settings.drain_s))
         scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]

@@ -90,7 +90,10 @@ class Blueprint:
                 raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
         is_shared = spec.tensor_parallel_size > 1
         if is_shared and (placement.fixed or spec.kernels == "torch"):
-            raise InvalidRequest("tensor_parallel_size", "compiled kernels compute it: use device cpu, and no kernels.")
+            raise InvalidRequest(
+                "tensor_parallel_size",
+                "ranks need the compiled kernels on CPUs: use device cpu, and leave kernels out.",
+            )
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
         dtypes = number_formats(spec.dtype, config, placement.fixed)

@@ -171,9 +171,7 @@ class ServerMeasurement:
         for answer in await self.sender(contender, traffic).warm_up(traffic.loads[0], contender.mode):
             if answer.error:
                 address = contender.server.client.address
-                raise InvalidRequest(
-                    address.url_option, f"{address.base} does not answer a first request: {answer.error}."
-                )
+                raise InvalidRequest(address.url_option, f"{address.base} failed a first request: {answer.error}.")
 
     async def block(self, contender: ServedContender, traffic: TrafficPlan, repetition: int) -> ServedBlock:
         """One block, between two readings of the counters."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager, suppress
@@ -38,6 +39,7 @@ from forerun.serve.settings import ServeSettings, served_name
 
 log = logging.getLogger(__name__)
 NAME = "replica"  # of the deployment
+CONNECT_S = 5.0  # until nothing is taken to listen at a cluster's address
 READING_S = 5.0  # that replicas have to tell their metrics
 MOST_OPEN = 10_000  # requests that the ingress has; its gate is what bounds them
 LOST = "the replica that answered was lost ({}); Ray's log says more, and Ray starts another one."
@@ -221,17 +223,32 @@ def replica_service(
                 serve.delete(app)
 
 
+def require_listening(address: str) -> None:
+    """Raise InvalidRequest where nothing listens at HOST:PORT, for which Ray would wait several minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        cure = "start a cluster with ray start --head, or give the address of one"
+        raise InvalidRequest("ray", f"{address}: no Ray cluster is there ({short(error)}): {cure}.") from error
+
+
 @contextmanager
 def in_cluster(address: str) -> Iterator[None]:
     """Within it this process is one of a Ray cluster that has Serve: of one of its own without an address."""
     quiet: dict[str, Any] = {"namespace": "forerun", "logging_level": logging.WARNING}
+    require_listening(address)
     try:
         if address:
             ray.init(address, **quiet)
         else:
             ray.init("local", include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as error:
-        raise InvalidRequest("ray", f"{address}: no Ray cluster is there ({short(error)}): start one.") from error
+        raise InvalidRequest(
+            "ray", f"{address}: no Ray cluster is there ({short(error)}): start one with ray start --head."
+        ) from error
     try:
         serve.start(proxy_location="Disabled")
         yield

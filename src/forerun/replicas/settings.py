@@ -24,7 +24,7 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            problem = f"{self.least}:{self.most} must be two numbers from 1 on, the second not below the first."
+            problem = f"{self.least}:{self.most} is not possible: use at least 1, and a maximum not below the minimum."
             raise InvalidRequest("replicas", problem)
 
     @classmethod
@@ -32,7 +32,9 @@ class ReplicaSettings:
         """The settings for N or MIN:MAX replicas."""
         least, _, most = replicas.partition(":")
         if not (least.isdecimal() and (most or least).isdecimal()) or replicas.endswith(":"):
-            raise InvalidRequest("replicas", f"{replicas!r} must be a number, or the least and the most, as in 1:4.")
+            raise InvalidRequest(
+                "replicas", f"{replicas!r} must be a number such as 2, or a minimum and a maximum such as 1:4."
+            )
         return cls(int(least), int(most or least), address)
 
     def resources(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> dict[str, Any]:

@@ -130,6 +130,8 @@ class TrafficClient:
         import httpx
 
         base, option = self.address.base, self.address.url_option
+        if not base.startswith(("http://", "https://")):
+            raise InvalidRequest(option, f"{shown(base)} is no address of a server: begin it with http:// or https://.")
         try:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
@@ -138,7 +140,9 @@ class TrafficClient:
             raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
-            raise InvalidRequest(option, f"{base} does not answer ({why}): start the server, or name it.") from error
+            raise InvalidRequest(
+                option, f"{base} does not answer ({why}): start the server, or give another address."
+            ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(option, f"{base}/v1/models is no list of models: is it OpenAI-compatible?") from error
         names = [str(model.get("id")) for model in models]
@@ -158,6 +162,8 @@ class TrafficClient:
         import httpx
 
         base, option = self.address.base, self.address.url_option
+        if not base.startswith(("http://", "https://")):
+            raise InvalidRequest(option, f"{shown(base)} is no address of a server: begin it with http:// or https://.")
         try:
             try:
                 response = await self.http.post(self.address.path, json=body)
