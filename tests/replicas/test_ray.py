@@ -171,3 +171,10 @@ def test_a_model_that_is_not_there_is_told_by_the_command() -> None:
     _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     assert "no-such-model" in told.splitlines()[-1]
+
+
+def test_an_address_without_a_cluster_is_refused_at_once() -> None:
+    process = launched(command("--replicas", "1", "--ray", f"127.0.0.1:{free_port()}"), subprocess.PIPE)
+    _, output = process.communicate(timeout=60.0)
+    assert process.returncode == 2
+    assert "no Ray cluster is there" in output.splitlines()[-1]
