@@ -1,16 +1,32 @@
 """The law of a server by counts: exact ones are not accused more often than is said, and wrong ones are found."""
 
+import asyncio
 import math
 import random
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from forerun.bench.material import Passage
 from forerun.prove.cells import MOST_TOKENS
 from forerun.prove.chi_square import LEVEL
 from forerun.remote.answers import RemoteAnswer, TokenChance
-from forerun.remote.law import FURTHER, TokenNumbers, cells_of, corrected, law_test, two_samples
+from forerun.remote.counters import SpeculationCounts
+from forerun.remote.dialects import dialect_of
+from forerun.remote.law import (
+    FURTHER,
+    LawWorkload,
+    TokenNumbers,
+    cells_of,
+    compare_laws,
+    corrected,
+    law_test,
+    two_samples,
+)
 from kit.standins import WORDS, Rule, ToyModel, draw, softmax, speculate
 
 MODEL, FIRST, DEPTH = ToyModel.random(3), 0, 3
@@ -153,3 +169,27 @@ def test_results_are_corrected_for_the_number_of_tests() -> None:
     found = law_test("x", texts(None, 800, 1), texts("exact", 800, 2))
     one, ten = corrected(found, 0.5, 1), corrected(found, 0.5, 10)
     assert 0 < one.smallest_bias < ten.smallest_bias < 1
+    counted = corrected(replace(found, exact=False), 0.5, 1)
+    assert counted.smallest_bias == pytest.approx(math.sqrt(2) * one.smallest_bias)
+
+
+def test_no_two_texts_are_drawn_with_one_seed() -> None:
+    """Servers that draw alike by a seed would otherwise give both samples the same texts."""
+    seeds: list[int] = []
+
+    class Asked:
+        most_likely = 0
+        server: Any = SimpleNamespace(dialect=dialect_of("", None))
+
+        async def ask(self, prompts: list[Passage], given: range, *_: object) -> list[RemoteAnswer]:
+            seeds.extend(given)
+            return [RemoteAnswer("same", (), False)] * len(prompts)
+
+    async def counts() -> SpeculationCounts:
+        return SpeculationCounts()
+
+    Asked.server.counts = counts
+    asked: Any = Asked()
+    openings = [Passage(text, "") for text in "ab"]
+    asyncio.run(compare_laws(asked, asked, openings, LawWorkload(50, 2, 7), lambda *_: None))
+    assert len(seeds) == len(set(seeds)) == 200

@@ -201,3 +201,12 @@ def test_eight_conversations_find_what_two_replicas_know_of_them() -> None:
             assert len(set(replicas.took)) == number
     assert shares[0] > 0.5
     assert shares[1] >= 0.9 * shares[0]
+
+
+def test_an_answer_without_a_seed_goes_on_with_the_one_that_it_began_with(server: Served) -> None:
+    running, replicas = server
+    replicas.losses = [2, 3]
+    answer = running.post("/v1/completions", **LONG | {"temperature": 1.0})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"][0]["token_ids"]) == LONG["max_tokens"]
+    assert len(replicas.took) == 3

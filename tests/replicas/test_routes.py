@@ -1,5 +1,7 @@
 """Routes: beginnings and sessions stay where they are known, and all else goes to where the least is under way."""
 
+import pytest
+
 from forerun.replicas.routes import KEY_TOKENS, MOST_KEYS, Route, RouteTable
 
 BEGINNING = tuple(range(KEY_TOKENS * 4))
@@ -64,3 +66,11 @@ def test_long_prompts_and_many_beginnings_are_bounded() -> None:
     table.note(Route.of("", BEGINNING), "b")
     assert len(table.homes) == 1 << 17
     assert home(table, Route.of("", BEGINNING), {"a": 0, "b": 0}) == "b"  # the oldest were forgotten
+
+
+def test_what_was_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.replicas.routes.MOST_HOMES", 2)
+    table = RouteTable(4)
+    for key in ("a", "b", "a", "c"):
+        table.note(Route((key,)), "r1")
+    assert list(table.homes) == ["a", "c"]
