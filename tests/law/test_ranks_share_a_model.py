@@ -86,13 +86,13 @@ def drafter_of(bench: Bench, name: str, runner: Runner) -> Drafter:
     return settled(drafter)
 
 
-@pytest.mark.short("2-int4", "4-bfloat16")
+@pytest.mark.short("2-int4")
 def test_ranks_say_what_one_process_says(shared: Shared) -> None:
     assert decode(shared.ranks, ASKED, False).answers == shared.plain
     assert decode(shared.ranks, ASKED, False, max_num_seqs=2, chunk_tokens=32).answers == shared.plain
 
 
-@pytest.mark.short("2-int4-suffix", "2-int4-early-exit:1", "2-int4-eagle", "4-bfloat16-mix-of-3", "4-bfloat16-mtp")
+@pytest.mark.short("2-int4-suffix", "2-int4-early-exit:1", "2-int4-eagle")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_keeps_the_bits(shared: Shared, name: str) -> None:
     for shape in SHAPES:
