@@ -76,7 +76,7 @@ def test_one_server_alone_says_what_is_not_known() -> None:
     assert result.exit_code == 0, result.output
     assert "times as fast as plain decoding" in result.stdout
     assert "A depth pays if it makes a round longer by less than what it gives: depth 1 " in result.stdout
-    assert "whether speculation helps: name the same model without it by --against URL" in result.stdout
+    assert "whether speculation helps: give a server of the same model without it, with --against URL" in result.stdout
 
 
 @pytest.mark.full

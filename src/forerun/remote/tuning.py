@@ -77,13 +77,17 @@ class ServerTuning:
         """What cannot be known from these servers, in sentences."""
         left, seen = [], self.acceptance
         if self.against is None:
-            left.append("whether speculation helps: name the same model without it by --against URL")
+            left.append("whether speculation helps: give a server of the same model without it, with --against URL")
         if seen is None:
             hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
-            left.append(f"acceptance, and so the cost of rounds and every other depth: it counts no guesses{hint}")
+            left.append(
+                f"acceptance, and so the cost of rounds and every other depth: the server counts no guesses{hint}"
+            )
         elif seen.reached is None:
             hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
-            left.append(f"acceptance by depth, and so which depth would pay: it counts guesses without places{hint}")
+            left.append(
+                f"acceptance by depth, and so which depth would pay: the server does not count guesses by depth{hint}"
+            )
         left.append("times of the target's and the drafter's passes apart: only ratios of whole rounds are known")
         return left
 

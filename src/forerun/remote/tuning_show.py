@@ -28,7 +28,7 @@ HEADS = (
     "cost of\na round",
 )
 MOST_ERRORS = 3
-DEPTHS = "Speed-up by depth, if the cost of a round rises along a line (quartiles of the repetitions)"
+DEPTHS = "Speed-up by depth, if the cost of a round grows linearly with depth (quartiles of the repetitions)"
 
 
 def server_card(tuning: ServerTuning) -> RenderableType:
@@ -155,7 +155,8 @@ def compared(tuning: ServerTuning) -> Iterator[Text]:
         yield Text(f"From {counted(hurts.clients, 'client')} on it hurts.", "bold yellow")
     elif expected is not None:
         yield Text(
-            f"By the line through the costs of rounds it would hurt from about {expected:.0f} clients on.", "yellow"
+            f"Extrapolated linearly from the costs of rounds, it would hurt from about {expected:.0f} clients on.",
+            "yellow",
         )
     elif hurts is None:
         yield Text("It hurts at none of these loads.", "green")
