@@ -139,6 +139,23 @@ def test_a_pass_that_fails_on_rank_0_alone_costs_no_answer_a_token(monkeypatch: 
             monkeypatch.undo()
 
 
+@pytest.mark.full
+def test_a_rank_that_is_stopped_is_waited_for_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.models.shards.memory.ANSWER_S", 1.0)
+    with LLM(str(TARGET)) as alone:
+        plain = tokens_of(alone)
+    before = {*free_cores().helpers}
+    with LLM(str(TARGET), tensor_parallel_size=2) as llm:
+        (process,) = free_cores().helpers - before
+
+        def stop(number: int) -> None:
+            if number == 8:
+                os.kill(process, signal.SIGSTOP)
+
+        assert tokens_of(llm, stop) == plain
+        assert process not in free_cores().helpers
+
+
 def tokens_of(llm: LLM, after: Callable[[int], None] = lambda _: None) -> list[list[int]]:
     """What all requests are answered; `after` is told of every delta by its number."""
     sequences = [llm.requests.sequences(Request.of(each.prompt, each.params))[0] for each in ASKED]

@@ -58,7 +58,7 @@ class Forecast:
 
 
 def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
-    """The forecast for so many rows with so many tokens of text together; None where nothing was measured."""
+    """The forecast for so many rows with so many tokens of text together; None where nothing was measured or guessed."""
     if not costs.kinds or not drafters.all:
         return None
     ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(drafters.all))]
@@ -69,6 +69,8 @@ def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_conte
     best, counts = gains[drafter, depth], drafters.all[drafter].evidence
     least, most = (gain(costs, drafters, drafter, depth, each, batch, num_context) for each in bounding(counts))
     num_guesses = round(sum(counts.offered) / counts.unit)
+    if num_guesses == 0:
+        return None
     return Forecast(batch, drafters.names[drafter], depth if best >= PAYS else 0, best, least, most, num_guesses)
 
 

@@ -27,6 +27,7 @@ struct SharedRanks {
   std::vector<int64_t> heads;  // where each rank's heads begin, and where the last one's end
   int file;
   char* memory;
+  std::chrono::milliseconds patience;  // with a rank that lives
   uint64_t number = 0;  // of exchanges
   bool lost = false;
 
@@ -56,11 +57,12 @@ struct SharedRanks {
       __builtin_ia32_pause();
 #endif
     }
+    const auto end = std::chrono::steady_clock::now() + patience;
     auto next = std::chrono::steady_clock::now() + SUSPICIOUS;
     while (arrived(r).load(std::memory_order_acquire) < number) {
       std::this_thread::yield();
       if (std::chrono::steady_clock::now() < next) continue;
-      if (!lives(r) && arrived(r).load(std::memory_order_acquire) < number) return false;
+      if ((next > end || !lives(r)) && arrived(r).load(std::memory_order_acquire) < number) return false;
       next += SUSPICIOUS;
     }
     return true;
@@ -93,14 +95,16 @@ using namespace forerun;
 extern "C" {
 
 // A rank of those that share this file, which is long enough and zeroed; null where memory or the lock cannot be had.
-SharedRanks* forerun_ranks(const char* path, int64_t rank, int64_t world, int64_t half, const int64_t* heads) {
+SharedRanks* forerun_ranks(const char* path, int64_t rank, int64_t world, int64_t half, const int64_t* heads,
+                           int64_t patience_ms) {
   const int file = open(path, O_RDWR | O_CLOEXEC);
   if (file < 0) return nullptr;
   struct flock lock = {};
   lock.l_type = F_WRLCK, lock.l_whence = SEEK_SET, lock.l_start = rank, lock.l_len = 1;
   void* const memory = mmap(nullptr, SharedRanks::num_bytes(world, half), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (memory != MAP_FAILED && fcntl(file, F_OFD_SETLK, &lock) == 0)
-    return new SharedRanks{rank, world, half, {heads, heads + world + 1}, file, static_cast<char*>(memory)};
+    return new SharedRanks{rank, world, half, {heads, heads + world + 1}, file, static_cast<char*>(memory),
+                           std::chrono::milliseconds(patience_ms)};
   close(file);
   return nullptr;
 }

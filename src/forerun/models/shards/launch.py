@@ -23,11 +23,10 @@ import torch
 
 from forerun.errors import InvalidRequest, RankLost
 from forerun.kernels.threads import free_cores
-from forerun.models.shards.memory import shared_file
+from forerun.models.shards.memory import ANSWER_S, shared_file
 from forerun.models.shards.ranks import MEMORY, RankGroup
 from forerun.models.shards.shard import Shard
 
-ANSWER_S = 300.0  # that rank 0 waits for others: longer than the longest pass
 IDLE = timedelta(days=365)  # that others wait for rank 0, whose end they notice
 START_S = 120.0  # from the start of a process until it calls: it imports torch
 HERE = "here"  # a key of the store, and the number of a rank that has come

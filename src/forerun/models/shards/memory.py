@@ -18,6 +18,7 @@ from forerun.models.backends.structures import CGather
 from forerun.models.config import ModelConfig
 from forerun.models.shards.shard import Columns, Shard
 
+ANSWER_S = 300.0  # that a rank waits for another one in a pass: longer than the longest pass
 HALF = 1 << 18  # numbers of an exchange that a rank's area holds: rows beyond go in another one
 
 
@@ -35,7 +36,7 @@ class SharedColumns:
 
     def __init__(self, lib: ctypes.CDLL, path: str, shard: Shard, config: ModelConfig) -> None:
         lib.forerun_ranks.restype = c_void_p
-        lib.forerun_ranks.argtypes = [c_char_p, c_int64, c_int64, c_int64, POINTER(c_int64)]
+        lib.forerun_ranks.argtypes = [c_char_p, c_int64, c_int64, c_int64, POINTER(c_int64), c_int64]
         for name in ("lost", "reset"):
             getattr(lib, f"forerun_ranks_{name}").argtypes = [c_void_p]
         lib.forerun_ranks_gather.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
@@ -43,7 +44,8 @@ class SharedColumns:
         size = config.heads * config.head_dim
         heads = [*(each.start for each in shard.columns(Columns.HEADS, size, config)), size]
         self.lib = lib
-        self.pointer = lib.forerun_ranks(path.encode(), shard.rank, shard.world, HALF, (c_int64 * len(heads))(*heads))
+        places, patience_ms = (c_int64 * len(heads))(*heads), int(1000 * ANSWER_S)
+        self.pointer = lib.forerun_ranks(path.encode(), shard.rank, shard.world, HALF, places, patience_ms)
         if not self.pointer:
             raise OSError(f"the memory that ranks share cannot be opened at {path}")
         weakref.finalize(self, lib.forerun_free_ranks, self.pointer)
