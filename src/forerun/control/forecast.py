@@ -58,7 +58,7 @@ class Forecast:
 
 
 def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
-    """The forecast for so many rows with so many tokens of text together; None where nothing was measured or guessed."""
+    """The forecast for so many rows with so many tokens of text together; None without measurements or guesses."""
     if not costs.kinds or not drafters.all:
         return None
     ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(drafters.all))]
