@@ -109,8 +109,6 @@ SharedRanks* forerun_ranks(const char* path, int64_t rank, int64_t world, int64_
   return nullptr;
 }
 
-int64_t forerun_ranks_bytes(int64_t world, int64_t half) { return SharedRanks::num_bytes(world, half); }
-
 // Whether another rank has ended; then no rows are made whole any more.
 int64_t forerun_ranks_lost(const SharedRanks* ranks) { return ranks->lost; }
 
