@@ -17,6 +17,9 @@ SHAPES = [
     {"heads": 8, "kv_heads": 2, "head_dim": 80, "lengths": (255, 256, 0, 1000)},
     {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 64, "lengths": (5000, 17), "most_nodes": 60},
     {"heads": 4, "kv_heads": 4, "head_dim": 128, "lengths": (250, 600), "branching": 0.0, "most_nodes": 20},
+    {"heads": 4, "kv_heads": 2, "head_dim": 32, "window": 9, "cap": 2.0, "lengths": (260, 3)},
+    {"heads": 8, "kv_heads": 1, "head_dim": 64, "window": 128, "sinks": True, "lengths": (300, 0)},
+    {"heads": 4, "kv_heads": 2, "head_dim": 256, "sinks": True, "cap": 50.0, "lengths": (300, 7)},
 ]
 TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 

@@ -12,10 +12,10 @@ from forerun.models.backends.gpu.backend import SMALLEST, TILES
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
-KEYS = {"GROUP": 4, "WIDTH": 128, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
+KEYS = {"GROUP": 4, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
 WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride",
          "slot_stride", "rows", "outputs"}  # fmt: skip
-REAL = {"scale", "eps"}
+REAL = {"scale", "cap", "eps"}
 TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
 FLOATS = {"largest", "total", "cos", "sin"}
 WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "silu_mul", "join_splits"}
@@ -49,10 +49,10 @@ def check(function, dtype: str, sizes: dict[str, int] | None = None, **constants
 
 
 def main() -> None:
-    for paths, windowed in ((0, False), (16, True)):
-        shape = LLAMA_8B | {"PART_HEADS": 32, "WINDOWED": windowed, "SPLIT": 256}
-        check(k.attend_splits, "bf16", **shape, **KEYS, PATHS=paths)
-        check(k.join_splits, "bf16", **shape, WIDTH=128)
+    for paths, windowed, head_dim in ((0, False, 128), (16, True, 128), (16, True, 256)):
+        shape = {"HEADS": 32, "HEAD_DIM": head_dim, "PART_HEADS": 32, "WINDOWED": windowed, "SPLIT": 256}
+        check(k.attend_splits, "bf16", **shape, **KEYS, WIDTH=head_dim, PATHS=paths, CAPPED=windowed)
+        check(k.join_splits, "bf16", **shape, WIDTH=head_dim, SINKS=windowed)
     for dtype in ("bf16", "fp32"):
         for extra in (True, False):
             check(k.add_norm, dtype, HIDDEN=4096, WIDTH=4096, ADDS=extra)

@@ -1,6 +1,6 @@
 """What the kernels must compute, for any device: on a CPU they run in Triton's interpreter, on a GPU as they are.
 
-Each law is a function of the operations under test; references are torch's own, row by row, in float32.
+Each law is a function of the operations under test; references are by definition, row by row.
 """
 
 import random
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops, TorchOps, power_of_two
@@ -28,9 +27,12 @@ class Case:
     where: KeyMap
     chains: list[list[int]]  # per row, up to itself
     window: int | None
+    sinks: Tensor | None = None
+    cap: float | None = None
 
     def attended(self, ops: Ops) -> Tensor:
-        return ops.attend(self.query, self.keys, self.values, self.where, self.window)[: len(self.chains)]
+        seen = self.window, self.sinks, self.cap
+        return ops.attend(self.query, self.keys, self.values, self.where, *seen)[: len(self.chains)]
 
 
 def random_tree(dice: random.Random, num_nodes: int, branching: float) -> list[int]:
@@ -53,6 +55,8 @@ def random_case(
     head_dim: int = 16,
     block_size: int = 16,
     window: int | None = None,
+    sinks: bool = False,
+    cap: float | None = None,
     lengths: tuple[int, ...] = (0, 5, 300),
     most_nodes: int = 9,
     branching: float = 0.5,
@@ -80,7 +84,8 @@ def random_case(
     query = torch.randn(rows, heads, head_dim, generator=noise)
     keys, values = (torch.randn(kv_heads, run * block_size + SPARE_SLOTS, head_dim, generator=noise) for _ in range(2))
     query, keys, values = (t.to(device, dtype) for t in (query, keys, values))
-    return Case(query, keys, values, inputs.key_map(block_size), chains, window)
+    scores = 2 + torch.randn(heads, generator=noise).to(device, dtype) if sinks else None
+    return Case(query, keys, values, inputs.key_map(block_size), chains, window, scores, cap)
 
 
 def scattered(case: Case, seed: int) -> Case:
@@ -105,20 +110,24 @@ def scattered(case: Case, seed: int) -> Case:
                    chains=chains)  # fmt: skip
 
 
-def by_sdpa(case: Case) -> Tensor:
-    """Every row on its own, by torch's attention in float32 over exactly the keys it sees."""
+def by_definition(case: Case) -> Tensor:
+    """Every row on its own, in float64 over exactly the keys it sees; a sink is the score of one more, of no value."""
     rows = []
     for i, chain in enumerate(case.chains):
         seen = chain if case.window is None else chain[-case.window :]
-        k, v = (t[:, seen].float() for t in (case.keys, case.values))
-        q = case.query[i].float().view(len(k), -1, k.shape[2])
-        rows.append(functional.scaled_dot_product_attention(q[None], k[None], v[None])[0].flatten())
+        k, v = (t[:, seen].double() for t in (case.keys, case.values))
+        q = case.query[i].double().view(len(k), -1, k.shape[2])
+        scores = q @ k.transpose(1, 2) / k.shape[2] ** 0.5
+        scores = scores if case.cap is None else (scores / case.cap).tanh() * case.cap
+        if case.sinks is not None:
+            scores = torch.cat([scores, case.sinks.double().view(len(k), -1, 1)], 2)
+        rows.append((scores.softmax(2)[..., : len(seen)] @ v).flatten())
     return torch.stack(rows)
 
 
 def check_attention(ops: Ops, case: Case, tolerance: float) -> None:
-    """The kernel agrees with torch's attention."""
-    found, wanted = case.attended(ops).float(), by_sdpa(case)
+    """The kernel agrees with the definition."""
+    found, wanted = case.attended(ops).double(), by_definition(case)
     assert (found - wanted).abs().max() <= tolerance
 
 
@@ -135,7 +144,9 @@ def check_rows_are_strangers(ops: Ops, case: Case) -> None:
         layout.add([0], [[0]], 0, 0, len(chain) - 1)
         inputs = Inputs(Shape(1, 0, 0, -(-len(chain) // SPLIT) * SPLIT), case.keys.device)
         inputs.fill(layout, [], size, num_blocks * size)
-        alone = Case(case.query[i : i + 1], keys, values, inputs.key_map(size), [chain], case.window)
+        alone = replace(
+            case, query=case.query[i : i + 1], keys=keys, values=values, where=inputs.key_map(size), chains=[chain]
+        )
         assert torch.equal(alone.attended(ops)[0], together[i]), f"row {i} of {len(case.chains)}"
 
 

@@ -45,6 +45,9 @@ SHAPES = [
     {"heads": 8, "kv_heads": 2, "head_dim": 80, "lengths": (255, 256, 0)},
     {"heads": 2, "kv_heads": 2, "head_dim": 128, "lengths": (513,), "most_nodes": 40},
     {"heads": 4, "kv_heads": 1, "head_dim": 32, "lengths": (250, 600), "branching": 0.0, "most_nodes": 20},
+    {"heads": 4, "kv_heads": 2, "head_dim": 32, "window": 9, "cap": 2.0, "lengths": (260, 3)},
+    {"heads": 8, "kv_heads": 1, "head_dim": 64, "window": 128, "sinks": True, "lengths": (300, 0)},
+    {"heads": 4, "kv_heads": 2, "head_dim": 256, "sinks": True, "cap": 50.0, "lengths": (300, 7)},
 ]
 
 
@@ -85,7 +88,10 @@ def test_attention_in_bfloat16_differs_by_its_rounding(ops: TritonOps) -> None:
     check_attention(ops, random_case(5, head_dim=64, dtype=torch.bfloat16), 2e-2)
 
 
-@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (5, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [(0, torch.float32), (1, torch.float32), (5, torch.bfloat16), (6, torch.float32), (7, torch.bfloat16)],
+)
 def test_a_node_of_a_tree_attends_to_the_bit_as_plain_decoding_would(
     ops: TritonOps, seed: int, dtype: torch.dtype
 ) -> None:
@@ -96,8 +102,8 @@ def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
     class Sociable(TritonOps):
         """Adds what the first row holds, rounded away nearly everywhere."""
 
-        def attend(self, query, keys, values, where, window):
-            out = super().attend(query, keys, values, where, window)
+        def attend(self, query, keys, values, where, window, sinks=None, cap=None):
+            out = super().attend(query, keys, values, where, window, sinks, cap)
             return out + 1e-7 * out[:1]
 
     with pytest.raises(AssertionError, match="row"):

@@ -26,6 +26,7 @@ TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of 
 WORKERS = 16  # programs among which the splits of a tile are dealt out
 SCRATCH_BYTES = 256 << 20  # of partial sums; beyond it heads are done in turns
 SILU_BLOCK = 1024
+LOG2_E = math.log2(math.e)
 
 Rows = Float[Tensor, "rows width"]
 Store = Float[Tensor, "kv_heads slots head_dim"]
@@ -69,9 +70,13 @@ class Ops(Protocol):
         ...
 
     def attend(
-        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap, window: int | None
-    ) -> Rows:
-        """Each row's weighted sum of the values it sees."""
+        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
+        window: int | None, sinks: Float[Tensor, " heads"] | None = None, cap: float | None = None,
+    ) -> Rows:  # fmt: skip
+        """Each row's weighted sum of the values it sees.
+
+        `sinks` are scores of nothing, which take weight; `cap` bounds scores softly.
+        """
         ...
 
     def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
@@ -101,8 +106,9 @@ class TorchOps:
         return rotated[:, : shape.heads].contiguous()
 
     def attend(
-        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap, window: int | None
-    ) -> Rows:
+        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
+        window: int | None, sinks: Float[Tensor, " heads"] | None = None, cap: float | None = None,
+    ) -> Rows:  # fmt: skip
         rows, heads, head_dim = query.shape
         slots = key_slots(where)
         key = torch.arange(where.num_keys, device=query.device)
@@ -111,7 +117,12 @@ class TorchOps:
             seen &= key > where.positions[:, None] - window
         grouped = query.view(rows, len(keys), -1, head_dim).float()
         scores = torch.einsum("rhgd,hrkd->rhgk", grouped, keys[:, slots].float()) / math.sqrt(head_dim)
-        weights = scores.masked_fill(~seen[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0)
+        scores = scores if cap is None else torch.tanh(scores / cap) * cap
+        scores = scores.masked_fill(~seen[:, None, None], -math.inf)
+        if sinks is not None:
+            nothing = sinks.float().view(1, len(keys), -1, 1).expand(rows, -1, -1, -1)
+            scores = torch.cat([scores, nothing], dim=3)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : where.num_keys]
         mixed = torch.einsum("rhgk,hrkd->rhgd", weights, values[:, slots].float())
         return mixed.reshape(rows, heads * head_dim).to(query.dtype)
 
@@ -166,8 +177,9 @@ class TritonOps:
         return query
 
     def attend(
-        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap, window: int | None
-    ) -> Rows:
+        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
+        window: int | None, sinks: Float[Tensor, " heads"] | None = None, cap: float | None = None,
+    ) -> Rows:  # fmt: skip
         rows, heads, head_dim = query.shape
         kv_heads, group = len(keys), heads // len(keys)
         num_splits = -(-where.num_keys // SPLIT)
@@ -179,19 +191,20 @@ class TritonOps:
         for first in range(0, kv_heads, at_once):
             part = min(at_once, kv_heads - first)
             shape = {"HEADS": heads, "PART_HEADS": part * group, "HEAD_DIM": head_dim, "WIDTH": width}
-            shape |= {"WINDOWED": window is not None, "SPLIT": SPLIT}
+            shape |= {"WINDOWED": window is not None, "SPLIT": SPLIT, **self.kernels.OPTIONS}
+            scale = LOG2_E / math.sqrt(head_dim) * (1 if cap is None else 2 / cap)
             self.kernels.attend_splits[(rows, part, min(WORKERS, num_splits))](
                 query, keys[first:], values[first:], largest, total, mixed,
                 where.tables, where.positions, where.prefixes, where.paths,
                 where.homes, where.firsts, where.counts, where.shared,
-                math.log2(math.e) / math.sqrt(head_dim), keys.stride(0), keys.stride(1),
+                scale, LOG2_E * (cap or 0), keys.stride(0), keys.stride(1),
                 where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
                 GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
-                BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4, **self.kernels.OPTIONS,
+                CAPPED=cap is not None, BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4,
             )  # fmt: skip
             self.kernels.join_splits[(rows, part * group)](
-                largest, total, mixed, where.positions, out, num_splits, window or 0, first * group,
-                **shape, num_warps=1, **self.kernels.OPTIONS,
+                largest, total, mixed, where.positions, out if sinks is None else sinks, out, num_splits, window or 0,
+                first * group, SINKS=sinks is not None, **shape, num_warps=1,
             )  # fmt: skip
         return out
 

@@ -33,11 +33,11 @@ def kernel(function):
 def attend_splits(
     query, keys, values, largest, total, mixed,
     tables, positions, prefixes, paths, homes, firsts, counts, shared,
-    scale, kv_stride, slot_stride, num_blocks, num_splits, workers, window, first_kv_head,
+    scale, cap, kv_stride, slot_stride, num_blocks, num_splits, workers, window, first_kv_head,
     HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr, WINDOWED: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of each row over each of its splits: largest score, sum of weights, weighted sum of values.
 
@@ -75,8 +75,8 @@ def attend_splits(
             tables + tl.where(own, home, i) * num_blocks, paths + i * PATHS,
             tl.where(own, tl.load(prefixes + i), 2147483647),
             split * SPLIT, tl.minimum((split + 1) * SPLIT, tl.where(own, position, tile_last) + 1),
-            tl.load(positions + rows, mask=valid, other=-1), valid, scale, slot_stride, window,
-            HEAD_DIM, WIDTH, TILE, BLOCK_SIZE, PATHS, WINDOWED, SPLIT, BLOCK_KEYS,
+            tl.load(positions + rows, mask=valid, other=-1), valid, scale, cap, slot_stride, window,
+            HEAD_DIM, WIDTH, TILE, BLOCK_SIZE, PATHS, WINDOWED, CAPPED, SPLIT, BLOCK_KEYS,
         )  # fmt: skip
         dims = tl.arange(0, WIDTH)
         place = (rows * PART_HEADS + lane_head).to(tl.int64) * num_splits + split
@@ -88,14 +88,15 @@ def attend_splits(
 
 @kernel
 def attend_split(
-    query, keys, values, table, path, prefix, begin, end, positions, valid, scale, slot_stride, window,
+    query, keys, values, table, path, prefix, begin, end, positions, valid, scale, cap, slot_stride, window,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """A tile's attention over the keys `begin` to `end - 1` of one split, blocks of keys in their order.
 
     Key j lies in block `table[j // BLOCK_SIZE]` below `prefix`, and in slot `path[j - prefix]` from there on. A row
     sees the keys up to its own position. A block of which it sees nothing leaves its sums as they were, to the bit.
+    Scores are logarithms to base 2. With CAPPED `scale` is of twice the tanh's argument, and `cap` is the bound.
     """
     dims = tl.arange(0, WIDTH)
     inside = dims < HEAD_DIM
@@ -116,7 +117,10 @@ def attend_split(
         seen = valid[:, None] & (key[None, :] <= positions[:, None])
         if WINDOWED:
             seen = seen & (key[None, :] > positions[:, None] - window)
-        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if CAPPED:
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
+        scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         floor = tl.where(new_top == float("-inf"), 0.0, new_top)
         p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(top - floor)
@@ -129,11 +133,14 @@ def attend_split(
 
 @kernel
 def join_splits(
-    largest, total, mixed, positions, out, num_splits, window, first_head,
+    largest, total, mixed, positions, sinks, out, num_splits, window, first_head,
     HEADS: tl.constexpr, PART_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A row's partial sums of one head become its result, split after split; a row without position gets zeros."""
+    """A row's partial sums of one head become its result, split after split; a row without position gets zeros.
+
+    With SINKS the sum of weights begins with that of a head's score of nothing.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, WIDTH)
@@ -145,6 +152,9 @@ def join_splits(
     first = (row * PART_HEADS + head).to(tl.int64) * num_splits
     top = tl.full((1,), float("-inf"), tl.float32)
     weight = tl.zeros((1,), tl.float32)
+    if SINKS:
+        top = tl.full((1,), 1.4426950408889634, tl.float32) * tl.load(sinks + first_head + head).to(tl.float32)
+        weight += 1.0
     acc = tl.zeros((WIDTH,), tl.float32)
     while split < (position + SPLIT) // SPLIT:
         place = first + split
