@@ -53,7 +53,7 @@ def adapter_of(source: Path, folder: Path, exit_layer: int, layers: range, norm:
         chosen["model.norm.weight"] = tensors["model.norm.weight"]
     config = json.loads((source / "config.json").read_text())
     for key in ("vocab_size", "rms_norm_eps", "max_position_embeddings", "eos_token_id"):
-        del config[key]  # the target's
+        config.pop(key, None)  # the target's
     return written(folder, config | {"num_hidden_layers": len(layers), "exit_layer": exit_layer}, chosen)
 
 

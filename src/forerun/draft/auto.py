@@ -134,10 +134,10 @@ def settled(spec: DraftSpec, target: Blueprint, alone: bool = True) -> DraftSpec
 
 
 def ships_modules(target: Blueprint) -> bool:
-    """Whether a target ships MTP modules whose layers are its own, and runs where these are computed: on a CPU."""
+    """Whether a target ships MTP modules whose layers are its own."""
     stored, last = target.checkpoint(target.dtype).stored, target.config.layers - 1
     modules = find_modules(stored, target.config.layers)
-    if modules is None or target.placement.fixed:
+    if modules is None:
         return False
     place = modules.naming.layer.format(modules.naming.number(0, target.config.layers))
     shapes = layer_tensors(target.config, last).items()

@@ -27,7 +27,7 @@ from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
-from forerun.models.loading import Blueprint
+from forerun.models.loading import Blueprint, refuse_layers
 from forerun.models.packing import MakeLinear
 from forerun.models.projections import Shapes
 from forerun.models.source import HUB_FILES, find_folder, similar
@@ -100,10 +100,9 @@ class HeadFolder:
         is_whole = torch.equal(ids, torch.arange(target.config.vocab_size))
         return target.shared_head() if is_whole else self.target.head_rows(ids)
 
-    def refuse_devices(self, heads: str) -> None:
-        """Raise UnsupportedModel for `heads` that are computed on CPUs alone, where the target is not."""
-        if self.target.placement.fixed:
-            raise UnsupportedModel(f"{self.name}: {heads} are computed on CPUs: use device cpu, or another drafter")
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of the folder, where the target is."""
+        return self.checkpoint.take(name, shape).to(self.target.placement.device)
 
     def check(self, shapes: Shapes, heads: str, idle: Iterable[str] = (), *cures: str) -> None:
         """Judge all tensors by their headers: those of `shapes` must be there, and others only if they are `idle`.
@@ -116,7 +115,11 @@ class HeadFolder:
         refuse_unread(self.path, self.checkpoint.stored, {*shapes, *idle}, heads, *cures)
 
     def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
-        """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them."""
+        """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them.
+
+        Raises UnsupportedModel for layers that are not computed where the target is.
+        """
+        refuse_layers(self.name, config, self.target.placement)
         size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
         return Blueprint(
             spec=replace(self.target.spec.beside(self.name), quantize=self.quantize),

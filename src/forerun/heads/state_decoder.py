@@ -6,6 +6,8 @@ it. Where the states come from is decided by each kind.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from forerun.models.rows import product, rms_norm
 
 class StateDecoder(Decoder):
     """A decoder with one or more entries, over a cache of its own."""
+
+    layers_alone: ClassVar[bool] = False
 
     def normed(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """The rows behind this norm; as they are without a gain."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
+from forerun.device import CPU
 from forerun.errors import UnsupportedModel
 from forerun.heads.layouts import DraftFiles, TargetFacts
 from forerun.models.chains import IdExchange, SameIds
@@ -36,10 +37,10 @@ class DraftVocabulary(SameIds):
         return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
 
 
-def exchange_of(ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> IdExchange:
-    """What exchanges the ids of a head of these tokens for the target's."""
+def exchange_of(ids: Int[Tensor, " draft_vocab"], vocab_size: int, device: torch.device = CPU.device) -> IdExchange:
+    """What exchanges the ids of a head of these tokens for the target's, for logits on a device."""
     every = len(ids) == vocab_size and bool((ids == torch.arange(vocab_size)).all())
-    return SameIds(vocab_size, vocab_size) if every else DraftVocabulary(vocab_size, ids)
+    return SameIds(vocab_size, vocab_size) if every else DraftVocabulary(vocab_size, ids.to(device))
 
 
 def offsets_of(ids: Int[Tensor, " draft_vocab"]) -> Int[Tensor, " draft_vocab"]:

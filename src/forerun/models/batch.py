@@ -96,3 +96,25 @@ class TokenBatch:
                 queries, positions = zip(*chosen, strict=True)
                 paths.append(replace(path, queries=queries, positions=positions, masks={}))
         return TokenBatch(self.tokens[index], self.positions[index], self.slots[index], paths)
+
+    def all_seen(self) -> TokenBatch:
+        """The batch, in which every token of a sequence sees what its last one does, and so the same sliding window.
+
+        Positions stay as they are.
+        """
+        last: dict[int, int] = {}
+        for path in self.paths:
+            last[path.first_slot] = max(last.get(path.first_slot, 0), path.positions[-1])
+        paths = [replace(p, positions=[last[p.first_slot]] * len(p.queries), masks={}) for p in self.paths]
+        return replace(self, paths=paths)
+
+    def without_first(self, count: int) -> tuple[TokenBatch, list[int] | slice]:
+        """The tokens that come behind the first `count` ones of their texts, over keys that begin there too; and which
+        of the packed ones they are. A batch of fixed shape keeps all of its rows: others see nothing."""
+        rows = [row for row, position in enumerate(self.positions.tolist()) if position >= count]
+        part = self.some(rows)
+        paths = [
+            replace(p, positions=[at - count for at in p.positions], first_slot=p.first_slot + count, masks={})
+            for p in part.paths
+        ]
+        return replace(part, paths=paths), rows

@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ class Decoder:
     `ranks` layers and head are this one's share, and `whole_head` makes the one that drafters speak with.
     """
 
+    layers_alone: ClassVar[bool] = True  # whether a pass is embeddings, or states in their place, layers and a norm
     ranks: RankGroup | None = None
     whole_head: Callable[[], Linear] | None = None
 

@@ -102,10 +102,7 @@ class Blueprint:
         if is_shared:
             Shard(0, spec.tensor_parallel_size).fits(judged)
             spec = replace(spec, kernels="native")
-        if placement.fixed and (judged.experts or judged.sinks or not judged.is_plain):
-            cure = "use device cpu, or choose a checkpoint without them"
-            what = "experts and attention sinks" if judged.is_plain else f"the layers of {judged.family}"
-            raise UnsupportedModel(f"{spec.model}: {what} are computed on CPUs: {cure}")
+        refuse_layers(spec.model, judged, placement)
         stored = checkpoint.stored_groups(judged)
         as_stored = stored is not None and stored.formats and spec.quantize is None and spec.dtype == "auto"
         if placement.fixed:
@@ -251,8 +248,7 @@ class Blueprint:
         where one of them cannot.
         """
         if self.spec.tensor_parallel_size == 1 or host is not None:
-            decoder = self.decoder(max_model_len, progress, host)
-            return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
+            return self.runner(self.decoder(max_model_len, progress, host), num_tokens)
         fields = {"model": self.spec.model, "revision": self.spec.revision, "quantize": self.quantize}
         fields |= {"dtype": "auto" if self.as_stored else str(self.dtype), "kernels": "native"}
         sizes = [num_tokens, max_model_len or self.config.max_positions, self.config.longest_text]
@@ -260,6 +256,10 @@ class Blueprint:
         decoder = self.decoder(max_model_len, progress, ranks=ranks)
         ranks.meet()
         return shared_runner(decoder, ranks, num_tokens)
+
+    def runner(self, decoder: Decoder, num_tokens: int) -> Runner:
+        """A decoder that runs where this one does, over a fresh cache of `num_tokens`."""
+        return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
 
     def decoder(
         self,
@@ -349,3 +349,11 @@ def sample(path: Path) -> bytes:
         first = file.read(SAMPLE_BYTES)
         file.seek(max(0, size - SAMPLE_BYTES))
         return f"{path.name} {size}".encode() + first + file.read(SAMPLE_BYTES)
+
+
+def refuse_layers(name: str, config: ModelConfig, placement: Placement) -> None:
+    """Raise UnsupportedModel, by the model's name, for layers that CPUs alone compute, where it runs elsewhere."""
+    if placement.fixed and (config.experts or config.sinks or not config.is_plain):
+        cure = "use device cpu, or choose a checkpoint without them"
+        what = "experts and attention sinks" if config.is_plain else f"the layers of {config.family}"
+        raise UnsupportedModel(f"{name}: {what} are computed on CPUs: {cure}")

@@ -205,6 +205,10 @@ class Runner:
         layers = range(begun.layer, self.decoder.config.layers)
         return self.decoder.forward(batch, self.cache, layers=layers, inputs=inputs, taps=taps)
 
+    def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
+        """Those of states that a pass gave."""
+        return self.decoder.logits(hidden)
+
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Int[Tensor, "batch verdict"] | None:

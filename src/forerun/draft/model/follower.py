@@ -40,12 +40,14 @@ class Follower:
     """Follows the target's sequences with a runner, and drafts with it.
 
     `rereads`: whether the runner's cache is the drafter's own, and a text can be read once more after its keys and
-    values were given up. One that reads the target's states is a `FedFollower`.
+    values were given up. One that reads the target's states is a `FedFollower`. `grows_unseen`: whether chains grow
+    unseen by the host, where the runner draws them so.
     """
 
     names: tuple[str, ...]
     taps: tuple[int, ...] = ()
     rereads: ClassVar[bool] = True
+    grows_unseen: ClassVar[bool] = True
 
     def __init__(self, runner: Runner, ids: IdExchange) -> None:
         self.runner = runner
@@ -157,7 +159,7 @@ class Follower:
     ) -> Chains | None:
         """Chains by one call of the runner, or on a device where the host does not see them; None where they grow as
         trees do."""
-        unseen = self.runner.draws_unseen and not self.taps and not any(r.params.logits_processors for r in draws.rows)
+        unseen = self.runner.draws_unseen and not any(row.params.logits_processors for row in draws.rows)
         priced = any(budget.min_survival for budget in granted.values())
         if any(budget.width > 1 for budget in granted.values()) or (
             priced if unseen else draws.rejection or not draws.on_host
@@ -365,7 +367,8 @@ class Follower:
             late = self.late(seq_id)
             unread.append(0 if late is None else self.num_unread(seq_id) + self.rereads)  # the root, unless it is given
             limit.append(0 if late is None else self.room(self.sequences[seq_id], late))
-        return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
+        unseen = self.grows_unseen and self.runner.draws_unseen
+        return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text, keys and values of these sequences; unknown ones are ignored."""

@@ -76,7 +76,7 @@ class StateFollower(FedFollower, ABC):
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
         """One pass; the outputs of the text's last token and of guesses are kept, for their children."""
-        states = self.runner.read(reads, inputs=self.inputs(reads, features))
+        states = self.runner.read(reads, drawn=drawn, inputs=self.inputs(reads, features))
         for read, outputs in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
             if features is not None:
                 self.outputs[read.seq_id] = [outputs[-1].clone()]
@@ -90,7 +90,7 @@ class StateFollower(FedFollower, ABC):
         if not rows:
             return self.read_fitting([], rows)
         started_s = time.perf_counter()
-        logits = self.runner.decoder.logits(torch.stack([self.outputs[row.seq_id][0] for row in rows]))
+        logits = self.runner.logits(torch.stack([self.outputs[row.seq_id][0] for row in rows]))
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.spread(logits))
 

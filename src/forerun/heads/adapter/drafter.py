@@ -85,13 +85,13 @@ class EarlyExitDrafter(FedFollower):
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
         """One pass through the lower layers, and the adapter if there is one; through it alone for final text."""
         if self.adapter is not None:
-            return self.adapter.read(reads, inputs=self.inputs(reads, features))
+            return self.adapter.read(reads, inputs=self.inputs(reads, features, drawn))
         states = super().run(reads, drawn)
         self.note(reads, states.hidden)
         return states
 
     def inputs(
-        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
+        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None, drawn: DeviceTokens | None
     ) -> Float[Tensor, "total hidden"]:
         """The states at the exit, which the lower layers compute for roots and guesses."""
         if features is not None:
@@ -101,7 +101,7 @@ class EarlyExitDrafter(FedFollower):
         counts = [len(r.tokens) + (0 if r.seq_id in self.adapter.tails else r.scratch) for r in reads]
         if not cache.can_reserve([r.seq_id for r in reads], counts):
             raise OutOfBlocks(f"{sum(counts)} more tokens asked for, {cache.blocks.num_free} blocks free")
-        hidden = self.lower.read([replace(read, judged=()) for read in reads]).hidden
+        hidden = self.lower.read([replace(read, judged=()) for read in reads], drawn=drawn).hidden
         self.note(reads, hidden)
         return hidden
 

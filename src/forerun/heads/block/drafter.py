@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
+from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
@@ -39,12 +41,13 @@ from forerun.sampling.draws import Draws
 
 
 class BlockDrafter(FedFollower):
-    """Drafts with the `layers` of a block, the heads on their states, and a cache of `num_tokens`."""
+    """Drafts with the `layers` of a block, which `runner` reads through, and the heads on their states."""
 
     names: tuple[str, ...] = ("block",)
+    grows_unseen: ClassVar[bool] = False
 
-    def __init__(self, layers: BlockDecoder, num_tokens: int, ids: IdExchange) -> None:
-        super().__init__(Runner.of(layers, num_tokens), ids)
+    def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdExchange) -> None:
+        super().__init__(runner, ids)
         self.decoder, self.heads, self.taps = layers, layers.heads, layers.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # the states behind the guessing places
 
@@ -54,7 +57,7 @@ class BlockDrafter(FedFollower):
             return self.runner.read(reads, inputs=self.decoder.fuse(features))
         states = self.runner.read(reads)
         outputs = self.decoder.states(states.hidden).split([len(read.tokens) for read in reads])
-        self.blocks = {read.seq_id: rows[list(read.judged)] for read, rows in zip(reads, outputs, strict=True)}
+        self.blocks = {r.seq_id: rows[r.judged[0] : r.judged[-1] + 1] for r, rows in zip(reads, outputs, strict=True)}
         return states
 
     def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
@@ -79,7 +82,7 @@ class BlockDrafter(FedFollower):
             """Where the guesses behind these nodes are guessed, and the tokens before them."""
             at = [firsts[place.row] + len(place.path()) for place in places]
             tokens = [place.growing.tree.tokens[place.node] for place in places]
-            return torch.tensor(at), torch.tensor(tokens)
+            return upload(at, torch.long, logits.device), upload(tokens, torch.long, logits.device)
 
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             started_s = time.perf_counter()
@@ -115,7 +118,6 @@ class BlockBlueprint(FolderBlueprint):
     @classmethod
     def of(cls, folder: HeadFolder) -> BlockBlueprint:
         """The drafter in a folder. Raises ModelError for one that cannot be used."""
-        folder.refuse_devices("block drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
         folder.check(tensors.shapes(), names.TITLE, (OFFSETS, MASK))
@@ -139,8 +141,9 @@ class BlockBlueprint(FolderBlueprint):
     def build(self, num_tokens: int, target: Runner) -> BlockDrafter:
         """The drafter for engines on this runner."""
         config = target.decoder.config
-        ids = exchange_of(self.ids, config.vocab_size)
-        return BlockDrafter(self.load(config.max_positions, target.decoder), num_tokens, ids)
+        layers = self.load(config.max_positions, target.decoder)
+        runner = self.folder.target.runner(layers, num_tokens)
+        return BlockDrafter(layers, runner, exchange_of(self.ids, config.vocab_size, target.device))
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, the map of the states that they read, and what stands on their own."""

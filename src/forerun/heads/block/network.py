@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,12 +47,14 @@ class BlockDecoder(Decoder):
     tokens of its head.
     """
 
+    layers_alone: ClassVar[bool] = False
+
     def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
         shapes, self.block = tensors.shapes(), tensors.config
 
         def take(name: str, _shape: tuple[int, ...]) -> Tensor:
             name = name.removeprefix("model.")
-            return folder.checkpoint.take(name, shapes[name]) if name in shapes else target.embedding
+            return folder.take(name, shapes[name]) if name in shapes else target.embedding
 
         quantize = folder.quantize
         if tensors.own_head:
@@ -60,7 +62,8 @@ class BlockDecoder(Decoder):
         else:
             head = folder.shared_head(ids, target)
         super().__init__(tensors.config.layers, take, target.dtype, folder.backend, quantize, head=head)
-        self.heads = BlockHeads.load(tensors, folder, exchange_of(ids, tensors.config.layers.vocab_size).spread)
+        exchange = exchange_of(ids, tensors.config.layers.vocab_size, target.embedding.device)
+        self.heads = BlockHeads.load(tensors, folder, exchange.spread)
         self.fc = folder.make(take(names.MAP, ()))
         self.hidden_norm = take(names.MAP_NORM, ())
         mask_id = self.block.mask_id
@@ -80,23 +83,12 @@ class BlockDecoder(Decoder):
             return Hidden(inputs, None)
         masked = (batch.tokens == MASKED)[:, None]
         embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)])
-        return super().forward(batch if self.block.causal else all_seen(batch), cache, inputs=embedded)
+        seen = batch if self.block.causal else batch.all_seen()
+        return Hidden(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
 
     def states(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """What the heads read of the stream behind the last layer."""
         return rms_norm(hidden, self.norm, self.config.norm_eps)
-
-
-def all_seen(batch: TokenBatch) -> TokenBatch:
-    """The batch, in which every place of a sequence sees what its last one does, and so the same sliding window.
-
-    Positions stay as they are.
-    """
-    last: dict[int, int] = {}
-    for path in batch.paths:
-        last[path.first_slot] = max(last.get(path.first_slot, 0), path.positions[-1])
-    paths = [replace(p, positions=[last[p.first_slot]] * len(p.queries), masks={}) for p in batch.paths]
-    return replace(batch, paths=paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +152,7 @@ class BlockHeads:
         c, shapes, make = tensors.config, tensors.shapes(), folder.make
 
         def take(name: str) -> Tensor:
-            return folder.checkpoint.take(name, shapes[name])
+            return folder.take(name, shapes[name])
 
         before = take(names.MARKOV_W1) if c.markov_rank else None
         after: MarkovHead | CandidateSelector | None = None

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
+from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.grower import NodeToExpand, first_places, grow
@@ -36,12 +38,12 @@ from forerun.sampling.draws import Draws
 
 
 class EagleDrafter(StateFollower):
-    """Drafts with `layers` and a cache of `num_tokens`; `taps` are the target's states that they read."""
+    """Drafts with `layers`, which `runner` reads through; `taps` are the target's states that they read."""
 
     names: tuple[str, ...] = ("eagle",)
 
-    def __init__(self, layers: EagleDecoder, num_tokens: int, ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
-        super().__init__(Runner.of(layers, num_tokens), ids)
+    def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
+        super().__init__(runner, ids)
         self.decoder = layers
         self.taps = taps
 
@@ -59,8 +61,10 @@ class EagleDrafter(StateFollower):
 class ParallelEagleDrafter(EagleDrafter):
     """P-EAGLE: its masked places have the embedding of `mask_token`, and a state that was learned."""
 
-    def __init__(self, layers: EagleDecoder, num_tokens: int, ids: DraftVocabulary, form: EagleForm) -> None:
-        super().__init__(layers, num_tokens, ids, form.taps)
+    grows_unseen: ClassVar[bool] = False
+
+    def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, form: EagleForm) -> None:
+        super().__init__(layers, runner, ids, form.taps)
         assert form.mask_token is not None, "it has masked places"
         self.mask_token = form.mask_token
 
@@ -91,7 +95,7 @@ class ParallelEagleDrafter(EagleDrafter):
         firsts = first_places(draws, granted)
 
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
-            return logits[[firsts[place.row] + len(place.path()) for place in places]]
+            return logits[upload([firsts[p.row] + len(p.path()) for p in places], torch.long, logits.device)]
 
         return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], None, logits_behind)
 
@@ -112,7 +116,6 @@ class EagleBlueprint(FolderBlueprint):
     @classmethod
     def of(cls, folder: HeadFolder) -> EagleBlueprint:
         """The drafter in a folder. Raises ModelError for one that cannot be used."""
-        folder.refuse_devices("EAGLE drafters")
         target, checkpoint = folder.target, folder.checkpoint
         tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
         folder.check(tensors.shapes(), names.TITLE, () if tensors.form.joined else (OFFSETS, MASK))
@@ -133,10 +136,12 @@ class EagleBlueprint(FolderBlueprint):
     def build(self, num_tokens: int, target: Runner) -> EagleDrafter:
         """The drafter for engines on this runner."""
         config, form = target.decoder.config, self.tensors.form
-        layers, ids = self.load(config.max_positions, target.decoder), DraftVocabulary(config.vocab_size, self.ids)
+        layers = self.load(config.max_positions, target.decoder)
+        ids = DraftVocabulary(config.vocab_size, self.ids.to(target.device))
+        runner = self.folder.target.runner(layers, num_tokens)
         if form.mask_token is None:
-            return EagleDrafter(layers, num_tokens, ids, form.taps)
-        return ParallelEagleDrafter(layers, num_tokens, ids, form)
+            return EagleDrafter(layers, runner, ids, form.taps)
+        return ParallelEagleDrafter(layers, runner, ids, form)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, and the map of the states that they read."""

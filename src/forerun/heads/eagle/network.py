@@ -40,12 +40,12 @@ class EagleDecoder(StateDecoder):
         shapes, form, make = tensors.shapes(), tensors.form, folder.make
 
         def take(name: str) -> Tensor:
-            return folder.checkpoint.take(name, shapes[name])
+            return folder.take(name, shapes[name])
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
             """A decoder's tensor; ones for a norm that there is none of, because the entry norms what is read."""
             name = name.removeprefix("model.").replace("layers.0.", f"{tensors.place}.", 1)
-            return take(name) if name in shapes else torch.ones(shape, dtype=target.dtype)
+            return take(name) if name in shapes else target.norm.new_ones(shape, dtype=target.dtype)
 
         super().__init__(tensors.config, fetch, target.dtype, folder.backend, folder.quantize, host=target)
         self.embedding = take(names.EMBEDDING) if tensors.own_embedding else target.embedding

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
+from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.grower import NodeToExpand, grow
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
@@ -45,10 +46,10 @@ class MedusaHeads:
     """The heads, over a target's embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
-        shapes, device = config.shapes(), target.embedding.device
+        shapes = config.shapes()
 
         def take(name: str) -> Tensor | None:
-            return folder.checkpoint.take(name, shapes[name]).to(device) if name in shapes else None
+            return folder.take(name, shapes[name]) if name in shapes else None
 
         def layer(name: str) -> Linear:
             return folder.make(take(name + names.WEIGHT), take(name + names.BIAS))
@@ -112,9 +113,9 @@ class MedusaDrafter:
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             started_s, paths = time.perf_counter(), [place.path() for place in places]
             rows = [draws.rows[place.row] for place in places]
-            seen = torch.tensor([[row.tokens[-1], *path] for row, path in zip(rows, paths, strict=True)])
+            seen = [[row.tokens[-1], *path] for row, path in zip(rows, paths, strict=True)]
             states = torch.stack([self.states[row.seq_id] for row in rows])
-            of_heads = self.heads.logits(len(paths[0]), states, seen.to(draws.device))
+            of_heads = self.heads.logits(len(paths[0]), states, upload(seen, torch.long, states.device))
             self.pass_s += time.perf_counter() - started_s
             return of_heads
 

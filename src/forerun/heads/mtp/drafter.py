@@ -34,16 +34,15 @@ from forerun.models.widen import Plan
 
 
 class MtpDrafter(StateFollower):
-    """Drafts with a target's `modules`, and a cache of `num_tokens`; `ids` are between its guesses and the target's."""
+    """Drafts with a target's `modules`, which `runner` reads; `ids` are between its guesses and the target's."""
 
     names: tuple[str, ...] = ("mtp",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, modules: MtpDecoder, num_tokens: int, ids: IdExchange) -> None:
-        config = modules.config
-        super().__init__(Runner.of(modules, num_tokens), ids)
+    def __init__(self, modules: MtpDecoder, runner: Runner, ids: IdExchange) -> None:
+        super().__init__(runner, ids)
         self.num_modules = len(modules.modules)
-        self.hidden = config.hidden
+        self.hidden = modules.config.hidden
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
         """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
@@ -67,7 +66,7 @@ class MtpDrafter(StateFollower):
     def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
         """Outputs of all modules but the last, behind a text; zeros, on which no guess depends, where there is none."""
         if seq_id not in self.outputs:
-            return torch.zeros(self.num_modules - 1, self.hidden)
+            return torch.zeros(self.num_modules - 1, self.hidden, device=self.runner.device)
         return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
 
 
@@ -82,7 +81,6 @@ class MtpBlueprint(FolderBlueprint):
     @classmethod
     def of(cls, folder: HeadFolder, ships: bool = False) -> MtpBlueprint:
         """The modules in a folder, which `ships` says is the target's own. Raises ModelError as `check_modules`."""
-        folder.refuse_devices("MTP modules")
         return cls(folder, check_modules(folder, ships), guessed_ids(folder, ships))
 
     @classmethod
@@ -107,8 +105,9 @@ class MtpBlueprint(FolderBlueprint):
     def build(self, num_tokens: int, target: Runner) -> MtpDrafter:
         """The drafter for engines on this runner."""
         config = target.decoder.config
-        ids = exchange_of(self.ids, config.vocab_size)
-        return MtpDrafter(self.load(config.max_positions, target.decoder), num_tokens, ids)
+        modules = self.load(config.max_positions, target.decoder)
+        runner = self.folder.target.runner(modules, num_tokens)
+        return MtpDrafter(modules, runner, exchange_of(self.ids, config.vocab_size, target.device))
 
     def widened(self, plan: Plan) -> WideDrafter:
         """Modules in a folder of their own: what they map into their residual stream stays 0 in the new channels."""

@@ -13,7 +13,7 @@ formats as the target's own. What a checkpoint must hold is decided in `format.p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from forerun.cache.paged import PagedCache
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.format import MtpTensors
 from forerun.heads.state_decoder import StateDecoder
-from forerun.models.batch import AttentionPath, TokenBatch
+from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear, StateEntry
 from forerun.models.projections import FINAL_NORM_BIAS
@@ -57,11 +57,11 @@ class MtpDecoder(StateDecoder):
         shapes, naming, backend, quantize = tensors.shapes(), tensors.naming, folder.backend, folder.quantize
 
         def take(name: str) -> Tensor:
-            return folder.checkpoint.take(name, shapes[name])
+            return folder.take(name, shapes[name])
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
             if name == FINAL_NORM_BIAS:  # of families whose norms have one; the norms of modules have none
-                return torch.zeros(shape)
+                return torch.zeros(shape, device=target.embedding.device)
             return take(tensors.stored_name(name))
 
         super().__init__(tensors.config, fetch, target.dtype, backend, quantize, host=target)
@@ -101,11 +101,9 @@ class MtpDecoder(StateDecoder):
         """One module's outputs where it has a state to read, which is from its own number of rows on; zeros before."""
         if module == 0:
             return self.read_module(module, states, batch, cache)
-        rows = [row for row, position in enumerate(batch.positions.tolist()) if position >= module]
+        part, rows = batch.without_first(module)
         out = torch.zeros_like(states)
-        if rows:
-            part = batch.some(rows)
-            part = replace(part, paths=[without_first(path, module) for path in part.paths])
+        if len(part.tokens):
             out[rows] = self.read_module(module, states[rows], part, cache)
         return out
 
@@ -122,9 +120,3 @@ class MtpDecoder(StateDecoder):
         width = self.config.hidden
         head = self.modules[len(self.modules) - hidden.shape[1] // width].head
         return product(head, hidden[:, :width]).float()
-
-
-def without_first(path: AttentionPath, rows: int) -> AttentionPath:
-    """The path without the first rows of its text, of which none is among its queries."""
-    positions = [position - rows for position in path.positions]
-    return replace(path, positions=positions, first_slot=path.first_slot + rows, masks={})

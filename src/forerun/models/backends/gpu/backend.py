@@ -19,11 +19,11 @@ from forerun.annotations import Float
 from forerun.config import Quantization
 from forerun.device import Placement
 from forerun.models.backends.base import DecoderParts
-from forerun.models.backends.gpu.ops import load_kernels
-from forerun.models.backends.torch_cpu.backend import TorchBackend, TorchExecutor
+from forerun.models.backends.gpu.executor import FixedExecutor
+from forerun.models.backends.gpu.ops import load_kernels, ops_for
+from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
-from forerun.models.batch import EACH_ALONE
 from forerun.models.layer import Bias, Linear, WeightMatrix
 
 
@@ -138,6 +138,6 @@ class GpuBackend:
         """The layer with what bounds it behind it."""
         return CappedLinear(head, limit)
 
-    def executor(self, parts: DecoderParts) -> TorchExecutor:
-        """What computes logits of states; passes are `run_pass`."""
-        return TorchExecutor(parts, EACH_ALONE)
+    def executor(self, parts: DecoderParts) -> FixedExecutor:
+        """What computes logits of states, and layers of trained heads; a model's passes are `run_pass`."""
+        return FixedExecutor(parts, ops_for(self.placement.device))

@@ -9,7 +9,7 @@ path. `graphs.py` captures and replays passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.device import overwrite
+from forerun.models.backends.base import DecoderParts, Entered, Stream
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
+from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, States, Tapped
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
@@ -104,8 +106,8 @@ def leading(path: Sequence[int]) -> range:
 class Inputs:
     """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy.
 
-    With an `embedding` there are `states`, as wide as its rows, to be read in place of the tokens' own. The buffer may
-    be part of a larger one, `flat`, which several passes share.
+    With `states` these are read in place of the tokens' own, or beside them. The buffer may be part of a larger one,
+    `flat`, which several passes share.
     """
 
     KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
@@ -115,11 +117,11 @@ class Inputs:
         self,
         shape: Shape,
         device: torch.device,
-        embedding: Float[Tensor, "v hidden"] | None = None,
+        states: Float[Tensor, "rows inputs"] | None = None,
         flat: Int[Tensor, " numbers"] | None = None,
     ) -> None:
         self.shape = shape
-        self.states = None if embedding is None else embedding.new_zeros(shape.rows, embedding.shape[1])
+        self.states = states
         rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
         size = self.size_of(shape)
         self.flat = torch.zeros(size, dtype=torch.int32, device=device) if flat is None else flat
@@ -166,18 +168,68 @@ class Inputs:
         )
 
 
-def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> States:
-    """One pass of the decoder over the tables. Tensor code alone: nothing here looks at a value. Padding is garbage."""
-    c, columns = decoder.config, inputs.columns
-    where = inputs.key_map(cache.blocks.block_size)
-    turns, at = (decoder.rope.cos, decoder.rope.sin), (columns["positions"], columns["slots"])
-    x, delta = decoder.embedding[columns["tokens"]] if inputs.states is None else inputs.states, None
+@dataclass(frozen=True, slots=True)
+class FixedBatch(TokenBatch):
+    """All rows of a pass, padding among them, as layers read them: `where` says which keys each of them sees."""
+
+    where: KeyMap
+    spare_slot: int
+
+    @classmethod
+    def of(cls, inputs: Inputs, cache: PagedCache) -> FixedBatch:
+        """The rows of these tables."""
+        columns, blocks = inputs.columns, cache.blocks
+        where, spare_slot = inputs.key_map(blocks.block_size), blocks.num_blocks * blocks.block_size
+        return cls(columns["tokens"], columns["positions"], columns["slots"], [], where, spare_slot)
+
+    def all_seen(self) -> FixedBatch:
+        """As for any batch; its reads are chains."""
+        where = self.where
+        run = where.tables[where.homes.long(), 0]  # each sequence has one of its own
+        beside = torch.where(run[:, None] == run, where.positions, -1).amax(1)
+        last = torch.where(where.positions < 0, -1, beside)
+        return replace(self, where=replace(where, positions=last, prefixes=last + 1))
+
+    def without_first(self, count: int) -> tuple[FixedBatch, list[int] | slice]:
+        """As for any batch. The others' keys lie `count` slots further ahead, so that blocks begin where they do."""
+        where, positions = self.where, (self.positions - count).clamp_min(-1)
+        slots = torch.where(positions < 0, self.spare_slot, self.slots - count)
+        shared = torch.where(where.shared >= ALL_KEYS, ALL_KEYS, (where.shared - SPLIT).clamp_min(0))
+        shifted = replace(
+            where,
+            positions=positions,
+            prefixes=(where.prefixes - count).clamp_min(0),
+            paths=(where.paths - count).clamp_min(0),
+            shared=shared,
+        )
+        return replace(self, positions=positions, slots=slots, where=shifted), slice(None)
+
+
+def run_layers(
+    parts: DecoderParts | Decoder,
+    ops: Ops,
+    batch: FixedBatch,
+    cache: PagedCache,
+    layers: range,
+    x: Stream,
+    read: Entered | None = None,
+    taps: Sequence[int] = (),
+) -> tuple[Stream, Stream, dict[int, Stream]]:
+    """The stream before what the last of these layers adds, what that is, and the streams entering layers of `taps`.
+
+    The first layer's attention reads `x`, normed, or `read` as it is.
+    """
+    c, where = parts.config, batch.where
+    turns, at = (parts.rope.cos, parts.rope.sin), (batch.positions, batch.slots)
+    delta: Stream | None = None
     kept: dict[int, Tensor] = {}
-    for i, (layer, mlp) in enumerate((layer.attention, layer.mlp) for layer in decoder.layers):
+    for i in layers:
+        layer, mlp = parts.layers[i].attention, parts.layers[i].mlp
         assert mlp.every is not None, "experts are chosen by looking at values: blueprints refuse them here"
         assert layer.norm is not None, "layers are Llama's: blueprints refuse others here"
         assert mlp.norm is not None, "layers are Llama's: blueprints refuse others here"
-        x, normed = ops.add_norm(x, delta, layer.norm, c.norm_eps)
+        x, normed = ops.add_norm(x, delta, layer.norm, c.norm_eps) if read is None else (x, read)
+        read = None
         if i in taps:
             kept[i] = x
         store = (cache.keys[i], cache.values[i])
@@ -185,6 +237,19 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
         mixed = ops.attend(query, *store, where, layer.window)
         x, normed = ops.add_norm(x, layer.out(mixed), mlp.norm, c.norm_eps)
         delta = mlp.every.down(ops.silu_mul(mlp.every.gate_up(normed)))
+    assert delta is not None, "at least one layer"
+    return x, delta, kept
+
+
+def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> States:
+    """One pass of the decoder over the tables. Tensor code alone: nothing here looks at a value. Padding is garbage."""
+    batch, c = FixedBatch.of(inputs, cache), decoder.config
+    if not decoder.layers_alone:
+        hidden = decoder.forward(batch, cache, inputs=inputs.states, taps=taps).last
+        judged = hidden[inputs.judged]
+        return States(decoder.logits(judged) if len(judged) else hidden.new_empty(0, c.vocab_size), hidden, None)
+    x = decoder.embedding[batch.tokens] if inputs.states is None else inputs.states
+    x, delta, kept = run_layers(decoder, ops, batch, cache, range(len(decoder.layers)), x, taps=taps)
     x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps)
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]

@@ -56,7 +56,7 @@ class GraphRunner(Runner):
         super().__init__(decoder, cache)
         self.ops = ops_for(self.device)
         self.graphs = Graphs(self.device)
-        self.tables: dict[tuple[Shape, bool], Inputs] = {}
+        self.tables: dict[tuple[Shape, int], Inputs] = {}
         self.chain_graph: ChainGraph | None = None
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
         c = decoder.config
@@ -79,7 +79,7 @@ class GraphRunner(Runner):
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
         shape = self.shape_of(layout, len(judged), max(len(read.tokens) for read in reads))
-        tables = self.tables_of(shape, inputs is not None)
+        tables = self.tables_of(shape, 0 if inputs is None else inputs.shape[1])
         tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
         if drawn is not None:
             place(drawn, tables.columns["tokens"])
@@ -103,15 +103,22 @@ class GraphRunner(Runner):
         before: Float[Tensor, "starts hidden"] | None = None,
         texts: UnreadTexts | None = None,
     ) -> Chains | None:
-        """Chains drawn by a graph, whose guesses the host does not see. A runner's ids are always the same ones."""
-        assert before is None, "it reads tokens alone"
-        assert texts is None, "it reads tokens alone"
-        assert logits is not None, "roots are read"
+        """Chains drawn by a graph, whose guesses the host does not see; None for layers that read states.
+
+        A runner's ids are always the same ones.
+        """
         assert not states, "a graph leaves no states"
+        if before is not None or texts is not None:
+            return None
+        assert logits is not None, "roots are read"
         if self.chain_graph is None:
             self.chain_graph = ChainGraph(self, ids)
         assert self.chain_graph.ids is ids, "a graph is captured with its ids"
         return self.chain_graph.draw(draws, starts, logits)
+
+    def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
+        """Those of states that a pass gave."""
+        return self.graphs.run(None, lambda: self.decoder.logits(hidden))
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
@@ -150,14 +157,16 @@ class GraphRunner(Runner):
         there = (s.rows for s, _ in self.tables if s.path == path and (s.judged > 0) == judges)
         return min((size for size in there if least <= size <= most), default=least)
 
-    def tables_of(self, shape: Shape, of_states: bool) -> Inputs:
-        """Tables of this shape, for tokens or states; always the same tensors where a graph uses them."""
-        embedding = self.decoder.embedding if of_states else None
-        if not (shape.captured and self.graphs.enabled):
-            return Inputs(shape, self.device, embedding)
-        if (shape, of_states) not in self.tables:
-            self.tables[shape, of_states] = Inputs(shape, self.device, embedding)
-        return self.tables[shape, of_states]
+    def tables_of(self, shape: Shape, width: int) -> Inputs:
+        """Tables of this shape, with states where these have a width; always the same tensors where a graph uses
+        them."""
+        if (shape, width) in self.tables:
+            return self.tables[shape, width]
+        states = torch.zeros(shape.rows, width, dtype=self.decoder.stream, device=self.device) if width else None
+        tables = Inputs(shape, self.device, states)
+        if shape.captured and self.graphs.enabled:
+            self.tables[shape, width] = tables
+        return tables
 
     def run(self, inputs: Inputs, taps: tuple[int, ...]) -> States:
         """The pass over these tables, replayed where its shape is captured."""
@@ -165,7 +174,7 @@ class GraphRunner(Runner):
         def body() -> States:
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
 
-        key = (inputs.shape, taps, inputs.states is not None)
+        key = (inputs.shape, taps, 0 if inputs.states is None else inputs.states.shape[1])
         return self.graphs.run(key if inputs.shape.captured else None, body)
 
 

@@ -1,0 +1,88 @@
+"""Trained drafters in passes of fixed shape, as on GPUs: the tokens of plain decoding, and the guesses of CPUs."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.device import Placement
+from forerun.errors import UnsupportedModel
+from forerun.models.backends.gpu.graphs import GraphRunner
+from heads.adapters import adapter_of
+from heads.modules import apart
+from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
+from kit.assertions import tokens_of
+from kit.checkpoints import TARGET
+from kit.sparse import write_sparse
+
+FIXED = Placement(torch.device("cpu"), fixed=True)
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(temperature=1, seed=3, max_tokens=24),
+    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=24),
+    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=24, n=2),
+]
+SHAPES = [Speculation(4), Speculation(3, 2, 6)]
+HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
+TRAINED: dict[str, Callable[[Path], str]] = {
+    "medusa": lambda folder: f"medusa:{heads_of(TARGET, folder, 4)}",
+    "hydra": lambda folder: f"medusa:{heads_of(TARGET, folder, 3, hydra=True)}",
+    "eagle-1": lambda folder: f"eagle:{first_eagle_of(TARGET, folder)}",
+    "eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder)}",
+    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, num_hidden_layers=2, mask_token_id=7)}",
+    "mtp": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'qwen')}",
+    "mtp-of-3": lambda folder: f"mtp:{apart(TARGET, folder, 3, 'deepseek')}",
+    "adapter": lambda folder: f"early-exit:2:{adapter_of(TARGET, folder, 2, range(3, 5))}",
+    "block": lambda folder: f"block:{block_of(TARGET, folder, 400)}",
+    "block:heads": lambda folder: f"block:{block_of(TARGET, folder, **HEADS)}",
+}
+
+
+def made(drafter: str | None, device: Placement | str = FIXED, **options: object) -> LLM:
+    options |= {"kernels": "torch"} if device == "cpu" else {}
+    return LLM(str(TARGET), drafter, dtype="float32", device=device, max_model_len=128, **options)  # type: ignore[arg-type]
+
+
+@cache
+def plain() -> Sequence[Sequence[int]]:
+    return tokens_of(made(None).generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.short("medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "adapter-chain", "block-tree")
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", TRAINED)
+def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, tmp_path: Path) -> None:
+    """And as many guesses are right as where layers are computed in passes of any shape."""
+    drafter = TRAINED[kind](tmp_path / "heads")
+    fixed, usual = (made(drafter, device, speculation=shape, chunk_tokens=7) for device in (FIXED, "cpu"))
+    assert isinstance(fixed.engine.runner, GraphRunner)
+    for llm in (fixed, usual):
+        assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
+        llm.engine.runner.cache.check()
+    assert fixed.stats.num_drafted == usual.stats.num_drafted
+    assert fixed.stats.num_accepted == usual.stats.num_accepted > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "mtp-of-3", "adapter", "block:heads"])
+def test_rejection_modes_draw_from_declared_laws(kind: str, rule: str, tmp_path: Path) -> None:
+    """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
+    drafter, texts = TRAINED[kind](tmp_path / "heads"), []
+    for device in (FIXED, "cpu"):
+        llm = made(drafter, device, speculation=3, verification=rule)
+        texts.append(tokens_of(llm.generate(PROMPTS, PARAMS)))
+        assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
+    assert texts[0] == texts[1]
+
+
+def test_layers_that_cpus_alone_compute_are_refused_by_name(tmp_path: Path) -> None:
+    folder = adapter_of(write_sparse(tmp_path / "experts", "mixtral"), tmp_path / "adapter", 2, range(1))
+    assert made(f"early-exit:2:{folder}", "cpu").generate("Once", PARAMS[0])
+    with pytest.raises(UnsupportedModel, match=f"{folder}: experts.* are computed on CPUs: use device cpu"):
+        made(f"early-exit:2:{folder}")
