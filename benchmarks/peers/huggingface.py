@@ -59,7 +59,8 @@ def load(setup: Setup) -> Service:
     for path in (Path(each) for each in (setup.target, setup.draft) if each):
         file = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if file else path
-        models.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **file).eval())
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **file)
+        models.append(model.to(setup.device).eval())
         models[-1].generation_config.eos_token_id = None  # texts go on past it
     target, draft = models[0], models[-1]
     if setup.draft:
@@ -74,7 +75,7 @@ def load(setup: Setup) -> Service:
         elif mode.drafter == "ngram":
             options["prompt_lookup_num_tokens"] = mode.depth
         watch = Stopwatch()
-        prompt = torch.tensor([prompt_ids])
+        prompt = torch.tensor([prompt_ids], device=setup.device)
         with torch.inference_mode():
             text = target.generate(
                 prompt,

@@ -69,6 +69,7 @@ class Setup:
     place: str
     context_tokens: int = 2048
     temperature: float = 0.0  # of forerun's answers
+    device: str = "cpu"  # of transformers' models
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,82 @@
+"""Tokens per second of the bundled family, its target widened to 1 B parameters: the same function at a larger cost.
+
+Plain decoding beside every way of drafting, and beside the transformers library's own plain, assisted and prompt-lookup
+generation of the same models, where it is installed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from benchmarks.gpu.clock import wait
+from benchmarks.gpu.setting import Setting, WeightFormat
+from benchmarks.peers.huggingface import load
+from benchmarks.peers.protocol import Mode, Setup
+
+from forerun import LLM, SamplingParams
+from forerun.models.bundled import BUNDLED
+from forerun.models.loading import Blueprint
+from forerun.models.widen import Wider, cached_widened
+from forerun.text.tokenizer import Tokenizer
+
+DRAFTS = ((None, False), ("model:stdlib-draft", 4), ("model:stdlib-draft", "auto"), ("ngram", 4), ("suffix", 4))
+PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, ", "import os\nimport sys\n\ndef main(")
+BATCHES, TOKENS = (1, 8, 32), 128
+MODES = ("plain", "model-4", "ngram-4")  # of transformers
+PARAMETERS = 1_000_000_000
+Result = TypeVar("Result")
+
+
+def target_of(setting: Setting) -> str:
+    """The folder of the target, widened at first use; as it is in a dry run."""
+    source = str(BUNDLED["stdlib"])
+    return source if setting.dry else str(cached_widened(source, Wider.of(Blueprint.of(source).config, PARAMETERS)))
+
+
+def widened(setting: Setting, form: WeightFormat) -> None:
+    """Plain and drafted, up to 32 texts at a time; answers are compared with plain decoding's."""
+    target, num_tokens = target_of(setting), 4 if setting.dry else TOKENS
+    plain: dict[tuple[float, int], list[tuple[int, ...]]] = {}
+    for draft, depth in DRAFTS[:2] if setting.dry else DRAFTS:
+        llm = LLM(target, draft, device=setting.placement(form), dtype="float32" if setting.dry else "bfloat16",
+                  quantize=form.quantize, speculation=depth, max_model_len=512,
+                  max_num_seqs=2 if setting.dry else max(BATCHES))  # fmt: skip
+        for temperature, batch in ((0.0, 2),) if setting.dry else itertools.product((0.0, 1.0), BATCHES):
+            params = SamplingParams(temperature=temperature, seed=1, max_tokens=num_tokens, ignore_eos=True)
+            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
+            spent, results = best_of_two(partial(llm.generate, prompts, params, use_tqdm=False), setting)
+            answers = [tuple(c.token_ids) for r in results for c in r.outputs]
+            same = sum(map(operator.eq, answers, plain.setdefault((temperature, batch), answers)))
+            setting.add("family", engine="forerun", format=form.name, draft=draft or "plain", depth=depth,
+                        temperature=temperature, batch=batch, tokens_per_s=sum(map(len, answers)) / spent,
+                        tokens_per_round=llm.stats.tokens_per_round, same_as_plain=same)  # fmt: skip
+        del llm
+
+
+def by_transformers(setting: Setting) -> None:
+    """The first prompt at temperature 0, as forerun's batch of one has it."""
+    target, draft = target_of(setting), str(BUNDLED["stdlib-draft"])
+    service = load(Setup(target, draft, "bfloat16", 1, "", device=str(setting.device)))
+    prompt, num_tokens = Tokenizer.load(target).encode(PROMPTS[0]), 4 if setting.dry else TOKENS
+    for mode in map(Mode.parse, MODES):
+        spent, _ = best_of_two(partial(service.generate, mode, prompt, num_tokens), setting)
+        setting.add("family", engine=f"transformers {service.versions['transformers']}", format="library",
+                    draft=mode.drafter, depth=mode.depth or False, temperature=0.0, batch=1,
+                    tokens_per_s=num_tokens / spent, tokens_per_round=None, same_as_plain=None)  # fmt: skip
+
+
+def best_of_two(body: Callable[[], Result], setting: Setting) -> tuple[float, Result]:
+    """Seconds, after a run that compiles, captures and chooses; and what came out."""
+    times = []
+    for _ in range(1 if setting.dry else 3):
+        wait(setting.device)
+        started = time.perf_counter()
+        result = body()
+        wait(setting.device)
+        times.append(time.perf_counter() - started)
+    return min(times[-2:]), result

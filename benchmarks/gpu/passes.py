@@ -1,0 +1,172 @@
+"""Passes of fixed shape, random weights of the shape of Llama 3 8B: their time against bandwidth, v(k), and long texts.
+
+Steps: one sequence behind 512 tokens. Texts: prompts read at once, and few tokens behind long ones. Gaps: how long the
+device is idle between two passes of one token, while the host waits for one and lays out the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.gpu.clock import device_ms, wait
+from benchmarks.gpu.setting import Setting, WeightFormat
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+from forerun.models.backends.gpu.backend import GpuBackend
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.config import ModelConfig, read_config
+from forerun.models.decoder import Decoder
+from forerun.models.runner import Read
+
+COUNTS = (1, 8, 16, 32, 64, 128, 144)  # up to 16 share a graph
+CONTEXT, TINY_CONTEXT = 512, 40
+TEXTS, TINY_TEXTS = (512, 2048, 8192), (40,)  # tokens
+RUNS, PROMPT_RUNS = 30, 5
+PROFILED, MOST_KERNELS = 5, 12  # passes, and kernels that are told of
+
+
+def config_of(setting: Setting) -> ModelConfig:
+    """The shape that is measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(setting.fields))
+        return read_config(Path(folder))
+
+
+def random_runner(setting: Setting, form: WeightFormat) -> GraphRunner:
+    """A decoder of this shape with random weights."""
+    config, placement = config_of(setting), setting.placement(form)
+    dice = torch.Generator(placement.device).manual_seed(0)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=torch.bfloat16, device=placement.device)
+        return torch.randn(shape, generator=dice, dtype=torch.bfloat16, device=placement.device) * 0.02
+
+    decoder = Decoder(config, take, torch.bfloat16, GpuBackend(placement), form.quantize)
+    runner = GraphRunner.of(decoder, config.max_positions)
+    assert isinstance(runner, GraphRunner)
+    return runner
+
+
+def weight_bytes(c: ModelConfig, bits: float) -> float:
+    """What a pass reads of the weights: all layers and the head, not the embedding."""
+    attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    return bits / 8 * (c.layers * (attention + 3 * c.hidden * c.intermediate) + c.vocab_size * c.hidden)
+
+
+def steps(setting: Setting, form: WeightFormat) -> None:
+    """v(k) and the time with the host, in one format."""
+    runner, device, runs = random_runner(setting, form), setting.device, 1 if setting.dry else RUNS
+    num_bytes = weight_bytes(runner.decoder.config, form.bits)
+    context = TINY_CONTEXT if setting.dry else CONTEXT
+    runner.read([Read(0, [7] * context)])
+    runner.keep([0], [range(context)])
+    single = 0.0
+    for count in COUNTS[:3] if setting.dry else COUNTS:
+        read = Read(0, [5] * count, judged=range(count))
+
+        def whole(read: Read = read) -> None:
+            runner.read([read])
+            runner.drop([0])
+
+        whole()
+        pass_ms = device_ms(replays(runner) or whole, device, runs)
+        wait(device)
+        started = time.perf_counter()
+        for _ in range(runs):
+            whole()
+        wait(device)
+        round_ms = (time.perf_counter() - started) / runs * 1e3
+        single = single or pass_ms
+        setting.add("steps", format=form.name, tokens=count, pass_ms=pass_ms, v=pass_ms / single,
+                    weight_bytes=num_bytes, with_host_ms=round_ms)  # fmt: skip
+    gaps(setting, form, runner, runs)
+
+
+def texts(setting: Setting, form: WeightFormat) -> None:
+    """Reading a prompt in one pass, and passes of one token and of eight behind it."""
+    runner, device = random_runner(setting, form), setting.device
+
+    def whole(read: Read) -> None:
+        runner.read([read])
+        runner.drop([0])
+
+    for length in TINY_TEXTS if setting.dry else TEXTS:
+        prompt = [7 + i % 100 for i in range(length)]
+        reading = partial(whole, Read(0, prompt, judged=[length - 1]))
+        times = {"prompt_ms": device_ms(reading, device, PROMPT_RUNS)}
+        runner.read([Read(0, prompt)])
+        runner.keep([0], [range(length)])
+        for count in (1, 8):
+            read = Read(0, [5] * count, judged=range(count))
+            whole(read)
+            times[f"pass_of_{count}_ms"] = device_ms(replays(runner) or partial(whole, read), device, RUNS)
+        runner.release([0])
+        setting.add("texts", format=form.name, length=length, **times)
+
+
+def replays(runner: GraphRunner) -> Callable[[], object] | None:
+    """Replaying the graph that was used last, and nothing else; None where nothing is captured."""
+    if not runner.graphs.captured:
+        return None
+    graph, _ = list(runner.graphs.captured.values())[-1]
+    return graph.replay
+
+
+def gaps(setting: Setting, form: WeightFormat, runner: GraphRunner, runs: int) -> None:
+    """The device's idle time between two passes of one token, by events around the replays. GPUs only."""
+    if not runner.graphs.enabled:
+        return
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    replay = Graphs.replay
+
+    def timed(self: Graphs, key: Any, body: Any) -> Any:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        result = replay(self, key, body)
+        last.record()
+        events.append((first, last))
+        return result
+
+    Graphs.replay = timed  # type: ignore[method-assign]
+    try:
+        for _ in range(runs):
+            logits = runner.read([Read(0, [5], judged=[0])]).logits
+            runner.drop([0])
+            logits.argmax(1).tolist()  # what a round waits for
+    finally:
+        Graphs.replay = replay  # type: ignore[method-assign]
+    idle = [before[1].elapsed_time(after[0]) * 1e3 for before, after in itertools.pairwise(events)]
+    setting.add("gaps", format=form.name, idle_us=statistics.median(idle))
+
+
+def profile(setting: Setting, form: WeightFormat) -> None:
+    """What of a pass of one token behind a short text goes into which kernel."""
+    runner = random_runner(setting, form)
+    runner.read([Read(0, [7] * TINY_CONTEXT)])
+    runner.keep([0], [range(TINY_CONTEXT)])
+
+    def whole() -> None:
+        runner.read([Read(0, [5], judged=[0])])
+        runner.drop([0])
+
+    whole()
+    body, wanted = replays(runner) or whole, ProfilerActivity.CPU if setting.dry else ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[wanted]) as seen:
+        for _ in range(PROFILED):
+            body()
+        wait(setting.device)
+    found = [(e.self_cpu_time_total if setting.dry else e.self_device_time_total, e) for e in seen.key_averages()]
+    for us, event in sorted(found, key=lambda each: -each[0])[:MOST_KERNELS]:
+        setting.add("profile", format=form.name, kernel=event.key[:80], calls=event.count / PROFILED, us=us / PROFILED)

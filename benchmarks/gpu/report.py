@@ -1,0 +1,161 @@
+"""What a run's journal comes to: JSON, a page for a reader, and a section for RESULTS.md.
+
+A row that was measured again stands in the place of the earlier one. Shares are of the bandwidth of a copy on the same
+card in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forerun.store import Journal
+
+Row = Mapping[str, Any]
+KEYS = {
+    "card": (), "tests": ("test",), "products": ("format", "matrix", "rows"),
+    "attention": ("kind", "sequences", "rows", "context"), "row_work": ("kernel", "rows"),
+    "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"), "gaps": ("format",),
+    "family": ("engine", "format", "draft", "depth", "temperature", "batch"),
+}  # fmt: skip
+BEFORE = "## Machines that are not here"  # the section of RESULTS.md that a new one is put in front of
+
+
+def tables_of(folder: Path) -> dict[str, list[Row]]:
+    """The journal's rows by table, and in `parts` what became of each part."""
+    found: dict[str, dict[Any, Row]] = {name: {} for name in ("parts", *KEYS)}
+    for entry in Journal.read(folder / "rows.jsonl").entries:
+        if isinstance(entry, dict) and "end" in entry:
+            found["parts"][entry["end"]] = entry
+        elif isinstance(entry, dict) and entry.get("table") in KEYS:
+            found[entry["table"]][tuple(entry.get(key) for key in KEYS[entry["table"]])] = entry
+    return {name: list(rows.values()) for name, rows in found.items()}
+
+
+def write_report(folder: Path) -> None:
+    """`report.json` and `report.md` of what is known so far."""
+    tables = tables_of(folder)
+    (folder / "report.json").write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+    (folder / "report.md").write_text(
+        f"# A run of `scripts/gpu`\n\n{states(tables)}\n{section(tables)}", encoding="utf-8"
+    )
+
+
+def states(tables: Mapping[str, Sequence[Row]]) -> str:
+    """The table of parts."""
+    return table(("part", "state", "seconds"), tables["parts"], lambda p: (p["end"], p["state"], p["seconds"]))
+
+
+def section(tables: Mapping[str, Sequence[Row]]) -> str:
+    """The section for RESULTS.md, with every table that has a row."""
+    card = tables["card"][0] if tables["card"] else {}
+    speed = card.get("bandwidth_gb_s") or float("nan")
+    parts = [f"## {card.get('name', 'A card that was not asked')}, {card.get('date', '')}", facts(card)]
+    parts += [tests(tables["tests"]), *kernels(tables, speed), *passes(tables, speed), family(tables["family"])]
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
+
+
+def facts(card: Row) -> str:
+    """What computed, in a paragraph."""
+    if not card:
+        return ""
+    names = {"driver": "driver", "memory": "memory", "clock": "clock up to", "torch": "torch", "cuda": "CUDA",
+             "triton": "Triton", "transformers": "transformers", "python": "Python", "cores": "cores"}  # fmt: skip
+    said = ", ".join(f"{word} {card[key]}" for key, word in names.items() if card.get(key))
+    commit = f"commit `{card['commit']}`, " if card.get("commit") else ""
+    copy = f"A copy moves {card['bandwidth_gb_s']:,.0f} GB/s, bytes read and written."
+    return f"{commit}sources `{card['sources']}`; {said}. {copy}"
+
+
+def tests(rows: Sequence[Row]) -> str:
+    """How many tests passed, and what the others said."""
+    counts = {kind: sum(row["outcome"] == kind for row in rows) for kind in ("passed", "failed", "skipped")}
+    failed = [f"- `{row['test']}`: {row.get('said', '')}" for row in rows if row["outcome"] == "failed"]
+    said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return "\n".join([f"`tests/gpu`: {said}.", *[""][: len(failed)], *failed]) if rows else ""
+
+
+def kernels(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
+    """Microseconds of every kernel beside what its bytes take."""
+
+    def beside(row: Row) -> tuple[str, str]:
+        least_us = row["bytes"] / speed / 1e3
+        return f"{least_us:.1f}", f"{least_us / row['us']:.0%}"
+
+    return [
+        headed("**Products**", table(
+            ("format", "matrix", "outputs × inputs", "rows", "µs", "its bytes, µs", "share"), tables["products"],
+            lambda r: (r["format"], r["matrix"], f"{r['outputs']} × {r['inputs']}", r["rows"], f"{r['us']:.1f}",
+                       *beside(r)))),
+        headed("**Attention** of one layer", table(
+            ("kind", "sequences", "rows", "context", "µs", "torch's, µs", "its bytes, µs", "share", "TFLOP/s"),
+            tables["attention"],
+            lambda r: (r["kind"], r["sequences"], r["rows"], r["context"], f"{r['us']:.1f}", f"{r['torch_us']:.1f}",
+                       *beside(r), f"{r['flops'] / r['us'] / 1e6:.1f}"))),
+        headed("**Row work**", table(
+            ("kernel", "rows", "µs", "its bytes, µs", "share"), tables["row_work"],
+            lambda r: (r["kernel"], r["rows"], f"{r['us']:.1f}", *beside(r)))),
+    ]  # fmt: skip
+
+
+def passes(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
+    """Passes of a whole model."""
+    idle = "; ".join(f"{g['format']} {g['idle_us']:.0f} µs" for g in tables["gaps"])
+    return [
+        headed("**Passes** behind 512 tokens", table(
+            ("format", "tokens", "pass, ms", "v", "share of bandwidth", "with the host, ms"), tables["steps"],
+            lambda s: (s["format"], s["tokens"], f"{s['pass_ms']:.2f}", f"{s['v']:.2f}",
+                       f"{s['weight_bytes'] / s['pass_ms'] / 1e6 / speed:.0%}", f"{s['with_host_ms']:.2f}"))),
+        f"Idle between two passes: {idle}." if idle else "",
+        headed("**Texts**", table(
+            ("format", "tokens", "prompt, ms", "then one token, ms", "eight, ms"), tables["texts"],
+            lambda t: (t["format"], t["length"], f"{t['prompt_ms']:.1f}", f"{t['pass_of_1_ms']:.2f}",
+                       f"{t['pass_of_8_ms']:.2f}"))),
+        headed("**A pass of one token, by kernel**", table(
+            ("format", "kernel", "launches", "µs"), tables["profile"],
+            lambda p: (p["format"], f"`{p['kernel']}`", f"{p['calls']:.0f}", f"{p['us']:.0f}"))),
+    ]  # fmt: skip
+
+
+def family(rows: Sequence[Row]) -> str:
+    """Tokens per second, beside plain decoding by the same engine and format."""
+    plain = {
+        (r["engine"], r["format"], r["temperature"], r["batch"]): r["tokens_per_s"]
+        for r in rows
+        if r["draft"] == "plain"
+    }
+
+    def cells(r: Row) -> tuple[Any, ...]:
+        base = plain.get((r["engine"], r["format"], r["temperature"], r["batch"]))
+        ratio = f"×{r['tokens_per_s'] / base:.2f}" if base else ""
+        rounds = "" if r["tokens_per_round"] is None else f"{r['tokens_per_round']:.2f}"
+        same = "" if r["same_as_plain"] is None else f"{r['same_as_plain']} of {r['batch']}"
+        return (r["engine"], r["format"], r["draft"], r["depth"] or "", r["temperature"], r["batch"],
+                f"{r['tokens_per_s']:.0f}", ratio, rounds, same)  # fmt: skip
+
+    names = ("engine", "format", "draft", "depth", "temperature", "batch", "tokens/s", "of plain", "tokens a round",
+             "answers as plain")  # fmt: skip
+    return headed("**The bundled family**, its target widened to 1 B parameters", table(names, rows, cells))
+
+
+def headed(head: str, body: str) -> str:
+    """A table under its name; nothing where it has no rows."""
+    return f"{head}\n\n{body}" if body else ""
+
+
+def table(names: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[Any]]) -> str:
+    """A Markdown table; nothing where there is no row."""
+    if not rows:
+        return ""
+    lines = ["| " + " | ".join(map(str, line)) + " |\n" for line in (names, *map(cells, rows))]
+    return lines[0] + "|---" * len(names) + "|\n" + "".join(lines[1:])
+
+
+def insert(results: Path, text: str) -> None:
+    """Put a section into RESULTS.md, in the place of one with this heading if there is one."""
+    page, heading = results.read_text(encoding="utf-8"), text.partition("\n")[0] + "\n"
+    begin = page.find("\n" + heading) + 1 or page.index("\n" + BEFORE) + 1
+    after = page.find("\n## ", begin) + 1 if page.startswith(heading, begin) else begin
+    results.write_text(page[:begin] + text + "\n" + page[after or len(page) :], encoding="utf-8")
