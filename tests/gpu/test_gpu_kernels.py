@@ -1,5 +1,7 @@
 """The kernels on the GPU: attention is torch's attention, and a row has the bits that it would have alone."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional
@@ -8,7 +10,15 @@ from forerun.device import running_sum, softmax
 from forerun.models.backends.gpu.backend import OneGemmLinear, tiles_agree
 from forerun.models.backends.gpu.ops import TorchOps, TritonOps, load_kernels
 from forerun.sampling.transforms import keep_nucleus
-from models.kernel_laws import check_attention, check_row_work, check_rows_are_strangers, random_case, scattered
+from models.kernel_laws import (
+    check_activations,
+    check_attention,
+    check_norms,
+    check_rotation,
+    check_rows_are_strangers,
+    random_case,
+    scattered,
+)
 
 SHAPES = [
     {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16},
@@ -47,8 +57,9 @@ def test_a_node_of_a_tree_attends_to_the_bit_as_plain_decoding_would(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_row_work_is_torchs(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
-    check_row_work(ops, "cuda", dtype, tolerance)
+def test_what_is_done_row_by_row_is_its_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+    for made, check in product((ops, TorchOps()), (check_norms, check_rotation, check_activations)):
+        check(made, "cuda", dtype, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])

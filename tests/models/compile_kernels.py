@@ -3,6 +3,8 @@
 A program of its own, since the interpreter takes the kernels' place in a process where it is switched on.
 """
 
+from itertools import product
+
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -14,11 +16,11 @@ HOPPER = GPUTarget("cuda", 90, 32)
 LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
 KEYS = {"GROUP": 4, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
 WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride",
-         "slot_stride", "rows", "outputs"}  # fmt: skip
-REAL = {"scale", "cap", "eps"}
+         "slot_stride", "rows", "outputs", "query_turn", "key_turn"}  # fmt: skip
+REAL = {"scale", "cap", "eps", "alpha", "limit"}
 TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
 FLOATS = {"largest", "total", "cos", "sin"}
-WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "silu_mul", "join_splits"}
+WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "activate", "join_splits"}
 
 
 MOST_SHARED = 232_448  # bytes that a program may have on an H100
@@ -54,10 +56,11 @@ def main() -> None:
         check(k.attend_splits, "bf16", **shape, **KEYS, WIDTH=head_dim, PATHS=paths, CAPPED=windowed)
         check(k.join_splits, "bf16", **shape, WIDTH=head_dim, SINKS=windowed)
     for dtype in ("bf16", "fp32"):
-        for extra in (True, False):
-            check(k.add_norm, dtype, HIDDEN=4096, WIDTH=4096, ADDS=extra)
-            check(k.rotate_store, dtype, **LLAMA_8B, KV_HEADS=8, HALF=64, NORMS=extra)
-        check(k.silu_mul, dtype, WIDTH=14336, BLOCK=1024)
+        for extra, other in product((True, False), (True, False)):
+            check(k.add_norm, dtype, HIDDEN=4096, WIDTH=4096, ADDS=extra, DELTA_NORMS=other, NORMS=extra or other)
+            check(k.rotate_store, dtype, **LLAMA_8B, KV_HEADS=8, HALF=64, NORMS=extra, JOINT=other)
+            for clamped in (True, False):
+                check(k.activate, dtype, WIDTH=14336, BLOCK=1024, PLAIN=extra, GELU=other, CLAMPED=clamped)
         for tile in TILES if dtype == "bf16" else (SMALLEST,):
             sizes = {"num_warps": tile.warps, "num_stages": tile.stages}
             check(k.one_gemm, dtype, sizes, WIDTH=4096, BIASED=True, ROWS=tile.rows, OUTPUTS=tile.outputs,

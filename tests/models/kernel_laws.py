@@ -5,13 +5,18 @@ Each law is a function of the operations under test; references are by definitio
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
-from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops, TorchOps, power_of_two
+from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops, power_of_two
 from forerun.models.config import read_config
+from forerun.models.experts_config import Clamp
+from forerun.models.layer import Attention, GatedMlp
 from kit.checkpoints import TARGET
 
 SPARE_SLOTS = 4
@@ -150,35 +155,82 @@ def check_rows_are_strangers(ops: Ops, case: Case) -> None:
         assert torch.equal(alone.attended(ops)[0], together[i]), f"row {i} of {len(case.chains)}"
 
 
-def check_row_work(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Norms, rotation, storing and activation give what torch's own functions give, and rows are strangers."""
+def check_norms(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Sums and norms, of the stream and of what is added, are their definitions in float64, and rows are strangers."""
     noise = torch.Generator().manual_seed(3)
-    rows, hidden, inner, slots = 5, 96, 160, 32
-    shape = replace(read_config(TARGET), heads=4, kv_heads=2, head_dim=24, norm_eps=1e-5)
+    rows, hidden = 5, 96
 
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=noise).to(device, dtype)
 
     def close(a: Tensor, b: Tensor) -> None:
-        assert (a.float() - b.float()).abs().max() <= tolerance * max(1.0, b.float().abs().max().item())
+        assert (a.double() - b.double()).abs().max() <= tolerance * max(1.0, b.double().abs().max().item())
 
-    x, delta, gain, qkv = draw(rows, hidden), draw(rows, hidden), draw(hidden), draw(rows, 8 * 24)
-    plain = TorchOps()
-    for other in (None, delta):
-        for found, wanted in zip(ops.add_norm(x, other, gain, 1e-5), plain.add_norm(x, other, gain, 1e-5), strict=True):
-            close(found, wanted)
-        alone = [
-            ops.add_norm(x[i : i + 1], None if other is None else other[i : i + 1], gain, 1e-5)[1] for i in range(5)
-        ]
-        assert torch.equal(torch.cat(alone), ops.add_norm(x, other, gain, 1e-5)[1])
-    gate_up = draw(rows, 2 * inner)
-    close(ops.silu_mul(gate_up), plain.silu_mul(gate_up))
-    angles = torch.randn(64, 12, generator=noise)
-    turns = tuple(torch.cat([t, t], 1).to(device) for t in (angles.cos(), angles.sin()))
-    at = tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in ([3, 4, 9, 63, -1], [7, 8, 1, 30, 31]))
-    for gains in (None, draw(6, 24)):
-        stores = [tuple(torch.zeros(2, slots, 24, dtype=dtype, device=device) for _ in range(2)) for _ in range(2)]
-        close(ops.rotate_store(qkv, turns, at, gains, shape, stores[0]),
-              plain.rotate_store(qkv, turns, at, gains, shape, stores[1]))  # fmt: skip
-        for found, wanted in zip(*stores, strict=True):
-            close(found, wanted)
+    def norm(x: Tensor, gain: Tensor | None) -> Tensor:
+        wide = x.double()
+        return wide if gain is None else wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
+
+    x, delta, gain = draw(rows, hidden), draw(rows, hidden), draw(hidden)
+    for more, delta_gain, each in product((None, delta), (None, gain + 1), (None, gain, gain.float())):
+        added, normed = ops.add_norm(x, more, each, 1e-5, delta_gain)
+        wanted = x.double() if more is None else x.double() + norm(more, delta_gain)
+        close(added, wanted)
+        close(normed, norm(wanted, each))
+        alone = [ops.add_norm(x[i : i + 1], None if more is None else more[i : i + 1], each, 1e-5, delta_gain)[1]
+                 for i in range(rows)]  # fmt: skip
+        assert torch.equal(torch.cat(alone), normed)
+
+
+def check_activations(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """An MLP's activation, of each kind, is its definition in float64."""
+    noise = torch.Generator().manual_seed(4)
+    gate_up = (3 * torch.randn(5, 2 * 160, generator=noise)).to(device, dtype)
+    gate, up = gate_up.double().chunk(2, 1)
+    bounded, limits = gate.clamp(max=2.0), Clamp(1.7, 2.0)
+    tanh = partial(functional.gelu, approximate="tanh")
+    for options, wanted in (
+        ({}, functional.silu(gate) * up),
+        ({"gelu": True}, tanh(gate) * up),
+        ({"plain": True}, functional.silu(gate_up.double())),
+        ({"plain": True, "gelu": True}, tanh(gate_up.double())),
+        ({"clamp": limits}, bounded * torch.sigmoid(1.7 * bounded) * (up.clamp(-2.0, 2.0) + 1)),
+    ):
+        found = ops.activate(gate_up, GatedMlp(nothing, nothing, **options))
+        assert (found.double() - wanted).abs().max() <= tolerance * wanted.abs().max(), options
+        assert torch.equal(found[2:3], ops.activate(gate_up[2:3], GatedMlp(nothing, nothing, **options)))
+
+
+def nothing(x: Tensor) -> Tensor:
+    raise AssertionError("no linear layer is asked")
+
+
+def check_rotation(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Queries and keys are normed, each head or all as one, turned by tables of their own, and stored, in float64."""
+    noise = torch.Generator().manual_seed(5)
+    heads, kv_heads, width, slots, positions = 4, 2, 24, 32, [3, 4, 9, 20, -1]
+    shape = replace(read_config(TARGET), heads=heads, kv_heads=kv_heads, head_dim=width, norm_eps=1e-5)
+    qkv = torch.randn(5, 8 * width, generator=noise).to(device, dtype)
+    angles = torch.randn(64, width // 2, generator=noise).repeat(1, 2)
+    turns = angles.cos().to(device), angles.sin().to(device)
+    at = tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in (positions, [7, 8, 1, 30, 31]))
+    gains = torch.randn(6, width, generator=noise).to(device, dtype)
+    for gain, joint, begins in product((None, gains, gains.float()), (False, True), ((0, None), (21, None), (21, 42))):
+        layer = Attention(None, nothing, nothing, gain, None, None, None, *begins, joint)
+        stores = tuple(torch.zeros(kv_heads, slots, width, dtype=dtype, device=device) for _ in range(2))
+        query = ops.rotate_store(qkv, turns, at, layer, shape, stores)
+        queries, keys, values = qkv.double().view(5, 8, width).split([heads, kv_heads, kv_heads], 1)
+        for i, position in enumerate(positions[:-1]):
+            found, store = query[i], [each[:, int(at[1][i])] for each in stores]
+            parts = zip(
+                ((queries[i], found), (keys[i], store[0])), ((0, heads), (heads, 6)), (begins[1], None), strict=True
+            )
+            for (wanted, mine), part, own in parts:
+                if gain is not None:
+                    squares = wanted.square().mean() if joint else wanted.square().mean(-1, keepdim=True)
+                    wanted = wanted / (squares + 1e-5).sqrt() * gain[slice(*part)].double()
+                turn = position + (begins[0] if own is None else own)
+                a, b = wanted.chunk(2, 1)
+                c, s = (table[turn, : width // 2].double() for table in turns)
+                wanted = torch.cat([a * c - b * s, b * c + a * s], 1)
+                assert (mine.double() - wanted).abs().max() <= tolerance * wanted.abs().max(), (joint, begins)
+            assert torch.equal(store[1], values[i].to(dtype))

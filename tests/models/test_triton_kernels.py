@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -36,7 +37,15 @@ from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.ops import Ops, TorchOps, TritonOps, load_kernels
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
-from models.kernel_laws import check_attention, check_row_work, check_rows_are_strangers, random_case, scattered
+from models.kernel_laws import (
+    check_activations,
+    check_attention,
+    check_norms,
+    check_rotation,
+    check_rows_are_strangers,
+    random_case,
+    scattered,
+)
 
 SHAPES = [
     {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16},
@@ -111,8 +120,9 @@ def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
-def test_row_work_is_torchs(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
-    check_row_work(ops, "cpu", dtype, tolerance)
+def test_what_is_done_row_by_row_is_its_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+    for made, check in product((ops, TorchOps()), (check_norms, check_rotation, check_activations)):
+        check(made, "cpu", dtype, tolerance)
 
 
 def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,7 +353,7 @@ def sample(path: Path) -> bytes:
 
 def refuse_layers(name: str, config: ModelConfig, placement: Placement) -> None:
     """Raise UnsupportedModel, by the model's name, for layers that CPUs alone compute, where it runs elsewhere."""
-    if placement.fixed and (config.experts or config.sinks or not config.is_plain):
-        cure = "use device cpu, or choose a checkpoint without them"
-        what = "experts and attention sinks" if config.is_plain else f"the layers of {config.family}"
-        raise UnsupportedModel(f"{name}: {what} are computed on CPUs: {cure}")
+    if placement.fixed and config.experts:
+        raise UnsupportedModel(
+            f"{name}: experts are computed on CPUs: use device cpu, or choose a checkpoint without them"
+        )

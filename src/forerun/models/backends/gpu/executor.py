@@ -30,7 +30,8 @@ class FixedExecutor(TorchExecutor):
         """The stream behind these layers."""
         assert isinstance(batch, FixedBatch), "passes are of fixed shape"
         x, delta, _ = run_layers(self.parts, self.ops, batch, cache, layers, x, read)
-        return x + delta
+        gain = self.parts.layers[layers[-1]].mlp.out_norm
+        return self.ops.add_norm(x, delta, None, self.parts.config.norm_eps, gain)[0]
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
         """Rows behind a norm."""
@@ -42,4 +43,4 @@ class FixedExecutor(TorchExecutor):
         c, rope, at = self.parts.config, self.parts.rope, (batch.positions, batch.slots)
         for i, layer in enumerate(self.parts.layers):
             store, qkv = (cache.keys[i], cache.values[i]), layer.attention.qkv(read)
-            self.ops.rotate_store(qkv, (rope.cos, rope.sin), at, layer.attention.qk_norm, c, store)
+            self.ops.rotate_store(qkv, (rope.cos, rope.sin), at, layer.attention, c, store)

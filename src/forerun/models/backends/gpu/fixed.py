@@ -215,28 +215,29 @@ def run_layers(
     read: Entered | None = None,
     taps: Sequence[int] = (),
 ) -> tuple[Stream, Stream, dict[int, Stream]]:
-    """The stream before what the last of these layers adds, what that is, and the streams entering layers of `taps`.
+    """The stream before what the last of these layers adds, what that is, not normed yet where the layer norms it, and
+    the streams entering layers of `taps`.
 
     The first layer's attention reads `x`, normed, or `read` as it is.
     """
     c, where = parts.config, batch.where
     turns, at = (parts.rope.cos, parts.rope.sin), (batch.positions, batch.slots)
     delta: Stream | None = None
+    delta_gain: Tensor | None = None
     kept: dict[int, Tensor] = {}
     for i in layers:
         layer, mlp = parts.layers[i].attention, parts.layers[i].mlp
         assert mlp.every is not None, "experts are chosen by looking at values: blueprints refuse them here"
-        assert layer.norm is not None, "layers are Llama's: blueprints refuse others here"
-        assert mlp.norm is not None, "layers are Llama's: blueprints refuse others here"
-        x, normed = ops.add_norm(x, delta, layer.norm, c.norm_eps) if read is None else (x, read)
+        x, normed = (x, read) if read is not None else ops.add_norm(x, delta, layer.norm, c.norm_eps, delta_gain)
         read = None
         if i in taps:
             kept[i] = x
         store = (cache.keys[i], cache.values[i])
-        query = ops.rotate_store(layer.qkv(normed), turns, at, layer.qk_norm, c, store)
-        mixed = ops.attend(query, *store, where, layer.window)
-        x, normed = ops.add_norm(x, layer.out(mixed), mlp.norm, c.norm_eps)
-        delta = mlp.every.down(ops.silu_mul(mlp.every.gate_up(normed)))
+        query = ops.rotate_store(layer.qkv(normed), turns, at, layer, c, store)
+        mixed = layer.out(ops.attend(query, *store, where, layer.window, layer.sinks, c.score_cap))
+        x, behind = ops.add_norm(x, mixed, mlp.norm, c.norm_eps, layer.out_norm)
+        gate_up = mlp.every.gate_up(normed if mlp.parallel else behind)
+        delta, delta_gain = mlp.every.down(ops.activate(gate_up, mlp.every)), mlp.out_norm
     assert delta is not None, "at least one layer"
     return x, delta, kept
 
@@ -250,7 +251,7 @@ def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps
         return States(decoder.logits(judged) if len(judged) else hidden.new_empty(0, c.vocab_size), hidden, None)
     x = decoder.embedding[batch.tokens] if inputs.states is None else inputs.states
     x, delta, kept = run_layers(decoder, ops, batch, cache, range(len(decoder.layers)), x, taps=taps)
-    x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps)
+    x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps, decoder.layers[-1].mlp.out_norm)
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]
     logits = decoder.head(judged) if inputs.shape.judged else x.new_empty(0, c.vocab_size)

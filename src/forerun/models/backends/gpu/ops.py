@@ -18,14 +18,17 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.errors import DeviceUnavailable
+from forerun.models.backends.torch_cpu.mlp import gelu
 from forerun.models.config import ModelConfig
+from forerun.models.experts_config import Clamp
+from forerun.models.layer import Attention, GatedMlp
 from forerun.models.rows import rms_norm, rotate
 
 SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
 TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of the attention kernel
 WORKERS = 16  # programs among which the splits of a tile are dealt out
 SCRATCH_BYTES = 256 << 20  # of partial sums; beyond it heads are done in turns
-SILU_BLOCK = 1024
+ACTIVATED = 1024  # numbers that a program does
 LOG2_E = math.log2(math.e)
 
 Rows = Float[Tensor, "rows width"]
@@ -58,12 +61,14 @@ class KeyMap:
 class Ops(Protocol):
     """Row-wise work of one layer; tensors are contiguous."""
 
-    def add_norm(self, x: Rows, delta: Rows | None, gain: Tensor, eps: float) -> tuple[Rows, Rows]:
-        """x + delta, and its norm."""
+    def add_norm(
+        self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
+    ) -> tuple[Rows, Rows]:
+        """x + delta, which is normed where it has gains, and the norm of the sum: without gains the sum itself."""
         ...
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None,
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         """Normed and rotated queries; keys and values are stored. `turns`: cosines, sines; `at`: positions, slots."""
@@ -79,28 +84,37 @@ class Ops(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
-        """silu(gate) * up of rows that hold both, side by side."""
+    def activate(self, gate_up: Rows, mlp: GatedMlp) -> Float[Tensor, "rows inner"]:
+        """What goes into an MLP's last layer, of what came out of its first."""
         ...
 
 
 class TorchOps:
     """By torch's own functions, on any device; attention looks up every key of every row."""
 
-    def add_norm(self, x: Rows, delta: Rows | None, gain: Tensor, eps: float) -> tuple[Rows, Rows]:
-        x = x if delta is None else x + delta
-        return x, rms_norm(x, gain, eps)
+    def add_norm(
+        self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
+    ) -> tuple[Rows, Rows]:
+        if delta is not None:
+            x = x + (delta if delta_gain is None else rms_norm(delta, delta_gain, eps))
+        return x, x if gain is None else rms_norm(x, gain, eps)
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None,
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         rotated, value = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
-        if gains is not None:
-            rotated = rms_norm(rotated, gains, shape.norm_eps)
+        sizes, gains = [shape.heads, shape.kv_heads], layer.qk_norm
         position, slot = at[0].long().clamp_min(0), at[1].long()
-        rotated = rotate(rotated, turns[0][position][:, None], turns[1][position][:, None])
+        parts, begins = rotated.split(sizes, 1), (query_turn(layer), layer.first_turn)
+        if gains is not None and layer.joint_norm:
+            joint = zip(parts, gains.split(sizes), strict=True)
+            parts = [rms_norm(part.flatten(1), gain.flatten(), shape.norm_eps).view_as(part) for part, gain in joint]
+        elif gains is not None:
+            parts = rms_norm(rotated, gains, shape.norm_eps).split(sizes, 1)
+        turned = [[table[position + begin][:, None] for table in turns] for begin in begins]
+        rotated = torch.cat([rotate(part, *angles) for part, angles in zip(parts, turned, strict=True)], dim=1)
         store[0].index_copy_(1, slot, rotated[:, shape.heads :].transpose(0, 1))
         store[1].index_copy_(1, slot, value.transpose(0, 1))
         return rotated[:, : shape.heads].contiguous()
@@ -126,9 +140,16 @@ class TorchOps:
         mixed = torch.einsum("rhgk,hrkd->rhgd", weights, values[:, slots].float())
         return mixed.reshape(rows, heads * head_dim).to(query.dtype)
 
-    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
+    def activate(self, gate_up: Rows, mlp: GatedMlp) -> Float[Tensor, "rows inner"]:
+        activation = gelu if mlp.gelu else functional.silu
+        if mlp.plain:
+            return activation(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
-        return functional.silu(gate) * up
+        if mlp.clamp is None:
+            return activation(gate) * up
+        limit, gate = mlp.clamp.limit, gate.float().clamp(max=mlp.clamp.limit)
+        turned = gate * torch.sigmoid(gate * mlp.clamp.alpha) * (up.float().clamp(-limit, limit) + 1)
+        return turned.to(up.dtype)
 
 
 def key_slots(where: KeyMap) -> Int[Tensor, "rows keys"]:
@@ -149,30 +170,33 @@ class TritonOps:
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
 
-    def add_norm(self, x: Rows, delta: Rows | None, gain: Tensor, eps: float) -> tuple[Rows, Rows]:
+    def add_norm(
+        self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
+    ) -> tuple[Rows, Rows]:
         rows, hidden = x.shape
         added = x if delta is None else torch.empty_like(x)
-        normed = torch.empty_like(x)
-        self.kernels.add_norm[(rows,)](
-            x, x if delta is None else delta, gain, added, normed, eps,
-            HIDDEN=hidden, WIDTH=power_of_two(hidden), ADDS=delta is not None, num_warps=8,
-            **self.kernels.OPTIONS,
-        )  # fmt: skip
+        normed = added if gain is None else torch.empty_like(x)
+        if normed is not x:
+            self.kernels.add_norm[(rows,)](
+                x, x if delta is None else delta, x if delta_gain is None else delta_gain, x if gain is None else gain,
+                added, normed, eps, HIDDEN=hidden, WIDTH=power_of_two(hidden), ADDS=delta is not None,
+                DELTA_NORMS=delta_gain is not None, NORMS=gain is not None, num_warps=8, **self.kernels.OPTIONS,
+            )  # fmt: skip
         return added, normed
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], gains: Tensor | None,
+        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         rows = len(qkv)
         query = qkv.new_empty(rows, shape.heads, shape.head_dim)
         keys, values = store
         self.kernels.rotate_store[(rows, shape.heads + 2 * shape.kv_heads)](
-            qkv, *turns, *at, qkv if gains is None else gains, query, keys, values,
-            shape.norm_eps, keys.stride(0), keys.stride(1),
+            qkv, *turns, *at, qkv if layer.qk_norm is None else layer.qk_norm, query, keys, values,
+            shape.norm_eps, keys.stride(0), keys.stride(1), query_turn(layer), layer.first_turn,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
-            HALF=power_of_two(shape.head_dim // 2), NORMS=gains is not None, num_warps=1,
-            **self.kernels.OPTIONS,
+            HALF=power_of_two(shape.head_dim // 2), NORMS=layer.qk_norm is not None, JOINT=layer.joint_norm,
+            num_warps=1, **self.kernels.OPTIONS,
         )  # fmt: skip
         return query
 
@@ -208,12 +232,19 @@ class TritonOps:
             )  # fmt: skip
         return out
 
-    def silu_mul(self, gate_up: Rows) -> Float[Tensor, "rows half"]:
-        rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, width)
-        grid = (rows, -(-width // SILU_BLOCK))
-        self.kernels.silu_mul[grid](gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, **self.kernels.OPTIONS)
+    def activate(self, gate_up: Rows, mlp: GatedMlp) -> Float[Tensor, "rows inner"]:
+        rows, width = len(gate_up), gate_up.shape[1] // (1 if mlp.plain else 2)
+        out, clamp = gate_up.new_empty(rows, width), mlp.clamp or Clamp(1.0, 1.0)
+        self.kernels.activate[rows, -(-width // ACTIVATED)](
+            gate_up, out, clamp.alpha, clamp.limit, WIDTH=width, PLAIN=mlp.plain, GELU=mlp.gelu,
+            CLAMPED=mlp.clamp is not None, BLOCK=ACTIVATED, **self.kernels.OPTIONS,
+        )  # fmt: skip
         return out
+
+
+def query_turn(layer: Attention) -> int:
+    """Where the table of a layer's queries begins."""
+    return layer.first_turn if layer.first_query_turn is None else layer.first_query_turn
 
 
 def ops_for(device: torch.device) -> Ops:

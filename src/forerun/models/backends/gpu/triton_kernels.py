@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 BLOCK_KEYS = 64
-SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head")
+SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "query_turn",
+         "key_turn")  # fmt: skip
 # Every launch says so: where the compiler may fuse a product with a sum, as it may by default, it decides for each
 # variant of a kernel anew, and a row's bits would depend on whether its pass has paths, windows or norms.
 OPTIONS = {"enable_fp_fusion": False}
@@ -119,7 +120,7 @@ def attend_split(
             seen = seen & (key[None, :] > positions[:, None] - window)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if CAPPED:
-            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(tl.minimum(scores, 100.0)))
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         floor = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -173,30 +174,53 @@ def join_splits(
 
 @kernel
 def add_norm(
-    x, delta, gain, added, normed, eps,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr,
+    x, delta, delta_gain, gain, added, normed, eps,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr, DELTA_NORMS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """`added` = x + delta, and `normed` its root-mean-square norm, in float32 up to the gain."""
+    """`added` = x + delta, delta normed with DELTA_NORMS, and `normed` the sum's norm."""
     row = tl.program_id(0)
     columns = tl.arange(0, WIDTH)
     inside = columns < HIDDEN
     at = row.to(tl.int64) * HIDDEN + columns
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADDS:
-        value = (value.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        more = tl.load(delta + at, mask=inside, other=0.0)
+        if DELTA_NORMS:
+            more = gained(more, root_mean_square(more, HIDDEN, eps), tl.load(delta_gain + columns, inside, other=0.0))
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
         tl.store(added + at, value, mask=inside)
+    if NORMS:
+        value = gained(value, root_mean_square(value, HIDDEN, eps), tl.load(gain + columns, inside, other=0.0))
+        tl.store(normed + at, value, mask=inside)
+
+
+@kernel
+def root_mean_square(value, HIDDEN: tl.constexpr, eps):
+    """What a row is multiplied by in its root-mean-square norm."""
     wide = value.to(tl.float32)
-    norm = wide * tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-    g = tl.load(gain + columns, mask=inside, other=0.0)
-    tl.store(normed + at, (norm.to(value.dtype).to(tl.float32) * g.to(tl.float32)).to(value.dtype), mask=inside)
+    return tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
+
+
+@kernel
+def gained(value, scale, gain):
+    """A norm's result: gains of float32 multiply before it is rounded, others behind that."""
+    norm = value.to(tl.float32) * scale
+    if gain.dtype == value.dtype:
+        norm = norm.to(value.dtype).to(tl.float32)
+    return (norm * gain.to(tl.float32)).to(value.dtype)
 
 
 @kernel
 def rotate_store(
-    qkv, cos, sin, positions, slots, gains, query, keys, values, eps, kv_stride, slot_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr,
+    qkv, cos, sin, positions, slots, gains, query, keys, values, eps, kv_stride, slot_stride, query_turn, key_turn,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    NORMS: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: norm its query or key where the family does, rotate it, and put it where it belongs."""
+    """One head of one row: norm its query or key where the family does, rotate it, and put it where it belongs.
+
+    The tables of rotations begin at `query_turn` and `key_turn`. With JOINT the norm is of all query heads as one, or
+    of all key heads.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, HALF)
@@ -208,16 +232,23 @@ def rotate_store(
     if head < HEADS + KV_HEADS:
         kind = first.dtype
         if NORMS:
-            a, b = first.to(tl.float32), second.to(tl.float32)
-            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_DIM + eps)
-            gain = gains + head * HEAD_DIM
-            g = tl.load(gain + dims, mask=inside, other=0.0).to(tl.float32)
-            h = tl.load(gain + HEAD_DIM // 2 + dims, mask=inside, other=0.0).to(tl.float32)
-            first = ((a * scale).to(kind).to(tl.float32) * g).to(kind)
-            second = ((b * scale).to(kind).to(tl.float32) * h).to(kind)
-        position = tl.maximum(tl.load(positions + row), 0).to(tl.int64)
-        c = tl.load(cos + position * HEAD_DIM + dims, mask=inside, other=0.0)
-        s = tl.load(sin + position * HEAD_DIM + dims, mask=inside, other=0.0)
+            begin, count = head, 1
+            if JOINT:
+                begin = tl.where(head < HEADS, 0, HEADS)
+                count = tl.where(head < HEADS, HEADS, KV_HEADS)
+            squares = tl.zeros((HALF,), tl.float32)
+            for i in range(count):
+                other = qkv + (row.to(tl.int64) * (HEADS + 2 * KV_HEADS) + begin + i) * HEAD_DIM + dims
+                a = tl.load(other, mask=inside, other=0.0).to(tl.float32)
+                b = tl.load(other + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)
+                squares += a * a + b * b
+            scale = tl.rsqrt(tl.sum(squares, 0) / (count * HEAD_DIM) + eps)
+            gain = gains + head * HEAD_DIM + dims
+            first = gained(first, scale, tl.load(gain, mask=inside, other=0.0))
+            second = gained(second, scale, tl.load(gain + HEAD_DIM // 2, mask=inside, other=0.0))
+        turn = tl.maximum(tl.load(positions + row), 0).to(tl.int64) + tl.where(head < HEADS, query_turn, key_turn)
+        c = tl.load(cos + turn * HEAD_DIM + dims, mask=inside, other=0.0)
+        s = tl.load(sin + turn * HEAD_DIM + dims, mask=inside, other=0.0)
         a, b = first.to(tl.float32), second.to(tl.float32)
         first, second = (a * c - b * s).to(kind), (b * c + a * s).to(kind)
     if head < HEADS:
@@ -235,17 +266,31 @@ def rotate_store(
 
 
 @kernel
-def silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """silu(gate) * up, where a row holds its gate and behind it its up."""
+def activate(
+    gate_up, out, alpha, limit,
+    WIDTH: tl.constexpr, PLAIN: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What an MLP makes of a row that holds its gate and behind it its up, or of one that is PLAIN."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + columns, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0)
+    source = gate_up + row * (WIDTH if PLAIN else 2 * WIDTH) + columns
+    gate = tl.load(source, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    product = activated.to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * WIDTH + columns, product.to(gate.dtype), mask=inside)
+    steep = wide
+    if GELU:
+        steep = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # twice the tanh's argument
+    if CLAMPED:
+        wide = tl.minimum(wide, limit)
+        steep = wide * alpha
+    turned = wide / (1.0 + tl.exp(tl.minimum(-steep, 80.0)))
+    if not PLAIN:
+        up = tl.load(source + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        if CLAMPED:
+            turned = turned * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+        else:
+            turned = turned.to(gate.dtype).to(tl.float32) * up
+    tl.store(out + row * WIDTH + columns, turned.to(gate.dtype), mask=inside)
 
 
 @kernel

@@ -1,0 +1,61 @@
+"""Layers of every family in passes of fixed shape: the CPU's logits, and drafted tokens that are plain decoding's.
+
+Weights are random: nothing that a family has can be left out unseen.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.config import Speculation
+from forerun.device import CPU, Placement
+from forerun.models.families import FAMILIES
+from forerun.models.loading import Blueprint
+from forerun.models.runner import Read
+from kit.assertions import tokens_of
+from kit.sparse import write_architecture
+
+FIXED = Placement(torch.device("cpu"), fixed=True)
+DENSE = [name for name, family in FAMILIES.items() if family.sparse is None]
+TOLERANCE = 2e-4  # logits are of size 10: sums in another order
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
+TREE = [5, 6, 7, 8, 9, 10], [-1, 0, 0, 1, 2, 2]
+LENGTH = 60  # beyond the windows, and beyond the context before scaling
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_logits_are_those_of_the_cpu(architecture: str, tmp_path: Path) -> None:
+    folder = str(write_architecture(tmp_path / "target", architecture))
+    blueprints = [Blueprint.of(folder, dtype="float32", kernels="torch"), Blueprint.of(folder, device=FIXED)]
+    plain, fixed = (each.load(LENGTH + 20, max_model_len=LENGTH + 20) for each in blueprints)
+    for tokens, parents, kept in (
+        (list(range(3, 3 + LENGTH)), None, range(LENGTH)),
+        (*TREE, [0, 2, 5]),
+        ([7], None, [0]),
+    ):
+        read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
+        wanted, found = plain.read([read]).logits, fixed.read([read]).logits
+        assert wanted.std() > 1
+        assert (wanted - found).abs().max() <= TOLERANCE
+        for runner in (plain, fixed):
+            runner.keep([0], [kept])
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3"])
+def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_path: Path) -> None:
+    folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0, 1, 0.8, 1.5)]
+    plain, *drafted = (
+        LLM(folder, draft, dtype="float32", device=place, speculation=shape, max_model_len=128)
+        for place, draft, shape in (
+            (CPU, None, 1),
+            (FIXED, None, 1),
+            (FIXED, "early-exit:2", 3),
+            (FIXED, "early-exit:2", Speculation(depth=3, width=2)),
+        )
+    )
+    wanted = tokens_of(plain.generate(PROMPTS, params))
+    assert [tokens_of(llm.generate(PROMPTS, params)) for llm in drafted] == [wanted] * 3
+    assert all(llm.stats.num_accepted > 0 for llm in drafted[1:])
