@@ -85,7 +85,7 @@ def test_what_a_row_says_is_what_is_tested(row: dict[str, str], tmp_path: Path) 
     quantised = "all but MXFP4" if listed(QUANTISED) else "MXFP4" if listed(["gpt_oss"]) else ""
     assert row["quantised folders"] == quantised
     config = read_config(write_architecture(tmp_path / "target", min(architectures)))
-    assert row["GPU"] == ("yes" if config.is_plain and not config.experts and not config.sinks else "")
+    assert row["trained"] == ("yes" if config.is_plain and not config.experts and not config.sinks else "")
     logits, laws = listed(case.family for case in CASES), listed([*SPARSE, *DENSE])
     tests = ["logits"] * logits + ["every drafter"] * listed(["llama"]) + ["formats"] * laws
     assert row["tested by"].split("; ")[0] == (", ".join(tests) or "the row of Qwen2")
