@@ -21,6 +21,7 @@ from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
 from forerun.models.backends.gpu.graphs import LEAST_ROWS
 from forerun.models.backends.gpu.ops import SPLIT, Ops, TorchOps, TritonOps, load_kernels, ops_for, power_of_two
 from forerun.models.config import ModelConfig
+from forerun.models.layer import Attention, GatedMlp
 
 ROWS = (1, 8, 16, 32, 64, 128)
 ROW_WORK = (1, 16, 128, 2048)
@@ -135,10 +136,15 @@ def attend(setting: Setting, c: ModelConfig, kind: str, sequences: int, rows: in
                 bytes=num_bytes, flops=4.0 * pairs * c.heads * c.head_dim)  # fmt: skip
 
 
+def unread(x: Tensor) -> Tensor:
+    """A linear layer that is not asked."""
+    raise AssertionError("between products there are none")
+
+
 def row_work(setting: Setting) -> None:
     """What lies between products and attention: norms, rotation and storing, activation."""
     c, device, ops = config_of(setting), setting.device, ops_of(setting)
-    noise = torch.Generator(device).manual_seed(0)
+    noise, layer = torch.Generator(device).manual_seed(0), Attention(None, unread, unread, None, None, None)
     for rows in ROW_WORK[:1] if setting.dry else ROW_WORK:
 
         def drawn(*shape: int) -> Tensor:
@@ -157,10 +163,10 @@ def row_work(setting: Setting) -> None:
         bodies: dict[str, tuple[Callable[[], object], int]] = {
             "add and norm": (partial(ops.add_norm, x, delta, gain, c.norm_eps), 4 * c.hidden),
             "rotate and store": (
-                partial(ops.rotate_store, qkv, turns, (numbers, numbers), None, c, store),
+                partial(ops.rotate_store, qkv, turns, (numbers, numbers), layer, c, store),
                 2 * qkv.shape[1],
             ),
-            "silu": (partial(ops.silu_mul, gate_up), 3 * c.intermediate),
+            "silu": (partial(ops.activate, gate_up, GatedMlp(unread, unread)), 3 * c.intermediate),
         }
         for name, (body, numbers_moved) in bodies.items():
             us = kernel_us([body] * (1 if setting.dry else 20), device, RUNS)
