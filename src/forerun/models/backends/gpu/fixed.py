@@ -67,7 +67,7 @@ class Layout:
         """
         begin = len(self.tokens)
         for i, (token, path) in enumerate(zip(tokens, paths, strict=True)):
-            lead = sum(1 for _ in leading(path))
+            lead = len(leading(path))
             self.tokens.append(token)
             self.positions.append(length + len(path) - 1)
             self.slots.append(run + length + first_node + i)
@@ -98,7 +98,9 @@ class Layout:
 
 
 def leading(path: Sequence[int]) -> range:
-    """The beginning of a path that lies where a chain's nodes would."""
+    """The beginning of a path that lies where a chain's nodes would. A range is a chain from its first node on."""
+    if isinstance(path, range):
+        return path  # not looked at one by one: a prompt's paths have as many nodes as the square of its length
     end = next((i for i, node in enumerate(path) if node != i), len(path))
     return range(end)
 

@@ -1,0 +1,127 @@
+"""Triton kernel: a matrix product with weights in groups, which are read as they are held and widened in registers.
+
+This file decides how numbers of 4 and 8 bits become numbers that tensor cores multiply. Every such number is exact in
+bfloat16, so nothing is rounded before the sum: the products of a group are added up in float32, inputs in ascending
+order, the group's sum is multiplied by its scale, and groups are added in order. A row's bits depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from forerun.models.backends.gpu.triton_kernels import kernel
+
+INT4, UINT4, INT8, E4M3, E2M1 = (tl.constexpr(i) for i in range(5))
+
+
+def ptx(outputs: int, pair: str, times: int, plus: int | None) -> tl.constexpr:
+    """Instructions that widen four bytes into pairs of bfloat16: each pair lies in the low bytes of `t`'s halves, `pair`
+    makes the numbers `t` of it, and maybe `w`, and the result is `t` times one constant plus another, or plus `w`.
+
+    With four `outputs` the bytes hold numbers of 4 bits: the first two outputs are of their lower halves.
+    """
+    code = ["{ .reg .b32 t, v, w, times, plus;", f"mov.b32 times, {times:#x}; mov.b32 plus, {plus or 0:#x};"]
+    for i in range(outputs):
+        source = f"${outputs}" if i < 2 else "v"
+        code += [f"shr.u32 v, ${outputs}, 4;"] if i == 2 else []
+        code += [f"prmt.b32 t, {source}, 0, {(0x4140, 0x4342)[i % 2]:#x};", pair]
+        code += [f"fma.rn.bf16x2 ${i}, t, times, {'w' if plus is None else 'plus'};"]
+    return tl.constexpr("\n".join([*code, "}"]))
+
+
+# Whole numbers are set into the last bits of 128, which is taken away again. Floating-point numbers become small ones,
+# which are multiplied by the power of two that lacks; to add -0 keeps a zero's sign.
+LAST_BITS = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;"
+INT4_PTX, UINT4_PTX = (ptx(4, LAST_BITS, 0x3F803F80, middle) for middle in (0xC308C308, 0xC300C300))
+INT8_PTX = ptx(
+    2,
+    "lop3.b32 w, t, 0x00800080, 0xC300C300, 0xEA; lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA;",
+    0x3F803F80,
+    None,
+)
+FLOAT = "shl.b32 w, t, {sign}; shl.b32 t, t, {size}; and.b32 t, t, {mask}; lop3.b32 t, w, 0x80008000, t, 0xEA;"
+E4M3_PTX = ptx(2, FLOAT.format(sign=8, size=4, mask="0x07F007F0"), 0x7B807B80, 0x80008000)
+E2M1_PTX = ptx(4, FLOAT.format(sign=12, size=6, mask="0x01C001C0"), 0x7E807E80, 0x80008000)
+
+
+@kernel
+def group_gemm(
+    x, numbers, scales, least, bias, out, rows, outputs, steps,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+    LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """x @ weight.T + bias, where a step is PARTS chunks of BYTES bytes of each output, chunk after chunk in memory.
+
+    A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
+    SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    byte = tl.arange(0, BYTES)
+    row_in, column_in = (row < rows)[:, None], column < outputs
+    HALVES: tl.constexpr = 1 if KIND == INT8 or KIND == E4M3 else 2
+    x_at = x + row[:, None].to(tl.int64) * WIDTH + byte[None, :]
+    numbers_at = numbers + column[None, :].to(tl.int64) * BYTES + byte[:, None]
+    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for step in range(0, steps):
+        for part in tl.static_range(PARTS):
+            chunk = step * PARTS + part
+            packed = tl.load(numbers_at + chunk.to(tl.int64) * outputs * BYTES, mask=column_in[None, :], other=0)
+            first, second = widen(packed, KIND, PTX, x.dtype.element_ty)
+            for half in tl.static_range(HALVES):
+                start = (chunk * HALVES + half) * BYTES
+                a = tl.load(x_at + start, mask=row_in & (start + byte < WIDTH)[None, :], other=0.0)
+                b = first if half == 0 else second
+                if SCALED:
+                    group = (chunk * HALVES + half).to(tl.int64) * outputs + column
+                    scale = tl.load(scales + group, mask=column_in, other=0.0).to(tl.float32)
+                    acc += tl.dot(a, b, input_precision="ieee") * scale[None, :]
+                    if LEAST:
+                        low = tl.load(least + group, mask=column_in, other=0.0).to(tl.float32)
+                        acc += tl.dot(a, tl.full((BYTES, OUTPUTS), 1.0, a.dtype), input_precision="ieee") * low[None, :]
+                else:
+                    acc = tl.dot(a, b, acc, input_precision="ieee")
+    if not SCALED:
+        acc = acc * tl.load(scales + column, mask=column_in, other=0.0).to(tl.float32)[None, :]
+    if BIASED:
+        acc += tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :]
+    out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_in & column_in[None, :])
+
+
+@kernel
+def widen(packed, KIND: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr):
+    """The numbers in bytes; of 4 bits those of the lower halves, then those of the upper. All are exact in `dtype`.
+
+    By PTX four bytes become pairs of bfloat16 at once: whole numbers are set into the last bits of 128, which is taken
+    away again; floating-point numbers become small ones, which are multiplied by the power of two that lacks.
+    """
+    if PTX:
+        if KIND == INT8 or KIND == E4M3:
+            code: tl.constexpr = INT8_PTX if KIND == INT8 else E4M3_PTX
+            wide = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+            return wide, wide
+        pairs: tl.constexpr = E2M1_PTX if KIND == E2M1 else INT4_PTX if KIND == INT4 else UINT4_PTX
+        return tl.inline_asm_elementwise(
+            pairs, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    code = packed.to(tl.int32) & 255
+    if KIND == INT8:
+        wide = tl.where(code > 127, code - 256, code).to(tl.float32)
+        return wide.to(dtype), wide.to(dtype)
+    if KIND == E4M3:
+        wide = small_float(code, 7, 20, 1.329227995784916e36)
+        return wide.to(dtype), wide.to(dtype)
+    low, high = code & 15, code >> 4
+    if KIND == E2M1:
+        power = 8.507059173023462e37
+        return small_float(low, 3, 22, power).to(dtype), small_float(high, 3, 22, power).to(dtype)
+    middle = 8 if KIND == INT4 else 0
+    return (low - middle).to(tl.float32).to(dtype), (high - middle).to(tl.float32).to(dtype)
+
+
+@kernel
+def small_float(code, SIGN: tl.constexpr, SHIFT: tl.constexpr, POWER: tl.constexpr):
+    """The number of a sign at bit SIGN and, below it, an exponent and a mantissa; POWER makes good their bias."""
+    size = ((code & ((1 << SIGN) - 1)) << SHIFT).to(tl.float32, bitcast=True) * POWER
+    return tl.where((code >> SIGN) > 0, -size, size)

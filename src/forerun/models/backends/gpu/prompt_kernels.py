@@ -1,0 +1,74 @@
+"""Triton kernel: attention of long reads, whose keys are one run of slots.
+
+It gives the bits of `attend_splits` and `join_splits`: the same sums over the same splits of keys, which are joined in
+order. But its tiles hold more queries, and what is joined stays in registers.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from forerun.models.backends.gpu.triton_kernels import kernel
+
+
+@kernel
+def attend_run(
+    query, keys, values, out, tables, positions, firsts, counts,
+    scale, kv_stride, slot_stride, num_blocks, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each row's weighted sum of the values it sees, for tiles of rows whose keys are a run of slots in their order.
+
+    Program i does the i-th tile from the end, whose text is longest.
+    """
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first, count = tl.load(firsts + i), tl.load(counts + i)
+    lanes = tl.arange(0, TILE)
+    lane_query = lanes // GROUP
+    valid = lane_query < count
+    place = tl.load(positions + first + lane_query, mask=valid, other=-1)
+    last = tl.max(place, 0)
+    low = 0 * count
+    if WINDOWED:
+        low = tl.maximum(tl.min(tl.where(valid, place, 2147483647), 0) - window + 1, 0) // SPLIT
+    dims = tl.arange(0, WIDTH)
+    inside = dims < HEAD_DIM
+    at = ((first + lane_query) * HEADS + kv_head * GROUP + lanes % GROUP).to(tl.int64) * HEAD_DIM
+    q = tl.load(query + at[:, None] + dims[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+    start = tl.load(tables + i * num_blocks).to(tl.int64) * BLOCK_SIZE
+    keys += kv_head.to(tl.int64) * kv_stride + start * slot_stride
+    values += kv_head.to(tl.int64) * kv_stride + start * slot_stride
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    weight = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDTH), tl.float32)
+    for split in range(low, last // SPLIT + 1):
+        part_top = tl.full((TILE,), float("-inf"), tl.float32)
+        part_weight = tl.zeros((TILE,), tl.float32)
+        part = tl.zeros((TILE, WIDTH), tl.float32)
+        for step in tl.range(SPLIT // BLOCK_KEYS, num_stages=STAGES):
+            key = split * SPLIT + step * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+            here = key <= last
+            slot = key.to(tl.int64) * slot_stride
+            k = tl.load(keys + slot[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
+            seen = valid[:, None] & (key[None, :] <= place[:, None])
+            if WINDOWED:
+                seen = seen & (key[None, :] > place[:, None] - window)
+            scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+            new_top = tl.maximum(part_top, tl.max(scores, 1))
+            floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(part_top - floor)
+            v = tl.load(values + slot[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            part_weight = part_weight * shrink + tl.sum(p, 1)
+            part = part * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            part_top = new_top
+        joined = tl.maximum(top, part_top)
+        floor = tl.where(joined == float("-inf"), 0.0, joined)
+        old, new = tl.exp2(top - floor), tl.exp2(part_top - floor)
+        weight = weight * old + part_weight * new
+        acc = acc * old[:, None] + part * new[:, None]
+        top = joined
+    acc = acc / tl.where(weight > 0, weight, 1.0)[:, None]
+    tl.store(out + at[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=valid[:, None] & inside[None, :])
