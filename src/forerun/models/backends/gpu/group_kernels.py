@@ -2,7 +2,8 @@
 
 This file decides how numbers of 4 and 8 bits become numbers that tensor cores multiply. Every such number is exact in
 bfloat16, so nothing is rounded before the sum: the products of a group are added up in float32, inputs in ascending
-order, the group's sum is multiplied by its scale, and groups are added in order. A row's bits depend on that row alone.
+order, and the group's sum is multiplied by its scale and added to those before it. Groups are dealt out to a few
+slices, each with a sum of its own, for that many warps to work at once. A row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -46,47 +47,91 @@ E2M1_PTX = ptx(4, FLOAT.format(sign=12, size=6, mask="0x01C001C0"), 0x7E807E80, 
 
 @kernel
 def group_gemm(
-    x, numbers, scales, least, bias, out, rows, outputs, steps,
-    WIDTH: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
-    LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, numbers, scales, least, bias, out, rows, outputs,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
+    SLICES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias, where a step is PARTS chunks of BYTES bytes of each output, chunk after chunk in memory.
+    """x @ weight.T + bias, of weights in CHUNKS chunks of BYTES bytes of each output, chunk after chunk in memory.
 
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
     SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
+
+    Every SLICES-th chunk belongs to one slice, which warps of its own add up; then slices are added in pairs.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    byte = tl.arange(0, BYTES)
-    row_in, column_in = (row < rows)[:, None], column < outputs
+    byte, piece = tl.arange(0, BYTES), tl.arange(0, SLICES)
     HALVES: tl.constexpr = 1 if KIND == INT8 or KIND == E4M3 else 2
-    x_at = x + row[:, None].to(tl.int64) * WIDTH + byte[None, :]
-    numbers_at = numbers + column[None, :].to(tl.int64) * BYTES + byte[:, None]
-    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for step in range(0, steps):
+    row_in, column_in = (row < rows)[None, :, None], (column < outputs)[None, None, :]
+    first_input = piece[:, None, None] * (HALVES * BYTES) + byte[None, None, :]
+    x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
+    chunk_bytes = outputs.to(tl.int64) * BYTES
+    numbers_at = numbers + column[None, None, :] * BYTES + byte[None, :, None] + piece[:, None, None] * chunk_bytes
+    groups_at = column[None, None, :] + piece[:, None, None] * HALVES * outputs.to(tl.int64)
+    acc = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
+    for step in range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS)):
         for part in tl.static_range(PARTS):
-            chunk = step * PARTS + part
-            packed = tl.load(numbers_at + chunk.to(tl.int64) * outputs * BYTES, mask=column_in[None, :], other=0)
+            chunk = (step * PARTS + part) * SLICES
+            here = (chunk + piece < CHUNKS)[:, None, None] & column_in
+            packed = tl.load(numbers_at + chunk.to(tl.int64) * chunk_bytes, mask=here, other=0)
             first, second = widen(packed, KIND, PTX, x.dtype.element_ty)
             for half in tl.static_range(HALVES):
                 start = (chunk * HALVES + half) * BYTES
-                a = tl.load(x_at + start, mask=row_in & (start + byte < WIDTH)[None, :], other=0.0)
+                a = tl.load(x_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
                 b = first if half == 0 else second
                 if SCALED:
-                    group = (chunk * HALVES + half).to(tl.int64) * outputs + column
-                    scale = tl.load(scales + group, mask=column_in, other=0.0).to(tl.float32)
-                    acc += tl.dot(a, b, input_precision="ieee") * scale[None, :]
+                    group = groups_at + (chunk * HALVES + half).to(tl.int64) * outputs
+                    scale = tl.load(scales + group, mask=here, other=0.0).to(tl.float32)
+                    acc = tl.fma(tl.dot(a, b, input_precision="ieee"), tl.broadcast_to(scale, acc.shape), acc)
                     if LEAST:
-                        low = tl.load(least + group, mask=column_in, other=0.0).to(tl.float32)
-                        acc += tl.dot(a, tl.full((BYTES, OUTPUTS), 1.0, a.dtype), input_precision="ieee") * low[None, :]
+                        low = tl.load(least + group, mask=here, other=0.0).to(tl.float32)
+                        sums = tl.dot(a, tl.full((SLICES, BYTES, OUTPUTS), 1.0, a.dtype), input_precision="ieee")
+                        acc = tl.fma(sums, tl.broadcast_to(low, acc.shape), acc)
                 else:
                     acc = tl.dot(a, b, acc, input_precision="ieee")
+    total = add_slices(acc, SLICES)
     if not SCALED:
-        acc = acc * tl.load(scales + column, mask=column_in, other=0.0).to(tl.float32)[None, :]
+        total = total * tl.load(scales + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     if BIASED:
-        acc += tl.load(bias + column, mask=column_in, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_in & column_in[None, :])
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outputs)[None, :])
+
+
+@kernel
+def add_slices(acc, SLICES: tl.constexpr):
+    """The sum of two slices, or of four: the first and second, the third and fourth, and both."""
+    parts = tl.permute(acc, (1, 2, 0))
+    if SLICES == 4:
+        even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], 2, 2)))
+        parts = even + odd
+    even, odd = tl.split(parts)
+    return even + odd
+
+
+@kernel
+def unpack_groups(
+    numbers, scales, least, out, outputs, inputs,
+    KIND: tl.constexpr, BYTES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """The weights [outputs, inputs] themselves, rounded to the format of `out`: program (c, i) does a chunk of outputs."""
+    chunk = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    byte = tl.arange(0, BYTES)
+    here = (column < outputs)[:, None]
+    HALVES: tl.constexpr = 1 if KIND == INT8 or KIND == E4M3 else 2
+    packed = tl.load(numbers + (chunk * outputs + column[:, None]) * BYTES + byte[None, :], mask=here, other=0)
+    first, second = widen(packed, KIND, False, tl.float32)
+    for half in tl.static_range(HALVES):
+        group = (chunk * HALVES + half) * outputs + column if SCALED else column
+        weight = first if half == 0 else second
+        weight = weight * tl.load(scales + group, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+        if LEAST:
+            weight += tl.load(least + group, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+        at = (chunk * HALVES + half) * BYTES + byte
+        place = out + column[:, None].to(tl.int64) * inputs + at[None, :]
+        tl.store(place, weight.to(out.dtype.element_ty), mask=here & (at < inputs)[None, :])
 
 
 @kernel
