@@ -234,3 +234,12 @@ def check_rotation(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) 
                 wanted = torch.cat([a * c - b * s, b * c + a * s], 1)
                 assert (mine.double() - wanted).abs().max() <= tolerance * wanted.abs().max(), (joint, begins)
             assert torch.equal(store[1], values[i].to(dtype))
+
+
+def check_runs_have_the_bits_of_splits(ops: Ops, case: Case) -> None:
+    """A prompt's tiles, whose keys are runs, give what any tiles give; rows of no tile get zeros."""
+    assert not case.where.paths.shape[1], "chains alone"
+    runs = replace(case, where=replace(case.where, num_runs=int((case.where.counts > 0).sum())))
+    assert torch.equal(runs.attended(ops), case.attended(ops))
+    everything = ops.attend(runs.query, runs.keys, runs.values, runs.where, runs.window, runs.sinks, runs.cap)
+    assert not everything[len(case.chains) :].any()

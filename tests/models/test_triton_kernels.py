@@ -43,6 +43,7 @@ from models.kernel_laws import (
     check_norms,
     check_rotation,
     check_rows_are_strangers,
+    check_runs_have_the_bits_of_splits,
     random_case,
     scattered,
 )
@@ -57,6 +58,13 @@ SHAPES = [
     {"heads": 4, "kv_heads": 2, "head_dim": 32, "window": 9, "cap": 2.0, "lengths": (260, 3)},
     {"heads": 8, "kv_heads": 1, "head_dim": 64, "window": 128, "sinks": True, "lengths": (300, 0)},
     {"heads": 4, "kv_heads": 2, "head_dim": 256, "sinks": True, "cap": 50.0, "lengths": (300, 7)},
+]
+
+
+RUNS = [
+    {"heads": 4, "kv_heads": 2, "head_dim": 16, "lengths": (0, 260, 3)},
+    {"heads": 3, "kv_heads": 1, "head_dim": 24, "lengths": (600, 0), "window": 300, "sinks": True},
+    {"heads": 2, "kv_heads": 2, "head_dim": 64, "lengths": (230,), "cap": 5.0},
 ]
 
 
@@ -117,6 +125,12 @@ def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
 
     with pytest.raises(AssertionError, match="row"):
         check_rows_are_strangers(Sociable(ops.kernels), random_case(0, **SHAPES[0]))
+
+
+@pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)])
+def test_long_reads_attend_to_the_bit_as_rows_do(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
+    shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 40}
+    check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds

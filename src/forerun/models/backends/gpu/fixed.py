@@ -127,6 +127,7 @@ class Inputs:
         rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
         size = self.size_of(shape)
         self.flat = torch.zeros(size, dtype=torch.int32, device=device) if flat is None else flat
+        self.num_tiles = 0
         *columns, judged, paths = self.flat.split([*sizes, shape.judged, rows * shape.path])
         self.columns = {name: column[:rows] for name, column in zip(self.COLUMNS, columns, strict=True)}
         self.judged = judged
@@ -139,6 +140,7 @@ class Inputs:
 
     def fill(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> None:
         """Set all tables to a pass's rows, and padding behind them."""
+        self.num_tiles = len(layout.firsts)
         overwrite(self.flat, torch.tensor(self.numbers(layout, judged, block_size, spare_slot), dtype=torch.int32))
 
     def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> list[int]:
@@ -167,6 +169,7 @@ class Inputs:
             paths=self.paths,
             block_size=block_size,
             num_keys=self.shape.keys,
+            num_runs=None if self.shape.captured or self.shape.path else self.num_tiles,
         )
 
 

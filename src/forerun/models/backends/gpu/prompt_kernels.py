@@ -1,23 +1,23 @@
 """Triton kernel: attention of long reads, whose keys are one run of slots.
 
-It gives the bits of `attend_splits` and `join_splits`: the same sums over the same splits of keys, which are joined in
-order. But its tiles hold more queries, and what is joined stays in registers.
+It gives the bits of `attend_splits` and `join_splits`, by the same sums over the same splits of keys, which are joined in
+the same order. But a program does all splits of its tile, and what it joins stays in registers.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from forerun.models.backends.gpu.triton_kernels import kernel
+from forerun.models.backends.gpu.triton_kernels import attend_block, kernel
 
 
 @kernel
 def attend_run(
-    query, keys, values, out, tables, positions, firsts, counts,
-    scale, kv_stride, slot_stride, num_blocks, window,
+    query, keys, values, out, tables, positions, firsts, counts, sinks,
+    scale, cap, kv_stride, slot_stride, num_blocks, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Each row's weighted sum of the values it sees, for tiles of rows whose keys are a run of slots in their order.
 
@@ -43,12 +43,16 @@ def attend_run(
     values += kv_head.to(tl.int64) * kv_stride + start * slot_stride
     top = tl.full((TILE,), float("-inf"), tl.float32)
     weight = tl.zeros((TILE,), tl.float32)
+    if SINKS:
+        nothing = tl.load(sinks + kv_head * GROUP + lanes % GROUP).to(tl.float32)
+        top = tl.full((TILE,), 1.4426950408889634, tl.float32) * nothing
+        weight += 1.0
     acc = tl.zeros((TILE, WIDTH), tl.float32)
     for split in range(low, last // SPLIT + 1):
         part_top = tl.full((TILE,), float("-inf"), tl.float32)
         part_weight = tl.zeros((TILE,), tl.float32)
         part = tl.zeros((TILE, WIDTH), tl.float32)
-        for step in tl.range(SPLIT // BLOCK_KEYS, num_stages=STAGES):
+        for step in range(SPLIT // BLOCK_KEYS):
             key = split * SPLIT + step * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
             here = key <= last
             slot = key.to(tl.int64) * slot_stride
@@ -56,14 +60,8 @@ def attend_run(
             seen = valid[:, None] & (key[None, :] <= place[:, None])
             if WINDOWED:
                 seen = seen & (key[None, :] > place[:, None] - window)
-            scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
-            new_top = tl.maximum(part_top, tl.max(scores, 1))
-            floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(part_top - floor)
             v = tl.load(values + slot[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-            part_weight = part_weight * shrink + tl.sum(p, 1)
-            part = part * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            part_top = new_top
+            part_top, part_weight, part = attend_block(q, k, v, seen, scale, cap, part_top, part_weight, part, CAPPED)
         joined = tl.maximum(top, part_top)
         floor = tl.where(joined == float("-inf"), 0.0, joined)
         old, new = tl.exp2(top - floor), tl.exp2(part_top - floor)

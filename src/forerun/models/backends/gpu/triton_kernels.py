@@ -118,18 +118,24 @@ def attend_split(
         seen = valid[:, None] & (key[None, :] <= positions[:, None])
         if WINDOWED:
             seen = seen & (key[None, :] > positions[:, None] - window)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if CAPPED:
-            scores = cap - 2.0 * cap / (1.0 + tl.exp2(tl.minimum(scores, 100.0)))
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(top - floor)
         v = tl.load(values + at[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        weight = weight * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+        top, weight, acc = attend_block(q, k, v, seen, scale, cap, top, weight, acc, CAPPED)
     return top, weight, acc
+
+
+@kernel
+def attend_block(q, k, v, seen, scale, cap, top, weight, acc, CAPPED: tl.constexpr):
+    """The sums with one more block of keys, of which each row sees some."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if CAPPED:
+        scores = cap - 2.0 * cap / (1.0 + tl.exp2(tl.minimum(scores, 100.0)))
+    scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p, shrink = tl.exp2(scores - floor[:, None]), tl.exp2(top - floor)
+    weight = weight * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return new_top, weight, acc
 
 
 @kernel
