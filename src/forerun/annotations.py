@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Bool", "Float", "Int", "Int8", "ProgressCallback"]
+__all__ = ["Bool", "Float", "Int", "Int8", "ProgressCallback", "Shaped"]
 
 ProgressCallback = Callable[[str, float], None]  # (what is going on, fraction done)
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int, Int8
+    from jaxtyping import Bool, Float, Int, Int8, Shaped
 else:
     try:
-        from jaxtyping import Bool, Float, Int, Int8
+        from jaxtyping import Bool, Float, Int, Int8, Shaped
     except ImportError:
 
         class Bool:
@@ -26,4 +26,4 @@ else:
             def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
                 return item[0]
 
-        Float = Int = Int8 = Bool
+        Float = Int = Int8 = Shaped = Bool

@@ -173,3 +173,24 @@ def test_long_prompts_are_not_captured(pair: tuple[Runner, GraphRunner]) -> None
     assert not fixed.tables
     fixed.read([Read(0, [5] * 100, judged=[99]), Read(1, [6], judged=[0])])
     assert [shape.rows for shape, _ in fixed.tables] == [128]
+
+
+def test_the_work_of_laying_out_a_prompt_grows_with_its_length_alone() -> None:
+    """A prompt's paths, written out, have as many nodes as the square of its length."""
+
+    def num_calls(length: int) -> int:
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        layout = Layout(8)
+        sys.setprofile(count)
+        try:
+            layout.add([1] * length, [range(n + 1) for n in range(length)], 0, 0, 0)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert num_calls(512) < 3 * num_calls(256)

@@ -82,12 +82,8 @@ class Blueprint:
         """
         spec = ModelSpec(model, **options) if isinstance(model, str) else replace(model, **options)
         placement = Placement.of(spec.device, spec.one_gemm)
-        for name, value, asked in (
-            ("quantize", spec.quantize, spec.quantize is not None),
-            ("kernels", spec.kernels, spec.kernels == "native"),
-        ):
-            if asked and placement.fixed:
-                raise InvalidRequest(name, f"{value!r} is for CPUs: leave it out, or use device cpu.")
+        if spec.kernels == "native" and placement.fixed:
+            raise InvalidRequest("kernels", "'native' is for CPUs: leave it out, or use device cpu.")
         is_shared = spec.tensor_parallel_size > 1
         if is_shared and (placement.fixed or spec.kernels == "torch"):
             raise InvalidRequest(
@@ -97,7 +93,7 @@ class Blueprint:
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
         dtypes = number_formats(spec.dtype, config, placement.fixed)
-        checkpoint = Checkpoint.of_model(folder, dtypes[0])
+        checkpoint = Checkpoint.of_model(folder, dtypes[0], placement.fixed)
         judged = check_weights(config, checkpoint)
         if is_shared:
             Shard(0, spec.tensor_parallel_size).fits(judged)
@@ -138,7 +134,8 @@ class Blueprint:
     def as_stored(self) -> bool:
         """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
         as_asked = self.quantize is None and self.spec.dtype == "auto"
-        return self.kernels == "native" and as_asked and self.stored is not None and bool(self.stored.formats)
+        kernels = self.kernels == "native" or self.placement.fixed
+        return kernels and as_asked and self.stored is not None and bool(self.stored.formats)
 
     @property
     def format(self) -> str:
@@ -212,7 +209,7 @@ class Blueprint:
 
     def checkpoint(self, dtype: torch.dtype) -> Checkpoint:
         """Its tensors in this number format."""
-        return Checkpoint.of_model(self.folder, dtype)
+        return Checkpoint.of_model(self.folder, dtype, self.placement.fixed)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that was asked for, the checkpoint's own or another's; TokenizerError if it cannot fit."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import Fields, short
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.foreign import ORIGINAL
 from forerun.models.quantized.scheme import Scheme
 from forerun.models.quantized.tensors import QuantizedTensor, WholeNumbers, held_bytes, unpacked
@@ -26,6 +27,7 @@ from forerun.models.stored import AGAIN, StoredTensor
 WeightParts = Mapping[str, StoredTensor]  # of one weight, by the ends of their names; first the one that it is known by
 FLOATS, WORDS, INDEX, BYTES = ("F16", "BF16", "F32"), ("I32",), ("I32", "I64"), ("U8",)
 FP8 = ("F8_E4M3", "F8_E5M2")
+HELD = 64  # inputs of an output that a group of FP8 must be a multiple of to stay so
 OF_ALL = ((), (1,))  # shapes of a single scale
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in a word, which has them in the order 0 2 4 6 1 3 5 7
 ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # by bits: 1 in all numbers of a word
@@ -224,7 +226,16 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         factors = scales.read().float().view(blocks).repeat_interleave(min(rows, outputs), -2)[..., :outputs, :]
         return weight.read().float() * factors.repeat_interleave(min(columns, inputs), -1)[..., :inputs]
 
-    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack)
+    def floats() -> GroupedWeight | None:
+        """Groups of inputs with a scale for every output; None where a number is none."""
+        numbers = weight.read()
+        if bool(numbers.isnan().any()):
+            return None
+        factors = scales.read().float().view(blocks).repeat_interleave(min(rows, outputs), 0)[:outputs]
+        return GroupedWeight(numbers, factors.contiguous(), None, 8, inputs // factors.shape[1])
+
+    fits = not outer and weight.format == "F8_E4M3" and (blocks[1] == 1 or inputs % columns == columns % HELD == 0)
+    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, floats=floats if fits else None)
 
 
 def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:

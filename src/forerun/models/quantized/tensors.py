@@ -7,7 +7,7 @@ that kernels multiply; all others are unpacked. Which tensors belong to a weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -72,7 +72,8 @@ class QuantizedTensor:
     """A weight, judged by the headers of the tensors that it lies in. `unpack` reads them; `file` has the first.
 
     `format` is for a reader. `held_bytes` are those of a number where it stays as it is stored; None where it is
-    unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one.
+    unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one. `floats` gives
+    those of FP8 as they are, for kernels that multiply such.
     """
 
     file: Path
@@ -81,6 +82,7 @@ class QuantizedTensor:
     unpack: Callable[[], WholeNumbers | Tensor]
     held_bytes: float | None = None
     unpack_part: Callable[[int], WholeNumbers] | None = None
+    floats: Callable[[], GroupedWeight | None] | None = None
 
     readable: ClassVar[bool] = True
 
@@ -97,8 +99,14 @@ class QuantizedTensor:
         """The matrix, or one of several, as it is stored, in groups; None where it is not held so."""
         if self.held_bytes is None:
             return None
+        if self.floats is not None:
+            return self.floats()
         numbers = self.unpack() if part is None else self.unpack_part(part) if self.unpack_part else None
         return numbers.grouped() if isinstance(numbers, WholeNumbers) else None
+
+    def with_floats(self) -> QuantizedTensor:
+        """The weight for kernels that multiply FP8."""
+        return self if self.floats is None else replace(self, held_bytes=1.0)
 
 
 def held_bytes(

@@ -20,10 +20,12 @@ from forerun.config import Quantization
 from forerun.device import Placement
 from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.executor import FixedExecutor
+from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
 from forerun.models.backends.gpu.ops import load_kernels, ops_for
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
+from forerun.models.backends.torch_cpu.quantized import GROUP, quantize_groups, quantize_rows
 from forerun.models.layer import Bias, Linear, WeightMatrix
 
 
@@ -102,6 +104,13 @@ def tiles_agree(device: torch.device) -> bool:
         return all(torch.equal(layer.product(x, tile), smallest) for tile in TILES)
 
 
+def wide_linear(
+    x: Float[Tensor, "rows inputs"], weight: WeightMatrix, bias: Bias | None
+) -> Float[Tensor, "rows outputs"]:
+    """x @ weight.T + bias in float32, from and to the format of `x`."""
+    return functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
 class GpuBackend:
     """A placement of fixed shapes. `GraphRunner` runs passes; what is asked for between them is computed by torch.
 
@@ -123,13 +132,19 @@ class GpuBackend:
         return f"triton {load_kernels().triton.__version__}" if graphs else TorchBackend().arithmetic
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
-        """The weight unpacked: the loader does that as it reads."""
-        return self.linear(weight.dense().to(self.placement.device), bias)
+        """A layer whose weights stay in groups; on a CPU without kernels they are unpacked."""
+        place = self.placement
+        if not (place.graphs or place.one_gemm):
+            return partial(wide_linear, weight=weight.dense(), bias=bias)
+        return GroupLinear(PackedGroups.of(weight, place.device), bias, unpacks=not place.one_gemm)
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-        """The weight as it is."""
-        assert quantize is None, "quantised weights are for CPUs: blueprints refuse them here"
+        """The weight as it is, or in groups: an output's inputs are one group where numbers have 8 bits."""
         place = self.placement
+        if quantize is not None:
+            numbers, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
+            form = (4, GROUP) if quantize == "int4" else (8, weight.shape[1])
+            return self.grouped(GroupedWeight(numbers, scales, None, *form), bias)
         if not place.one_gemm:
             return partial(functional.linear, weight=weight, bias=bias)
         return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float, Int8
+from forerun.annotations import Float, Shaped
 from forerun.models.layer import Bias
 
 ROW_GROUP = 32
@@ -28,10 +28,10 @@ FORMS = ((4, 32), (8, 32), (8, 16))  # bits and inputs of a group that kernels m
 class GroupedWeight:
     """`weight[o, i] = scales[o, i // size] * numbers[o, i] + least[o, i // size]`.
 
-    Numbers of 4 bits are from -8 to 7 without `least`, and from 0 to 15 with it.
+    Numbers of 4 bits are from -8 to 7 without `least`, and from 0 to 15 with it; those of 8 bits may be FP8.
     """
 
-    numbers: Int8[Tensor, "outputs inputs"]
+    numbers: Shaped[Tensor, "outputs inputs"]
     scales: Float[Tensor, "outputs groups"]
     least: Float[Tensor, "outputs groups"] | None
     bits: int
@@ -70,7 +70,7 @@ class GroupedWeight:
     def dense(self) -> Float[Tensor, "outputs inputs"]:
         """The weights in float32, as they are defined."""
         scales = self.scales.repeat_interleave(self.size, 1)
-        weights = scales * self.numbers
+        weights = scales * self.numbers.float()
         return weights if self.least is None else weights + self.least.repeat_interleave(self.size, 1)
 
 

@@ -1,0 +1,124 @@
+"""GroupLinear: a layer on a GPU whose weights stay in groups of few bits, as files have them.
+
+This file decides how such weights lie in memory: in chunks of bytes of every output, chunk after chunk, so that the
+outputs of a program are one piece of memory. Inputs keep their format, so a result is that of the unpacked weights up
+to rounding; weights are widened in registers, to the bit (`group_kernels.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from forerun.annotations import Float
+from forerun.models.backends.gpu.ops import load_kernels
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.layer import Bias
+
+SLICES = 4  # sums of a row, over every so many chunks each, that are added in the end
+CHUNK = {4: 32, 8: 64}  # bytes of an output at most, by bits of a number
+OUTPUTS, WARPS, STAGES = 32, 4, 3
+MOST_PARTS = 2  # chunks of a slice that are read at once, where they are small
+FOUR_BITS = ("INT4", "UINT4", "E2M1")
+ROWS = (16, 32, 64)  # of a program
+LONG_READ = 192  # rows for which weights are unpacked first, where no bits are promised
+FLOATS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)  # twice the numbers of 4 bits with a point
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """Weights in memory: `numbers` [chunks, outputs, bytes] of a kind, `scales` and `least` values [groups, outputs].
+
+    A chunk of numbers of 4 bits is two groups, others are one. With a single row of scales an output is one group.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    least: Tensor | None
+    kind: str
+    inputs: int
+
+    @classmethod
+    def of(cls, weight: GroupedWeight, device: torch.device) -> PackedGroups:
+        """The weights on a device; scales are held in float16 where that loses nothing."""
+        inputs, numbers, scales = weight.numbers.shape[1], weight.numbers.to(device), weight.scales.to(device)
+        least = None if weight.least is None else weight.least.to(device)
+        if weight.bits == 4:
+            kind, codes = ("INT4", numbers + 8) if least is None else ("UINT4", numbers)
+        elif numbers.dtype == torch.float8_e4m3fn:
+            kind, codes = "E4M3", numbers
+        elif least is None and weight.size == CHUNK[4] and bool(torch.isin(numbers.abs(), FLOATS.to(device)).all()):
+            places = torch.searchsorted(FLOATS.to(device), numbers.abs())
+            kind, codes, scales = "E2M1", (places + 8 * (numbers < 0)).to(torch.uint8), 2 * scales
+        else:
+            kind, codes = "INT8", numbers
+        halves = 2 if kind in FOUR_BITS else 1
+        size = min(weight.size, CHUNK[8 // halves])
+        whole = scales.shape[1] == 1 and halves == 1
+        codes = functional.pad(codes.view(torch.uint8), (0, -inputs % (size * halves)))
+        chunks = codes.unflatten(1, (-1, halves, size)).permute(2, 1, 0, 3)  # [halves, chunks, outputs, size]
+        packed = chunks[0] if halves == 1 else chunks[0] | chunks[1] << 4
+
+        def in_groups(values: Tensor) -> Tensor:
+            repeated = values if whole else values.repeat_interleave(weight.size // size, 1)
+            padded = repeated if whole else functional.pad(repeated, (0, len(packed) * halves - repeated.shape[1]))
+            rows = padded.T.contiguous()
+            return rows.half() if torch.equal(rows.half().float(), rows) else rows
+
+        return cls(packed.contiguous(), in_groups(scales), None if least is None else in_groups(least), kind, inputs)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        return {
+            "KIND": getattr(load_kernels("group_kernels"), self.kind).value,
+            "BYTES": self.numbers.shape[2],
+            "SCALED": len(self.scales) > 1,
+            "LEAST": self.least is not None,
+            **load_kernels().OPTIONS,
+        }
+
+    def unpacked(self, dtype: torch.dtype) -> Float[Tensor, "outputs inputs"]:
+        """The weights, rounded to a format."""
+        chunks, outputs, _ = self.numbers.shape
+        weight = torch.empty(outputs, self.inputs, dtype=dtype, device=self.numbers.device)
+        least = self.scales if self.least is None else self.least
+        load_kernels("group_kernels").unpack_groups[chunks, -(-outputs // OUTPUTS)](
+            self.numbers, self.scales, least, weight, outputs, self.inputs, OUTPUTS=OUTPUTS, **self.constants
+        )
+        return weight
+
+
+class GroupLinear:
+    """`x @ weight.T + bias`, a row's bits depending on the row alone.
+
+    `unpacks`: LONG_READ rows or more are multiplied by the library with unpacked weights, which is faster, and whose
+    last bits differ.
+    """
+
+    def __init__(self, weight: PackedGroups, bias: Bias | None, unpacks: bool) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.unpacks = unpacks
+
+    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        if self.unpacks and len(x) >= LONG_READ:
+            return functional.linear(x, self.weight.unpacked(x.dtype), self.bias)
+        return self.product(x, next((rows for rows in ROWS if rows >= len(x)), ROWS[-1]))
+
+    def product(self, x: Float[Tensor, "rows inputs"], tile: int) -> Float[Tensor, "rows outputs"]:
+        """The product by programs of so many rows each."""
+        w, x, (chunks, outputs, size) = self.weight, x.contiguous(), self.weight.numbers.shape
+        out = x.new_empty(len(x), outputs)
+        load_kernels("group_kernels").group_gemm[-(-len(x) // tile), -(-outputs // OUTPUTS)](
+            x, w.numbers, w.scales, w.scales if w.least is None else w.least, x if self.bias is None else self.bias,
+            out, len(x), outputs,
+            WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
+            SLICES=SLICES, BIASED=self.bias is not None, PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip, ROWS=tile,
+            OUTPUTS=OUTPUTS, num_warps=WARPS, num_stages=STAGES, **w.constants,
+        )  # fmt: skip
+        return out
