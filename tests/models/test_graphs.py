@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 
 from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
+from forerun.models.backends.gpu.fixed import Layout
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.config import read_config
 from forerun.models.loading import Blueprint
