@@ -87,11 +87,6 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
         load_kernels()
 
 
-def test_8_bit_weights_are_refused_where_there_are_no_layers_for_them() -> None:
-    with pytest.raises(InvalidRequest, match="quantize"):
-        Blueprint.of(str(TARGET), quantize="int8", device=Placement(torch.device("cpu"), fixed=True))
-
-
 def test_compiled_kernels_are_for_plain_passes_on_cpus() -> None:
     fixed = Placement(torch.device("cpu"), fixed=True)
     with pytest.raises(InvalidRequest, match="kernels"):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forerun.device import Placement
 from forerun.errors import MissingWeights, ModelError, UnsupportedModel, WrongShape
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedLinear
@@ -29,6 +30,7 @@ SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256} |
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
 }
+FIXED = Placement(torch.device("cpu"), fixed=True)
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -115,6 +117,38 @@ def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
     plain = logits(written(tmp_path / "plain", read_json(sources[family] / "config.json"), meant), dtype="float32")
     kept = logits(tmp_path / "quantised", kernels="native")
     assert (kept - plain).abs().median() < 0.04 * plain.std()  # some tokens take other experts
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "awq, 64",
+        "gptq, by activations",
+        "compressed, bytes",
+        "fp8",
+        "compressed, fp8",
+        "compressed, fp8, all",
+        "fp8, 48",
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_passes_of_fixed_shape_keep_weights_as_they_are(
+    family: str, kind: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As on a GPU, where FP8 stays too, and inputs are not rounded."""
+    meant = write_quantized(sources[family], tmp_path / "quantised", kind)
+    held, plain = (Blueprint.of(str(f), device=FIXED) for f in (tmp_path / "quantised", sources[family]))
+    stays = KINDS[kind].stays or (KINDS[kind].label == "FP8" and kind != "fp8, 48")
+    assert held.as_stored == stays
+    assert held.format == f"bfloat16, {KINDS[kind].label} weights{'' if stays else ' unpacked'}"
+    assert not stays or held.weights_bytes < 0.75 * plain.weights_bytes
+    layer = held.load(128).decoder.layers[0].attention
+    for linear, parts in ((layer.qkv, "qkv"), (layer.out, "o")):
+        wanted = torch.cat([meant[f"model.layers.0.self_attn.{part}_proj.weight"] for part in parts])
+        x = torch.eye(wanted.shape[1])
+        assert torch.equal(
+            linear(x if stays else x.bfloat16()).float(), wanted.T if stays else wanted.T.bfloat16().float()
+        )
 
 
 def test_layers_that_are_left_out_stay_plain_and_mixed_ones_are_unpacked(

@@ -1,24 +1,10 @@
 """The kernels on a CPU, in Triton's interpreter: attention is torch's attention, and rows do not know each other."""
 
-import os
-from importlib.util import find_spec
 from itertools import product
 
 import pytest
 import torch
-
-from kit.checkpoints import TARGET
-
-if find_spec("triton") is None:
-    pytest.skip("the kernels need triton, which is not installed", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu asks the same of the GPU itself", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are made
-
-import numpy as np
-import triton.language as tl
 from torch.nn import functional
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from forerun.device import Placement
 from forerun.models.backends.gpu.backend import (
@@ -37,6 +23,8 @@ from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.ops import Ops, TorchOps, TritonOps, load_kernels
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
+from kit.checkpoints import TARGET
+from kit.interpreted import products  # noqa: F401 (a fixture)
 from models.kernel_laws import (
     check_activations,
     check_attention,
@@ -71,26 +59,6 @@ RUNS = [
 @pytest.fixture(scope="module")
 def ops() -> TritonOps:
     return TritonOps(load_kernels())
-
-
-@pytest.fixture(autouse=True)
-def products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of numpy's own, in which all rows of a tile are equal, as they are on a GPU.
-
-    The interpreter asks a BLAS, where on some processors (with AVX2 alone) the last rows of a block have other bits.
-    And it keeps bfloat16 as 16 bits of a float32, and multiplies these as whole numbers.
-    """
-
-    def widened(handle: TensorHandle) -> np.ndarray:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle.data
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
-
-    def create_dot(self, a, b, d, *rest):
-        product = np.einsum("ij,jk->ik", widened(a), widened(b), dtype=d.data.dtype)
-        return TensorHandle(product + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
@@ -171,10 +139,13 @@ def test_tiles_grow_with_the_rows_as_long_as_there_are_enough() -> None:
             assert tile is FEW_ROWS or (rows > 16 and num_programs(tile, rows, outputs) >= 64)
 
 
-def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps) -> None:
+@pytest.mark.parametrize(
+    "quantize", [None, pytest.param("int8", marks=pytest.mark.full), pytest.param("int4", marks=pytest.mark.full)]
+)
+def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, quantize: str | None) -> None:
     """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
     placement = Placement(torch.device("cpu"), fixed=True, one_gemm=True)
-    decoder = Blueprint.of(str(TARGET), dtype="float32", device=placement).load(64).decoder
+    decoder = Blueprint.of(str(TARGET), dtype="float32", quantize=quantize, device=placement).load(64).decoder
     decoder.layers = decoder.layers[:2]
     text = [403, 407, 261, 378]
 

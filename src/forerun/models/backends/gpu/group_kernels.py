@@ -12,12 +12,14 @@ import triton.language as tl
 
 from forerun.models.backends.gpu.triton_kernels import kernel
 
-INT4, UINT4, INT8, E4M3, E2M1 = (tl.constexpr(i) for i in range(5))
+INT8, E4M3, INT4, UINT4, E2M1 = (tl.constexpr(i) for i in range(5))  # from INT4 on two numbers lie in a byte
 
 
 def ptx(outputs: int, pair: str, times: int, plus: int | None) -> tl.constexpr:
-    """Instructions that widen four bytes into pairs of bfloat16: each pair lies in the low bytes of `t`'s halves, `pair`
-    makes the numbers `t` of it, and maybe `w`, and the result is `t` times one constant plus another, or plus `w`.
+    """Instructions that widen four bytes into pairs of bfloat16.
+
+    Two bytes lie in the halves of `t`, `pair` makes numbers of them, and maybe of `w`, and the result is `t` times a
+    constant plus another, or plus `w`.
 
     With four `outputs` the bytes hold numbers of 4 bits: the first two outputs are of their lower halves.
     """
@@ -62,7 +64,7 @@ def group_gemm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte, piece = tl.arange(0, BYTES), tl.arange(0, SLICES)
-    HALVES: tl.constexpr = 1 if KIND == INT8 or KIND == E4M3 else 2
+    HALVES: tl.constexpr = 1 if KIND < INT4 else 2
     row_in, column_in = (row < rows)[None, :, None], (column < outputs)[None, None, :]
     first_input = piece[:, None, None] * (HALVES * BYTES) + byte[None, None, :]
     x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
@@ -115,12 +117,12 @@ def unpack_groups(
     numbers, scales, least, out, outputs, inputs,
     KIND: tl.constexpr, BYTES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """The weights [outputs, inputs] themselves, rounded to the format of `out`: program (c, i) does a chunk of outputs."""
+    """The weights [outputs, inputs], rounded to the format of `out`: a program does one chunk of some outputs."""
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte = tl.arange(0, BYTES)
     here = (column < outputs)[:, None]
-    HALVES: tl.constexpr = 1 if KIND == INT8 or KIND == E4M3 else 2
+    HALVES: tl.constexpr = 1 if KIND < INT4 else 2
     packed = tl.load(numbers + (chunk * outputs + column[:, None]) * BYTES + byte[None, :], mask=here, other=0)
     first, second = widen(packed, KIND, False, tl.float32)
     for half in tl.static_range(HALVES):
@@ -142,7 +144,7 @@ def widen(packed, KIND: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr):
     away again; floating-point numbers become small ones, which are multiplied by the power of two that lacks.
     """
     if PTX:
-        if KIND == INT8 or KIND == E4M3:
+        if KIND < INT4:
             code: tl.constexpr = INT8_PTX if KIND == INT8 else E4M3_PTX
             wide = tl.inline_asm_elementwise(code, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
             return wide, wide

@@ -118,7 +118,8 @@ class GroupLinear:
             x, w.numbers, w.scales, w.scales if w.least is None else w.least, x if self.bias is None else self.bias,
             out, len(x), outputs,
             WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
-            SLICES=SLICES, BIASED=self.bias is not None, PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip, ROWS=tile,
-            OUTPUTS=OUTPUTS, num_warps=WARPS, num_stages=STAGES, **w.constants,
+            SLICES=SLICES, BIASED=self.bias is not None, ROWS=tile, OUTPUTS=OUTPUTS,
+            PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip,
+            num_warps=WARPS, num_stages=STAGES, **w.constants,
         )  # fmt: skip
         return out

@@ -1,7 +1,7 @@
 """Triton kernel: attention of long reads, whose keys are one run of slots.
 
-It gives the bits of `attend_splits` and `join_splits`, by the same sums over the same splits of keys, which are joined in
-the same order. But a program does all splits of its tile, and what it joins stays in registers.
+It gives the bits of `attend_splits` and `join_splits`, by the same sums over the same splits of keys, joined in the same
+order. But a program does all splits of its tile, and what it joins stays in registers.
 """
 
 from __future__ import annotations
