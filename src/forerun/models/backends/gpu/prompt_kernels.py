@@ -1,6 +1,6 @@
 """Triton kernel: attention of long reads, whose keys are one run of slots.
 
-It gives the bits of `attend_splits` and `join_splits`, by the same sums over the same splits of keys, joined in the same
+It gives the bits of `attend_splits` and `join_splits`: the same sums over the same splits of keys, joined in the same
 order. But a program does all splits of its tile, and what it joins stays in registers.
 """
 
