@@ -1,71 +1,200 @@
-"""Compiles every kernel for an H100, which needs no GPU: what the interpreter runs must also be accepted as a kernel.
+"""Compiles every kernel as it is launched, for cards that are not here: compile_kernels.py [--all] [ARCHITECTURE ...]
 
-A program of its own, since the interpreter takes the kernels' place in a process where it is switched on.
+The operations are called with tensors without memory, and each launch is compiled to machine code instead, with its
+warps and stages and what is known of its arguments. Of the machine code is asked that no registers spill, and that a
+program's shared memory fits. A program of its own, since the interpreter takes the kernels' place in a process where it
+is switched on. `--all` has every number format and head; without it, bfloat16 at the shape of Llama 3 8B.
 """
 
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
-from triton import compile as compile_kernel
+import torch
+import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
-from forerun.models.backends.gpu import triton_kernels as k
-from forerun.models.backends.gpu.backend import SMALLEST, TILES
+from forerun.models.backends.gpu import triton_kernels
+from forerun.models.backends.gpu.backend import SMALLEST, TILES, OneGemmLinear
+from forerun.models.backends.gpu.fixed import Inputs, Shape
+from forerun.models.backends.gpu.ops import TritonOps
+from forerun.models.config import read_config
+from forerun.models.experts_config import Clamp
+from forerun.models.layer import Attention, GatedMlp
+from kit.checkpoints import TARGET
 
-HOPPER = GPUTarget("cuda", 90, 32)
-LLAMA_8B = {"HEADS": 32, "HEAD_DIM": 128}
-KEYS = {"GROUP": 4, "TILE": 32, "QUERIES": 8, "BLOCK_SIZE": 64, "BLOCK_KEYS": k.BLOCK_KEYS}
-WHOLE = {"num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "kv_stride",
-         "slot_stride", "rows", "outputs", "query_turn", "key_turn"}  # fmt: skip
-REAL = {"scale", "cap", "eps", "alpha", "limit"}
-TABLES = {"tables", "positions", "prefixes", "paths", "homes", "firsts", "counts", "shared", "slots"}
-FLOATS = {"largest", "total", "cos", "sin"}
+SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that a program may have: A100, H100 and H200, B200
 WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "activate", "join_splits"}
+HEADS = {64: (14, 2), 80: (32, 32), 96: (32, 32), 128: (32, 8), 256: (8, 4)}  # heads and key heads, by what they hold
+READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+FUSED = re.compile(r"fma\.rn(\.ftz)?\.f32")  # bfloat16 is added up by such instructions too, times one
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+# What may spill so many bytes, by kernel and the beginning of a case, and why.
+SPILLS = {
+    ("attend_splits", "torch.float32, heads of 64"): (
+        64,
+        "8 warps get 80 registers, so that more programs run at once",
+    ),
+    ("attend_splits", "torch.float32, heads of 80"): (64, "16 warps get 64 registers; masks of padded heads take some"),
+    ("attend_splits", "torch.float32, heads of 96"): (64, "16 warps get 64 registers; masks of padded heads take some"),
+}
 
 
-MOST_SHARED = 232_448  # bytes that a program may have on an H100
+@dataclass(frozen=True)
+class Launch:
+    """One launch as machine code."""
+
+    kernel: str
+    case: str
+    architecture: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    @property
+    def exception(self) -> tuple[int, str]:
+        """The bytes that it may spill, and the reason."""
+        named = (why for (kernel, case), why in SPILLS.items() if kernel == self.kernel and self.case.startswith(case))
+        return next(named, (0, ""))
+
+    def __str__(self) -> str:
+        bytes_, why = self.exception
+        wrong = self.spilled_bytes > bytes_, self.shared_bytes > SHARED[self.architecture]
+        return (
+            f"{'WRONG' if any(wrong) else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
+            f"registers, {self.spilled_bytes} bytes spilled, {self.shared_bytes} shared"
+            + f" ({why})"
+            * bool(self.spilled_bytes)
+        )
 
 
-def check(function, dtype: str, sizes: dict[str, int] | None = None, **constants: object) -> None:
-    """Compile one variant, down to machine code. `sizes`: its warps and stages."""
+class NoCard:
+    """Stands for Triton's driver; a device's number is its architecture."""
 
-    def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if name in WHOLE:
-            return "i32"
-        if name in REAL:
-            return "fp32"
-        if name in TABLES:
-            return "*i32"
-        partial = name == "mixed" and function.__name__ in ("attend_splits", "join_splits")
-        return "*fp32" if name in FLOATS or partial else f"*{dtype}"
+    architecture = 90
 
-    signature = {name: kind(name) for name in function.arg_names}
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    made = compile_kernel(source, target=HOPPER, options=k.OPTIONS | (sizes or {}))
-    assert made.metadata.shared <= MOST_SHARED, function.__name__
-    assert made.asm["cubin"], function.__name__
-    if function.__name__ in WITHOUT_PRODUCTS:
-        assert "fma.rn" not in made.asm["ptx"], f"{function.__name__}: a product and a sum were made one"
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
 
 
-def main() -> None:
-    for paths, windowed, head_dim in ((0, False, 128), (16, True, 128), (16, True, 256)):
-        shape = {"HEADS": 32, "HEAD_DIM": head_dim, "PART_HEADS": 32, "WINDOWED": windowed, "SPLIT": 256}
-        check(k.attend_splits, "bf16", **shape, **KEYS, WIDTH=head_dim, PATHS=paths, CAPPED=windowed)
-        check(k.join_splits, "bf16", **shape, WIDTH=head_dim, SINKS=windowed)
-    for dtype in ("bf16", "fp32"):
-        for extra, other in product((True, False), (True, False)):
-            check(k.add_norm, dtype, HIDDEN=4096, WIDTH=4096, ADDS=extra, DELTA_NORMS=other, NORMS=extra or other)
-            check(k.rotate_store, dtype, **LLAMA_8B, KV_HEADS=8, HALF=64, NORMS=extra, JOINT=other)
-            for clamped in (True, False):
-                check(k.activate, dtype, WIDTH=14336, BLOCK=1024, PLAIN=extra, GELU=other, CLAMPED=clamped)
-        for tile in TILES if dtype == "bf16" else (SMALLEST,):
-            sizes = {"num_warps": tile.warps, "num_stages": tile.stages}
-            check(k.one_gemm, dtype, sizes, WIDTH=4096, BIASED=True, ROWS=tile.rows, OUTPUTS=tile.outputs,
-                  INPUTS=tile.inputs)  # fmt: skip
+class Compiling:
+    """Stands for the module of kernels: a launch compiles, and is remembered under the case that is set."""
+
+    OPTIONS, BLOCK_KEYS = triton_kernels.OPTIONS, triton_kernels.BLOCK_KEYS
+
+    def __init__(self) -> None:
+        self.case = ""
+        self.made: dict[tuple[str, str], Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return At(self, name)
+
+
+@dataclass(frozen=True)
+class At:
+    """Stands for a kernel: a launch on any grid compiles."""
+
+    kernels: Compiling
+    name: str
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            made = getattr(triton_kernels, self.name).warmup(*arguments, grid=grid, **options)
+            self.kernels.made[self.name, self.kernels.case] = made
+
+        return launch
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def attention(kernels: Compiling, dtype: torch.dtype, head_dim: int) -> None:
+    """Chains and trees; with a window, a cap and sinks, and without."""
+    heads, kv_heads = HEADS[head_dim]
+    query, (keys, values) = (
+        meta(16, heads, head_dim, dtype=dtype),
+        [meta(kv_heads, 1024 * 64 + 4, head_dim, dtype=dtype) for _ in range(2)],
+    )
+    for path, special in product((0, 16), (False, True)):
+        where = Inputs(Shape(16, path, 0, 8192), torch.device("meta")).key_map(64)
+        kernels.case = f"{dtype}, heads of {head_dim}" + ", tree" * bool(path) + ", window, cap and sinks" * special
+        extra = (300, meta(heads), 50.0) if special else (None, None, None)
+        TritonOps(kernels).attend(query, keys, values, where, *extra)
+
+
+def row_work(kernels: Compiling, dtype: torch.dtype, hidden: int, inner: int, head_dim: int) -> None:
+    """Norms, rotation and activations of every kind."""
+    ops, x, unread = TritonOps(kernels), meta(16, hidden, dtype=dtype), lambda x: x
+    heads, kv_heads = HEADS[head_dim]
+    gains = [None, meta(hidden, dtype=dtype)]
+    for delta, gain, delta_gain in product((None, x), gains, gains):
+        kernels.case = f"{dtype}, adds {delta is not None}, norms {gain is not None} and {delta_gain is not None}"
+        ops.add_norm(x, delta, gain, 1e-5, delta_gain if delta is not None else None)
+    shape = replace(read_config(TARGET), heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    qkv, store = meta(16, (heads + 2 * kv_heads) * head_dim, dtype=dtype), meta(kv_heads, 4100, head_dim, dtype=dtype)
+    turns, at = (meta(8192, head_dim),) * 2, (meta(16, dtype=torch.int32),) * 2
+    for normed, joint in ((False, False), (True, False), (True, True)):
+        kernels.case = f"{dtype}, norms {normed}, as one {joint}"
+        gain = meta(heads + kv_heads, head_dim, dtype=dtype) if normed else None
+        ops.rotate_store(qkv, turns, at, Attention(None, unread, unread, gain, None, None, joint_norm=joint), shape,
+                         (store, store))  # fmt: skip
+    kinds = [(None, False, False), (None, True, False), (None, True, True), (None, False, True)]
+    for clamp, gelu, plain in (*kinds, (Clamp(1.7, 7.0), False, False)):
+        kernels.case = f"{dtype}, clamp {clamp is not None}, gelu {gelu}, plain {plain}"
+        ops.activate(meta(16, 2 * inner, dtype=dtype), GatedMlp(unread, unread, clamp, gelu, plain))
+
+
+def products(kernels: Compiling, dtype: torch.dtype) -> None:
+    """One matrix product in every tile that it may have."""
+    for tile, biased in product((SMALLEST, *TILES) if dtype == torch.bfloat16 else (SMALLEST,), (False, True)):
+        kernels.case = f"{dtype}, {tile}" + ", bias" * biased
+        bias = meta(4096, dtype=dtype) if biased else None
+        OneGemmLinear(kernels, meta(4096, 4096, dtype=dtype), bias).product(meta(144, 4096, dtype=dtype), tile)
+
+
+def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
+    """What is launched on a card of this kind, compiled; raises AssertionError for a fused product and sum."""
+    NoCard.architecture = architecture
+    kernels = Compiling()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16) if everything else (torch.bfloat16,):
+        for head_dim in HEADS if everything else (128,):
+            attention(kernels, dtype, head_dim)
+        row_work(kernels, dtype, 4096, 14336, 128)
+        products(kernels, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        files = {key: Path(folder) / f"{i}.cubin" for i, key in enumerate(kernels.made)}
+        for (name, case), made in kernels.made.items():
+            files[name, case].write_bytes(made.asm["cubin"])
+            if name in WITHOUT_PRODUCTS:
+                assert not FUSED.search(made.asm["ptx"]), f"{name}, {case}: a product and a sum were made one"
+        for (name, case), file in files.items():
+            said = subprocess.run([READER, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+            registers, spilled = map(int, USAGE.findall(said)[0])
+            yield Launch(name, case, architecture, registers, spilled, kernels.made[name, case].metadata.shared)
+
+
+def main() -> int:
+    everything, architectures = "--all" in sys.argv, [int(a) for a in sys.argv[1:] if a.isdigit()] or [*SHARED]
+    driver.set_active(NoCard())
+    lines = [str(launch) for architecture in architectures for launch in all_launches(architecture, everything)]
+    print("\n".join(sorted(lines, key=lambda line: line.startswith("WRONG"))))
+    return int(any(line.startswith("WRONG") for line in lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

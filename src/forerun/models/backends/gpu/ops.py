@@ -228,7 +228,8 @@ class TritonOps:
                 *score_factors(head_dim, cap), keys.stride(0), keys.stride(1),
                 where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
                 GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
-                CAPPED=cap is not None, BLOCK_KEYS=self.kernels.BLOCK_KEYS, **shape, num_warps=4,
+                CAPPED=cap is not None, **shape,
+                **attention_sizes(width, query.element_size(), self.kernels.BLOCK_KEYS),
             )  # fmt: skip
             self.kernels.join_splits[(rows, part * group)](
                 largest, total, mixed, where.positions, out if sinks is None else sinks, out, num_splits, window or 0,
@@ -263,6 +264,15 @@ class TritonOps:
             CLAMPED=mlp.clamp is not None, BLOCK=ACTIVATED, **self.kernels.OPTIONS,
         )  # fmt: skip
         return out
+
+
+def attention_sizes(width: int, element_bytes: int, most_keys: int) -> dict[str, int]:
+    """Warps of an attention program, and keys of a step, for heads this wide: so that no registers spill.
+
+    Products of float32 are no tensor cores' and have both factors in registers.
+    """
+    warps = max(4, min(16, width * element_bytes**2 // 128))
+    return {"num_warps": warps, "BLOCK_KEYS": most_keys if width * element_bytes <= 512 else most_keys // 2}
 
 
 def query_turn(layer: Attention) -> int:
