@@ -12,10 +12,12 @@ from forerun.config import Speculation
 from forerun.device import Placement
 from forerun.errors import UnsupportedModel
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.request import Request
 from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.assertions import tokens_of
+from kit.card import PLACEMENT, imagined
 from kit.checkpoints import TARGET
 from kit.sparse import write_sparse
 
@@ -86,3 +88,24 @@ def test_layers_that_cpus_alone_compute_are_refused_by_name(tmp_path: Path) -> N
     assert made(f"early-exit:2:{folder}", "cpu").generate("Once", PARAMS[0])
     with pytest.raises(UnsupportedModel, match=f"{folder}: experts.* are computed on CPUs: use device cpu"):
         made(f"early-exit:2:{folder}")
+
+
+@pytest.mark.short("mtp-of-3-chain", "block:heads-tree", "eagle-chain")
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", TRAINED)
+def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
+    kind: str, shape: Speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = TRAINED[kind](tmp_path / "heads")
+    unseen = shape.width == 1 and kind in ("eagle", "eagle-1", "mtp", "mtp-of-3", "adapter")
+    with imagined(monkeypatch) as waits, torch.inference_mode():
+        llm = made(drafter, PLACEMENT, speculation=shape)
+        for prompt in PROMPTS:
+            for sequence in llm.requests.sequences(Request.of(prompt, PARAMS[1])):
+                llm.engine.submit(sequence)
+        while llm.engine.has_work:
+            waits.clear()
+            llm.engine.step()
+            assert set(waits) == {"tolist"}
+            assert len(waits) == 1 or not unseen
+    assert llm.stats.num_accepted > 0

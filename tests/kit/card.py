@@ -1,0 +1,156 @@
+"""A card that is not there: tensors that say they are on a GPU and are computed on the CPU, and what would go wrong.
+
+What mixes them with tensors of the host, as a GPU refuses, raises. What the host would wait for is counted, by name:
+copies to the host, and copies to the card that are not asynchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from forerun import device as devices
+from forerun.device import Placement
+from forerun.models.backends.gpu import backend
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.ops import TorchOps
+
+CARD = torch.device("cuda", 0)
+PLACEMENT = Placement(CARD, fixed=True)
+aten = torch.ops.aten
+INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+WAITS = (aten.nonzero.default, aten._local_scalar_dense.default, aten.equal.default, aten.masked_select.default)
+
+
+class OnCard(Tensor):
+    """A tensor on the card, whose numbers are `inner`'s."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> OnCard:
+        kept = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=torch.device("meta"),
+        )  # fmt: skip
+        kept.inner = inner
+        return kept  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} outside of the card's mode")
+
+
+def inner_of(x: object) -> object:
+    return x.inner if isinstance(x, OnCard) else x
+
+
+class CardMode(TorchDispatchMode):
+    """Computes on the CPU, and judges what is asked for."""
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        carded = [x for x in flat if isinstance(x, OnCard)]
+        hosted = [x for x in flat if not isinstance(x, OnCard) and x.dim() > 0]
+        target, name = kwargs.get("device"), func.overloadpacket.__name__
+        lands = bool(carded) if target is None else torch.device(target).type == "cuda"
+        if func is aten.copy_.default:
+            lands, mixed = isinstance(args[0], OnCard), bool(carded and hosted)
+            if mixed and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+                self.waits.append(f"copy_ {'to' if lands else 'from'} the card")
+        elif func is aten._to_copy.default:
+            if lands != bool(carded) and not kwargs.get("non_blocking", False):
+                self.waits.append(f"copy {'to' if lands else 'from'} the card")
+        elif carded and hosted:
+            by_index = func in INDEXED and isinstance(args[0], OnCard)
+            assert by_index, f"{func} of tensors of the host and the card"
+            self.waits.append(f"{name} by numbers of the host")
+        elif carded and (func in WAITS or (func in INDEXED and any(x.dtype == torch.bool for x in flat[1:]))):
+            self.waits.append(name)
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        if name in ("_pin_memory", "pin_memory"):
+            return args[0].clone()
+        found = func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
+        if func._schema.is_mutable and isinstance(args[0], Tensor):
+            return args[0]
+        return tree_map(lambda x: OnCard(x) if isinstance(x, Tensor) else x, found) if lands else found
+
+
+class CardFunctions(TorchFunctionMode):
+    """What of torch's functions does not reach the dispatcher."""
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if func in (Tensor.device.__get__, Tensor.is_cuda.__get__) and isinstance(args[0], OnCard):
+            return CARD if func == Tensor.device.__get__ else True
+        if func is torch.tensor:
+            kwargs.pop("pin_memory", None)
+            target = torch.device(kwargs.pop("device", None) or "cpu")
+            made = func(*args, **kwargs)
+            if target.type == "cpu":
+                return made
+            self.waits.append("numbers to the card")
+            return OnCard(made)
+        if name == "pin_memory":
+            return args[0].clone()
+        if name in ("tolist", "numpy") and isinstance(args[0], OnCard):
+            assert name == "tolist", "numpy() of a tensor on the card"
+            self.waits.append("tolist")
+            return args[0].inner.tolist()
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], OnCard):
+            return self.indexed(func, args)
+        return func(*args, **kwargs)
+
+    def indexed(self, func: Callable[..., Any], args: Sequence[Any]) -> object:
+        """What indices in brackets give, of which a GPU sees tensors alone."""
+        for each in args[1] if isinstance(args[1], tuple) else args[1:2]:
+            of_host = isinstance(each, list) or (isinstance(each, Tensor) and not isinstance(each, OnCard))
+            if of_host or (isinstance(each, Tensor) and each.dtype == torch.bool):
+                self.waits.append("index by numbers of the host" if of_host else "index by truth")
+        if len(args) > 2 and isinstance(args[2], Tensor) and not isinstance(args[2], OnCard):
+            self.waits.append("copy to the card")
+        found = func(*(tree_map(inner_of, each) for each in args))
+        return OnCard(found) if isinstance(found, Tensor) else found
+
+
+@contextmanager
+def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A machine with a card, for as long as this lasts; gives the list of what the host waited for."""
+    waits: list[str] = []
+
+    def run(_graphs: Graphs, _key: object, body: Callable[[], Any]) -> Any:
+        return body()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Graphs, "run", run)
+        patch.setattr("forerun.models.backends.gpu.graphs.ops_for", lambda _device: TorchOps())
+        patch.setattr(backend, "ops_for", lambda _device: TorchOps())
+        patch.setattr(backend.GpuBackend, "arithmetic", "imagined")
+        patch.setattr(devices, "free_bytes", lambda _device: 1 << 34)
+        patch.setattr("forerun.engine.memory.free_bytes", lambda _device: 1 << 34)
+        patch.setattr(torch.cuda, "get_device_name", lambda _device: "imagined")
+        for name in ("current_stream", "_lazy_init"):
+            patch.setattr(torch.cuda, name, MagicMock())
+        patch.setattr(torch.cuda, "Event", lambda **_: MagicMock(elapsed_time=lambda _: 1.0))
+        with CardFunctions(waits), CardMode(waits):
+            yield waits
