@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64)
 SAMPLED = SamplingParams(temperature=1, seed=3, max_tokens=64)
 PENALISED = SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, max_tokens=64)
 NUCLEUS = SamplingParams(temperature=1.2, seed=5, top_p=0.8, max_tokens=64)
+BOTH = [GREEDY] * len(PROMPTS) + [SAMPLED] * len(PROMPTS)
 SHAPES = [1, 4, Speculation(depth=3, width=2)]
 
 
@@ -81,18 +83,20 @@ def test_with_one_gemm_the_tokens_are_the_same(
     assert texts_of(drafted.generate(PROMPTS, params)) == alone
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [4, Speculation(depth=3, width=2)], ids=["chain", "tree"])
+@cache
+def plain_texts() -> list[list[int]]:
+    return texts_of(make(TARGET, one_gemm=True).generate(PROMPTS * 2, BOTH))
+
+
 @pytest.mark.parametrize("kind", TRAINED)
-def test_with_one_gemm_trained_drafters_give_the_same_tokens(
-    kind: str, shape: int | Speculation, params: SamplingParams, tmp_path: Path
-) -> None:
-    """And passes of their layers are captured, where they have any."""
-    drafter = TRAINED[kind](tmp_path / "heads")
-    plain, drafted = (make(TARGET, name, one_gemm=True, speculation=shape) for name in (None, drafter))
-    assert texts_of(drafted.generate(PROMPTS, params)) == texts_of(plain.generate(PROMPTS, params))
-    assert drafted.stats.num_accepted > 0
-    runner = getattr(drafted.drafter, "runner", None)
+def test_with_one_gemm_trained_drafters_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    """In chains and trees; and passes of their layers are captured, where they have any."""
+    llm = make(TARGET, TRAINED[kind](tmp_path / "heads"), one_gemm=True)
+    for shape in (Speculation(4), Speculation(3, 2, 6)):
+        before = llm.stats.num_accepted
+        assert texts_of(llm.generate(PROMPTS * 2, BOTH, speculation=shape)) == plain_texts(), shape
+        assert llm.stats.num_accepted > before, shape
+    runner = getattr(llm.drafter, "runner", None)
     if isinstance(runner, GraphRunner):
         assert runner.graphs.num_replays > len(runner.graphs.captured) > 0
         assert not runner.graphs.refused
