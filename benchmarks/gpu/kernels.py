@@ -19,9 +19,10 @@ from torch.nn import functional
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
 from forerun.models.backends.gpu.graphs import LEAST_ROWS
-from forerun.models.backends.gpu.ops import SPLIT, Ops, TorchOps, TritonOps, load_kernels, ops_for, power_of_two
+from forerun.models.backends.gpu.ops import SPLIT, Ops, TorchOps, TritonOps, load_kernels, ops_for
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Attention, GatedMlp
+from forerun.models.rows import power_of_two
 
 ROWS = (1, 8, 16, 32, 64, 128)
 ROW_WORK = (1, 16, 128, 2048)

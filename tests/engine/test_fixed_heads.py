@@ -10,7 +10,6 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Placement
-from forerun.errors import UnsupportedModel
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.request import Request
 from heads.adapters import adapter_of
@@ -83,11 +82,10 @@ def test_rejection_modes_draw_from_declared_laws(kind: str, rule: str, tmp_path:
     assert texts[0] == texts[1]
 
 
-def test_layers_that_cpus_alone_compute_are_refused_by_name(tmp_path: Path) -> None:
+def test_adapters_of_layers_with_experts_draft(tmp_path: Path) -> None:
     folder = adapter_of(write_sparse(tmp_path / "experts", "mixtral"), tmp_path / "adapter", 2, range(1))
-    assert made(f"early-exit:2:{folder}", "cpu").generate("Once", PARAMS[0])
-    with pytest.raises(UnsupportedModel, match=f"{folder}: experts.* are computed on CPUs: use device cpu"):
-        made(f"early-exit:2:{folder}")
+    for device in (FIXED, "cpu"):
+        assert tokens_of(made(f"early-exit:2:{folder}", device).generate(PROMPTS, PARAMS)) == plain()
 
 
 @pytest.mark.short("mtp-of-3-chain", "block:heads-tree", "eagle-chain")

@@ -13,9 +13,11 @@ from forerun.sampling.transforms import keep_nucleus
 from models.kernel_laws import (
     check_activations,
     check_attention,
+    check_experts,
     check_norms,
     check_rotation,
     check_rows_are_strangers,
+    check_tiles_of_experts,
     random_case,
     scattered,
 )
@@ -54,6 +56,15 @@ def test_a_node_of_a_tree_attends_to_the_bit_as_plain_decoding_would(
     ops: TritonOps, seed: int, dtype: torch.dtype
 ) -> None:
     check_rows_are_strangers(ops, random_case(seed, dtype=dtype, device="cuda", **SHAPES[seed]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
+def test_experts_are_their_definition_and_rows_strangers(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+    check_experts(ops, "cuda", dtype, tolerance)
+
+
+def test_tiles_of_experts_agree(ops: TritonOps) -> None:
+    check_tiles_of_experts(ops, "cuda", torch.bfloat16, 300)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
-from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops, power_of_two
+from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, GatedMlp
+from forerun.models.layer import Attention, GatedMlp, Mlp, Router, Stack, StackedExperts
+from forerun.models.rows import power_of_two
 from kit.checkpoints import TARGET
 
 SPARE_SLOTS = 4
@@ -243,3 +244,88 @@ def check_runs_have_the_bits_of_splits(ops: Ops, case: Case) -> None:
     assert torch.equal(runs.attended(ops), case.attended(ops))
     everything = ops.attend(runs.query, runs.keys, runs.values, runs.where, runs.window, runs.sinks, runs.cap)
     assert not everything[len(case.chains) :].any()
+
+
+def random_experts(
+    seed: int, device: str, dtype: torch.dtype, count: int, active: int, normalised: bool, gated: bool, form: GatedMlp
+) -> Mlp:
+    """Experts of 32 neurons that read 48 numbers, with biases where they are bounded."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def stack(outputs: int, inputs: int) -> Stack:
+        weight = torch.randn(count, outputs, inputs, generator=noise) * inputs**-0.5
+        bias = torch.randn(count, outputs, generator=noise) if form.clamp else None
+        return Stack(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+
+    router = Router(nothing, count, active, normalised)
+    return Mlp(None, form if gated else None, router, stacked=StackedExperts(stack(64, 48), stack(48, 32), form, False))
+
+
+def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) -> Tensor:
+    """A row's experts by the definition, in float64, expert after expert."""
+    assert mlp.router is not None
+    assert mlp.stacked is not None
+    router, wide, rows = mlp.router, logits[:, : mlp.router.count].double(), []
+    for i, scores in enumerate(wide):
+        chosen = sorted(range(router.count), key=lambda e: (-float(scores[e]), e))[: router.active]
+        weights = scores[chosen].softmax(0) if router.normalised else scores.softmax(0)[chosen]
+        total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+        for expert, weight in zip(chosen, weights, strict=True):
+            layers = mlp.stacked.gate_up, mlp.stacked.down
+            first, second = (
+                Stack(each.weight.double(), None if each.bias is None else each.bias.double()).of(expert)
+                for each in layers
+            )
+            gate, up = first(x[i].double()).chunk(2)
+            if clamp := mlp.stacked.form.clamp:
+                gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + 1
+            total += weight * second(gate * torch.sigmoid(gate * (clamp.alpha if clamp else 1.0)) * up)
+        if every is not None:
+            total += every[i].double() * torch.sigmoid(logits[i, -1].double())
+        rows.append(total)
+    return torch.stack(rows)
+
+
+EXPERTS = [  # how many, how many of them a row takes, whether their weights add up to 1, whether one has a gate, clamp
+    (4, 2, True, False, None),
+    (7, 3, False, True, None),
+    (32, 5, False, False, None),
+    (8, 1, True, True, Clamp(1.7, 0.5)),
+]
+
+
+def check_experts(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """What experts add is the definition in float64 for any choice, and a row has the same bits alone.
+
+    Results of products are rounded twice on the way.
+    """
+    for seed, (*sizes, clamp) in enumerate(EXPERTS):
+        mlp = random_experts(seed, device, dtype, *sizes, GatedMlp(nothing, nothing, clamp))
+        noise, outputs = torch.Generator().manual_seed(seed), sizes[0] + sizes[3]
+        for rows in (1, 24):
+            x, every = (torch.randn(rows, 48, generator=noise).to(device, dtype) for _ in range(2))
+            logits = (torch.randn(rows, outputs, generator=noise) * 2).round().to(device, dtype)  # many are equal
+            logits[: rows // 2, 0] = 9  # and many rows choose the first expert
+            positions = torch.arange(rows, dtype=torch.int32, device=device)
+            positions[rows // 2 :: 3] = -1 if rows > 1 else 0
+            given = every if sizes[3] else None
+            found, seen = ops.experts(x, logits, positions, mlp, given), positions >= 0
+            wanted = by_each_expert(mlp, x, logits, given)
+            assert (found.double() - wanted)[seen].abs().max() <= 4 * tolerance * wanted.abs().max(), sizes
+            if given is None:
+                assert not found[~seen].any(), "padding chooses none"
+            for i in range(0, rows, 6):
+                row = slice(i, i + 1)
+                alone = ops.experts(x[row], logits[row], positions[row], mlp, None if given is None else given[row])
+                assert torch.equal(alone, found[row]), f"row {i} of {rows}"
+
+
+def check_tiles_of_experts(ops: Ops, device: str, dtype: torch.dtype, rows: int) -> None:
+    """Larger tiles, which many rows of an expert get, give the bits of small ones."""
+    mlp, noise = random_experts(5, device, dtype, 4, 2, True, False, GatedMlp(nothing, nothing)), torch.Generator()
+    x, logits = (torch.randn(rows, n, generator=noise.manual_seed(n)).to(device, dtype) for n in (48, 4))
+    positions = torch.arange(rows, dtype=torch.int32, device=device)
+    assert mlp.stacked is not None
+    large = replace(mlp, stacked=replace(mlp.stacked, tiled=True))
+    small, found = (ops.experts(x, logits, positions, each, None) for each in (mlp, large))
+    assert torch.equal(found, small)

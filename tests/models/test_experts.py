@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.config import KernelChoice, Quantization
-from forerun.device import Placement
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.models import choice as choosing
 from forerun.models.backends.native_check import checked
@@ -210,12 +209,6 @@ def test_memory_is_planned_for_all_experts_and_a_pass_reads_some(folders: dict[s
     assert blueprint.pass_bytes == 4 * (held - embedding - idle)
     eighth = Blueprint.of(str(folders[family]), quantize="int8")
     assert held - embedding <= eighth.weights_bytes - 4 * embedding <= held
-
-
-def test_gpus_are_refused_by_name(folders: dict[str, Path]) -> None:
-    fixed = Placement(torch.device("cpu"), fixed=True)
-    with pytest.raises(UnsupportedModel, match="experts are computed on CPUs: use device cpu"):
-        Blueprint.of(str(folders["mixtral"]), device=fixed)
 
 
 def distinct(runner: Runner, num_tokens: int, seed: int) -> int:

@@ -18,14 +18,13 @@ from kit.assertions import tokens_of
 from kit.sparse import write_architecture
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
-DENSE = [name for name, family in FAMILIES.items() if family.sparse is None]
 TOLERANCE = 2e-4  # logits are of size 10: sums in another order
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
 TREE = [5, 6, 7, 8, 9, 10], [-1, 0, 0, 1, 2, 2]
 LENGTH = 60  # beyond the windows, and beyond the context before scaling
 
 
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_logits_are_those_of_the_cpu(architecture: str, tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path / "target", architecture))
     blueprints = [Blueprint.of(folder, dtype="float32", kernels="torch"), Blueprint.of(folder, device=FIXED)]
@@ -43,7 +42,7 @@ def test_logits_are_those_of_the_cpu(architecture: str, tmp_path: Path) -> None:
             runner.keep([0], [kept])
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3"])
+@pytest.mark.parametrize("family", ["Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3", "GptOss", "Qwen2Moe"])
 def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))
     params = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0, 1, 0.8, 1.5)]

@@ -28,10 +28,12 @@ from kit.interpreted import products  # noqa: F401 (a fixture)
 from models.kernel_laws import (
     check_activations,
     check_attention,
+    check_experts,
     check_norms,
     check_rotation,
     check_rows_are_strangers,
     check_runs_have_the_bits_of_splits,
+    check_tiles_of_experts,
     random_case,
     scattered,
 )
@@ -99,6 +101,17 @@ def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
 def test_long_reads_attend_to_the_bit_as_rows_do(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
     shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 40}
     check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
+def test_experts_are_their_definition_and_rows_strangers(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+    check_experts(ops, "cpu", dtype, tolerance)
+
+
+def test_tiles_of_experts_agree(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.models.backends.gpu.experts.MANY_ROWS", 1)
+    check_tiles_of_experts(ops, "cpu", torch.float32, 70)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds

@@ -27,7 +27,7 @@ from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
-from forerun.models.loading import Blueprint, refuse_layers
+from forerun.models.loading import Blueprint
 from forerun.models.packing import MakeLinear
 from forerun.models.projections import Shapes
 from forerun.models.source import HUB_FILES, find_folder, similar
@@ -115,11 +115,7 @@ class HeadFolder:
         refuse_unread(self.path, self.checkpoint.stored, {*shapes, *idle}, heads, *cures)
 
     def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
-        """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them.
-
-        Raises UnsupportedModel for layers that are not computed where the target is.
-        """
-        refuse_layers(self.name, config, self.target.placement)
+        """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them."""
         size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
         return Blueprint(
             spec=replace(self.target.spec.beside(self.name), quantize=self.quantize),

@@ -113,7 +113,8 @@ class Decoder:
         shard = WHOLE if ranks is None else ranks.shard
         self.dtype = dtype
         quantized = partial(backend.linear, quantize=quantize)
-        layers = LayerMaker(config, dtype, quantized, backend.linear, backend.grouped, take_groups, shard)
+        made = quantized, backend.linear, backend.grouped
+        layers = LayerMaker(config, dtype, *made, take_groups, shard, backend.stacked)
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(dtype)
         self.layers = [layers.load(take, i) for i in range(config.layers)]

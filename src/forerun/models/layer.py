@@ -7,9 +7,11 @@ checkpoint's tensors is decided in `packing.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.models.experts_config import Clamp
@@ -77,11 +79,37 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """One linear layer of every expert: weights and biases, an expert's after another's."""
+
+    weight: Float[Tensor, "experts outputs inputs"]
+    bias: Float[Tensor, "experts outputs"] | None
+
+    def of(self, expert: int) -> Linear:
+        """One expert's, by torch's product."""
+        bias = None if self.bias is None else self.bias[expert]
+        return partial(functional.linear, weight=self.weight[expert], bias=bias)
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """All experts of a layer as one, for a backend that multiplies them in one go.
+
+    `form` is one of them: all activate alike. `tiled`: larger tiles for more rows give the same bits.
+    """
+
+    gate_up: Stack
+    down: Stack
+    form: GatedMlp
+    tiled: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """What a layer adds behind its attention: `every` is taken by all tokens, experts by those that chose them.
 
     A dense layer has `every` alone, and no router. Norms are as those of Attention; what is `parallel` reads what
-    attention reads.
+    attention reads. Where experts are `stacked` there are no `experts`.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -90,6 +118,7 @@ class Mlp:
     experts: tuple[GatedMlp, ...] = ()
     out_norm: Float[Tensor, " hidden"] | None = None
     parallel: bool = False
+    stacked: StackedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
 from forerun.device import CPU, Placement
-from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
@@ -92,13 +92,14 @@ class Blueprint:
             )
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
+        if placement.fixed and spec.quantize and config.experts:
+            raise InvalidRequest("quantize", "with experts it is for CPUs: leave it out, or use device cpu.")
         dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0], placement.fixed)
         judged = check_weights(config, checkpoint)
         if is_shared:
             Shard(0, spec.tensor_parallel_size).fits(judged)
             spec = replace(spec, kernels="native")
-        refuse_layers(spec.model, judged, placement)
         stored = checkpoint.stored_groups(judged)
         as_stored = stored is not None and stored.formats and spec.quantize is None and spec.dtype == "auto"
         if placement.fixed:
@@ -134,7 +135,7 @@ class Blueprint:
     def as_stored(self) -> bool:
         """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
         as_asked = self.quantize is None and self.spec.dtype == "auto"
-        kernels = self.kernels == "native" or self.placement.fixed
+        kernels = self.kernels == "native" or (self.placement.fixed and not self.config.experts)
         return kernels and as_asked and self.stored is not None and bool(self.stored.formats)
 
     @property
@@ -346,11 +347,3 @@ def sample(path: Path) -> bytes:
         first = file.read(SAMPLE_BYTES)
         file.seek(max(0, size - SAMPLE_BYTES))
         return f"{path.name} {size}".encode() + first + file.read(SAMPLE_BYTES)
-
-
-def refuse_layers(name: str, config: ModelConfig, placement: Placement) -> None:
-    """Raise UnsupportedModel, by the model's name, for layers that CPUs alone compute, where it runs elsewhere."""
-    if placement.fixed and config.experts:
-        raise UnsupportedModel(
-            f"{name}: experts are computed on CPUs: use device cpu, or choose a checkpoint without them"
-        )

@@ -22,7 +22,7 @@ from forerun.annotations import Float, Int
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import ModelConfig
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
+from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router, StackedExperts
 from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable, Projection
 from forerun.models.shards.shard import WHOLE, Columns, Shard
 
@@ -30,6 +30,7 @@ T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
 TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None where it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
+StackExperts = Callable[[Sequence[GatedMlp]], StackedExperts | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class LayerMaker:
     """Makes layers of tensors in `dtype`: with `make` linear layers, with `make_router` those that choose experts.
 
     With `take_groups` linear layers whose weights are stored in groups stay so, made with `make_grouped`. Of a `shard`
-    layers have the outputs of its rank alone, and attention its heads; routers are whole.
+    layers have the outputs of its rank alone, and attention its heads; routers are whole. `stack` may make one of all
+    experts.
     """
 
     config: ModelConfig
@@ -47,6 +49,7 @@ class LayerMaker:
     make_grouped: MakeLinear | None = None
     take_groups: TakeGroups | None = None
     shard: Shard = WHOLE
+    stack: StackExperts | None = None
 
     def load(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
@@ -87,11 +90,13 @@ class LayerMaker:
         added = [Edit(c.added_scale, centred=c.centred)]
         qkv = project(table.qkv, Columns.HEADS, edits=self.head_edits(), shift=shift(c.norms.attention))
         out = project(table.out, Columns.HIDDEN, edits=added)
-        router, experts = None, list[GatedMlp]()
+        router, experts, stacked = None, list[GatedMlp](), None
         if table.router is not None and e is not None:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
             held = cache(fetch) if e.names.is_stacked else fetch
             experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
+            stacked = self.stack(experts) if self.stack else None
+            experts = [] if stacked else experts
         attention = Attention(
             norm=norm(c.norms.attention),
             qkv=qkv,
@@ -107,7 +112,8 @@ class LayerMaker:
         read = shift(c.norms.attention if c.parallel else c.norms.mlp)
         every = None if table.every is None else gated(table.every, project, added, None, c.gelu, read)
         mlp_norms = norm(c.norms.mlp), norm(c.norms.mlp_out)
-        return Layer(attention, Mlp(mlp_norms[0], every, router, tuple(experts), mlp_norms[1], c.parallel))
+        mlp = Mlp(mlp_norms[0], every, router, tuple(experts), mlp_norms[1], c.parallel, stacked)
+        return Layer(attention, mlp)
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
         """What makes a layer of the outputs that this rank has of a layer with these parts."""

@@ -74,3 +74,8 @@ def padded_to_width(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows padde
 def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
     """A norm's gains in float32, zeros behind them."""
     return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))
+
+
+def power_of_two(size: int) -> int:
+    """The smallest one that is not less."""
+    return 1 << max(0, size - 1).bit_length()

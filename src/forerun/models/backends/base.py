@@ -19,7 +19,7 @@ from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.batch import QueryRule, TokenBatch
 from forerun.models.chains import Start, UnreadTexts
 from forerun.models.config import ModelConfig
-from forerun.models.layer import Bias, Layer, Linear, StateEntry, WeightMatrix
+from forerun.models.layer import Bias, GatedMlp, Layer, Linear, StackedExperts, StateEntry, WeightMatrix
 from forerun.models.rope import RopeTables
 from forerun.models.shards.ranks import RankGroup
 from forerun.sampling.draws import Draws
@@ -132,6 +132,10 @@ class Backend(Protocol):
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
         """A layer of weights in groups, as they are; inputs are rounded to 8 bits."""
+        ...
+
+    def stacked(self, experts: Sequence[GatedMlp]) -> StackedExperts | None:
+        """All experts of a layer as one, where this backend multiplies them so; None where it asks each of them."""
         ...
 
     def capped(self, head: Linear, limit: float) -> Linear:

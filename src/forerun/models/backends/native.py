@@ -98,6 +98,9 @@ class NativeBackend:
         """A packed layer of weights in groups."""
         return NativeLinear.of_groups(self, weight, bias)
 
+    def stacked(self, experts: Sequence[GatedMlp]) -> None:
+        """None: each is asked for its rows."""
+
     def capped(self, head: Linear, limit: float) -> Linear:
         """The layer itself, which bounds its outputs from now on."""
         self.lib.forerun_cap(native(head).pointer, limit)

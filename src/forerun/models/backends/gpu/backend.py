@@ -7,8 +7,9 @@ sums over the inputs in one order, so a row's bits depend on the row alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
 from forerun.models.backends.torch_cpu.quantized import GROUP, quantize_groups, quantize_rows
-from forerun.models.layer import Bias, Linear, WeightMatrix
+from forerun.models.layer import Bias, GatedMlp, Linear, Stack, StackedExperts, WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,17 @@ class OneGemmLinear:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class LibraryLinear:
+    """The library's product."""
+
+    weight: WeightMatrix
+    bias: Bias | None = None
+
+    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        return functional.linear(x, self.weight, self.bias)
+
+
 @cache
 def tiles_agree(device: torch.device) -> bool:
     """Whether all tiles give the same bits on this card, in bfloat16, by random numbers.
@@ -146,8 +158,16 @@ class GpuBackend:
             form = (4, GROUP) if quantize == "int4" else (8, weight.shape[1])
             return self.grouped(GroupedWeight(numbers, scales, None, *form), bias)
         if not place.one_gemm:
-            return partial(functional.linear, weight=weight, bias=bias)
+            return LibraryLinear(weight, bias)
         return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))
+
+    def stacked(self, experts: Sequence[GatedMlp]) -> StackedExperts:
+        """Weights of all experts side by side; those of each are dropped."""
+        device = self.placement.device
+        gate_up, down = (stack([getattr(expert, name) for expert in experts]) for name in ("gate_up", "down"))
+        tiled = self.placement.graphs and gate_up.weight.dtype == torch.bfloat16 and tiles_agree(device)
+        form = replace(experts[0], gate_up=gate_up.of(0), down=down.of(0))  # which holds no weights of its own
+        return StackedExperts(gate_up, down, form, tiled)
 
     def capped(self, head: Linear, limit: float) -> Linear:
         """The layer with what bounds it behind it."""
@@ -156,3 +176,9 @@ class GpuBackend:
     def executor(self, parts: DecoderParts) -> FixedExecutor:
         """What computes logits of states, and layers of trained heads; a model's passes are `run_pass`."""
         return FixedExecutor(parts, ops_for(self.placement.device))
+
+
+def stack(layers: Sequence[OneGemmLinear | LibraryLinear]) -> Stack:
+    """Their weights as one tensor, and their biases."""
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return Stack(torch.stack([layer.weight for layer in layers]), torch.stack(biases) if biases else None)

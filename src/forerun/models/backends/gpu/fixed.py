@@ -21,6 +21,7 @@ from forerun.models.backends.base import DecoderParts, Entered, Stream
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
 from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder, States, Tapped
+from forerun.models.layer import Mlp
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
@@ -232,7 +233,6 @@ def run_layers(
     kept: dict[int, Tensor] = {}
     for i in layers:
         layer, mlp = parts.layers[i].attention, parts.layers[i].mlp
-        assert mlp.every is not None, "experts are chosen by looking at values: blueprints refuse them here"
         x, normed = (x, read) if read is not None else ops.add_norm(x, delta, layer.norm, c.norm_eps, delta_gain)
         read = None
         if i in taps:
@@ -241,10 +241,18 @@ def run_layers(
         query = ops.rotate_store(layer.qkv(normed), turns, at, layer, c, store)
         mixed = layer.out(ops.attend(query, *store, where, layer.window, layer.sinks, c.score_cap))
         x, behind = ops.add_norm(x, mixed, mlp.norm, c.norm_eps, layer.out_norm)
-        gate_up = mlp.every.gate_up(normed if mlp.parallel else behind)
-        delta, delta_gain = mlp.every.down(ops.activate(gate_up, mlp.every)), mlp.out_norm
+        delta, delta_gain = run_mlp(mlp, ops, normed if mlp.parallel else behind, batch.positions), mlp.out_norm
     assert delta is not None, "at least one layer"
     return x, delta, kept
+
+
+def run_mlp(mlp: Mlp, ops: Ops, x: Stream, positions: Int[Tensor, " total"]) -> Stream:
+    """What an MLP adds to rows, dense or of experts."""
+    every = None if mlp.every is None else mlp.every.down(ops.activate(mlp.every.gate_up(x), mlp.every))
+    if mlp.router is not None:
+        return ops.experts(x, mlp.router.linear(x), positions, mlp, every)
+    assert every is not None, "a layer without a router has a dense MLP"
+    return every
 
 
 def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> States:

@@ -30,10 +30,11 @@ from forerun.cache.paged import PagedCache
 from forerun.device import overwrite, upload
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.fixed import ALIGNED, LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
-from forerun.models.backends.gpu.ops import SPLIT, ops_for, power_of_two
+from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph, is_plain
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
+from forerun.models.rows import power_of_two
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail, TreeRule
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel, signed

@@ -19,11 +19,12 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.errors import DeviceUnavailable
-from forerun.models.backends.torch_cpu.mlp import gelu
+from forerun.models.backends.gpu.experts import run_experts
+from forerun.models.backends.torch_cpu.mlp import gelu, routes_of
 from forerun.models.config import ModelConfig
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, GatedMlp
-from forerun.models.rows import rms_norm, rotate
+from forerun.models.layer import Attention, GatedMlp, Mlp
+from forerun.models.rows import power_of_two, rms_norm, rotate
 
 SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
 TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of the attention kernel
@@ -91,6 +92,16 @@ class Ops(Protocol):
         """What goes into an MLP's last layer, of what came out of its first."""
         ...
 
+    def experts(
+        self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
+        every: Rows | None,
+    ) -> Rows:  # fmt: skip
+        """What the experts add that rows choose by their logits, and `every` beside them, by its gate.
+
+        A row without position chooses none.
+        """
+        ...
+
 
 class TorchOps:
     """By torch's own functions, on any device; attention looks up every key of every row."""
@@ -153,6 +164,26 @@ class TorchOps:
         limit, gate = mlp.clamp.limit, gate.float().clamp(max=mlp.clamp.limit)
         turned = gate * torch.sigmoid(gate * mlp.clamp.alpha) * (up.float().clamp(-limit, limit) + 1)
         return turned.to(up.dtype)
+
+    def experts(
+        self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
+        every: Rows | None,
+    ) -> Rows:  # fmt: skip
+        assert mlp.router is not None, "what chooses experts"
+        assert mlp.stacked is not None, "experts are one"
+        routes, stacked = routes_of(mlp.router, logits.float()), mlp.stacked
+        weights = torch.where(positions[:, None] < 0, 0.0, routes.weights)
+        given = x.new_zeros(*routes.experts.shape, x.shape[1])
+        for expert in range(mlp.router.count):
+            inner = self.activate(stacked.gate_up.of(expert)(x), stacked.form)
+            chosen = (routes.experts == expert)[:, :, None]
+            given = torch.where(chosen, stacked.down.of(expert)(inner)[:, None], given)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for rank in range(mlp.router.active):
+            total = total + given[:, rank].float() * weights[:, rank : rank + 1]
+        if every is not None and routes.every is not None:
+            total = total + every.float() * routes.every
+        return total.to(x.dtype)
 
 
 def key_slots(where: KeyMap) -> Int[Tensor, "rows keys"]:
@@ -265,6 +296,13 @@ class TritonOps:
         )  # fmt: skip
         return out
 
+    def experts(
+        self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
+        every: Rows | None,
+    ) -> Rows:  # fmt: skip
+        kernels = load_kernels("triton_experts")
+        return run_experts(kernels, x, logits, positions, mlp, every, self.activate)
+
 
 def attention_sizes(width: int, element_bytes: int, most_keys: int) -> dict[str, int]:
     """Warps of an attention program, and keys of a step, for heads this wide: so that no registers spill.
@@ -300,8 +338,3 @@ def score_factors(head_dim: int, cap: float | None) -> tuple[float, float]:
     """What products of queries and keys are multiplied by, and the bound of what comes of it, both for logarithms to
     base 2; with a bound the first is for twice the argument of its tanh."""
     return LOG2_E / math.sqrt(head_dim) * (1 if cap is None else 2 / cap), LOG2_E * (cap or 0)
-
-
-def power_of_two(size: int) -> int:
-    """The smallest one that is not less."""
-    return 1 << max(0, size - 1).bit_length()

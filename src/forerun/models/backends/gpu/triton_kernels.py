@@ -15,7 +15,7 @@ import triton.language as tl
 
 BLOCK_KEYS = 64
 SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "query_turn",
-         "key_turn")  # fmt: skip
+         "key_turn", "pairs")  # fmt: skip
 # Every launch says so: where the compiler may fuse a product with a sum, as it may by default, it decides for each
 # variant of a kernel anew, and a row's bits would depend on whether its pass has paths, windows or norms.
 OPTIONS = {"enable_fp_fusion": False}
@@ -310,16 +310,25 @@ def one_gemm(
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    term = tl.arange(0, INPUTS)
-    x_at = x + row[:, None].to(tl.int64) * WIDTH + term[None, :]
-    weight_at = weight + column[None, :].to(tl.int64) * WIDTH + term[:, None]
-    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, WIDTH, INPUTS):
-        here = start + term < WIDTH
-        a = tl.load(x_at + start, mask=(row < rows)[:, None] & here[None, :], other=0.0)
-        b = tl.load(weight_at + start, mask=(column < outputs)[None, :] & here[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+    x_at, weight_at = x + row.to(tl.int64) * WIDTH, weight + column.to(tl.int64) * WIDTH
+    acc = sum_products(x_at, weight_at, row < rows, column < outputs, WIDTH, ROWS, OUTPUTS, INPUTS)
     if BIASED:
         acc += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outputs)[None, :])
+
+
+@kernel
+def sum_products(
+    x_at, weight_at, is_row, is_output,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Rows times weights, which begin at these places: sums over the inputs in ascending order, in float32."""
+    term = tl.arange(0, INPUTS)
+    acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, WIDTH, INPUTS):
+        here = start + term < WIDTH
+        a = tl.load(x_at[:, None] + (start + term)[None, :], mask=is_row[:, None] & here[None, :], other=0.0)
+        b = tl.load(weight_at[None, :] + (start + term)[:, None], mask=is_output[None, :] & here[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc

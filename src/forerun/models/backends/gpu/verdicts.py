@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import overwrite
 from forerun.models.backends.gpu.capture import Graphs
-from forerun.models.backends.gpu.ops import power_of_two
+from forerun.models.rows import power_of_two
 from forerun.models.runner import TreeRule
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel, signed

@@ -6,6 +6,7 @@ independent of the other rows, are in files of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from forerun.models.backends.torch_cpu.grouped import GroupedLinear, GroupedWeig
 from forerun.models.backends.torch_cpu.linear import CappedLinear, make_linear
 from forerun.models.backends.torch_cpu.mlp import run_mlp
 from forerun.models.batch import QueryRule, TokenBatch
-from forerun.models.layer import Attention, Bias, Linear, WeightMatrix
+from forerun.models.layer import Attention, Bias, GatedMlp, Linear, StackedExperts, WeightMatrix
 from forerun.models.rows import pad_rows, padded_rows, rms_norm, rotate
 from forerun.sampling.draws import Draws
 
@@ -47,6 +48,10 @@ class TorchBackend:
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
         """By the definition, which is slow: the loader unpacks such weights for this backend."""
         return GroupedLinear(weight, bias)
+
+    def stacked(self, experts: Sequence[GatedMlp]) -> StackedExperts | None:
+        """None: each is asked for its rows."""
+        return None
 
     def capped(self, head: Linear, limit: float) -> Linear:
         """The layer with what bounds it behind it."""

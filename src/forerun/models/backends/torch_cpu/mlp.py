@@ -72,7 +72,11 @@ def gelu(x: Tensor) -> Tensor:
 
 def choose_experts(router: Router, x: Float[Tensor, "rows hidden"], num_tokens: int) -> Routes:
     """The routes of the first rows; in float32."""
-    logits = router.linear(x)[:num_tokens].float()
+    return routes_of(router, router.linear(x)[:num_tokens].float())
+
+
+def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes:
+    """The routes by what the router's layer gave, in float32."""
     ranked = logits[:, : router.count].sort(dim=1, descending=True, stable=True)
     powers = by_rows(torch.exp, in_lanes(ranked.values - ranked.values[:, :1], -torch.inf))
     chosen = powers[:, : router.active]

@@ -1,0 +1,93 @@
+"""Experts in passes of fixed shape: how the kernels of triton_experts.py follow one another.
+
+One launch multiplies all experts' rows, however many experts were chosen and by whom, so a captured pass serves every
+choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+from forerun.models.layer import GatedMlp, Mlp, Router, Stack
+from forerun.models.rows import power_of_two
+
+SORTED = 16_384  # comparisons of a step of the sort
+ADDED = 1024  # numbers that a program adds up
+FEW = {"ROWS": 16, "OUTPUTS": 32, "INPUTS": 128}  # a tile of products, and one for experts with many rows each
+MANY = {"ROWS": 64, "OUTPUTS": 64, "INPUTS": 64}
+MANY_ROWS = 48  # of an expert, on average, from which on larger tiles pay
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of rows and experts that they chose, sorted by experts, and what tiles of products they make."""
+
+    order: Int[Tensor, " pairs"]
+    table: Int[Tensor, " numbers"]
+    lanes: int
+    num_tiles: int
+    tile: dict[str, int]
+
+
+def run_experts(
+    kernels: Any,
+    x: Float[Tensor, "rows hidden"],
+    logits: Float[Tensor, "rows count"],
+    positions: Int[Tensor, " rows"],
+    mlp: Mlp,
+    every: Float[Tensor, "rows hidden"] | None,
+    activate: Callable[[Tensor, GatedMlp], Tensor],
+) -> Float[Tensor, "rows hidden"]:
+    """What rows' experts add, and `every` by its gate beside them; rows without a position choose none."""
+    assert mlp.router is not None, "what chooses experts"
+    assert mlp.stacked is not None, "GPUs multiply experts as one"
+    router, stacked, (rows, hidden) = mlp.router, mlp.stacked, x.shape
+    shape = (rows, router.active)
+    chosen, weights = x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
+    gates, gated = x.new_empty(rows, dtype=torch.float32), every is not None
+    kernels.choose_experts[(rows,)](
+        logits, positions, chosen, weights, gates, COUNT=router.count, LANES=power_of_two(router.count),
+        ACTIVE=router.active, RANKS=power_of_two(router.active), NORMALISED=router.normalised, GATED=gated,
+        num_warps=1, **kernels.OPTIONS,
+    )  # fmt: skip
+    pairs = sorted_pairs(kernels, chosen, router, stacked.tiled)
+    inner = activate(multiply(kernels, x, stacked.gate_up, pairs, router.active), stacked.form)
+    given = multiply(kernels, inner, stacked.down, pairs, 1)
+    out = torch.empty_like(x)
+    kernels.add_experts[rows, -(-hidden // ADDED)](
+        given, chosen, weights, x if every is None else every, gates, out, WIDTH=hidden, COUNT=router.count,
+        ACTIVE=router.active, GATED=gated, BLOCK=ADDED, **kernels.OPTIONS,
+    )  # fmt: skip
+    return out
+
+
+def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Router, tiled: bool) -> Pairs:
+    """The pairs by their experts: as many tiles as there can be, whoever was chosen."""
+    num_pairs, count, lanes = chosen.numel(), router.count, power_of_two(router.count)
+    tile = MANY if tiled and num_pairs >= MANY_ROWS * count else FEW
+    order, table = chosen.new_empty(num_pairs), chosen.new_empty(3 * lanes)
+    kernels.sort_by_expert[(1,)](
+        chosen, order, table, num_pairs, COUNT=count, LANES=lanes, BLOCK=max(16, min(128, SORTED // lanes)),
+        ROWS=tile["ROWS"], num_warps=8, **kernels.OPTIONS,
+    )  # fmt: skip
+    return Pairs(order, table, lanes, num_pairs // tile["ROWS"] + min(count, num_pairs), tile)
+
+
+def multiply(
+    kernels: Any, x: Float[Tensor, "_ inputs"], stack: Stack, pairs: Pairs, sharing: int
+) -> Float[Tensor, "pairs outputs"]:
+    """Each pair's row of `x`, which `sharing` pairs have in common, times the weights of its expert."""
+    _, outputs, inputs = stack.weight.shape
+    out = x.new_empty(len(pairs.order), outputs)
+    kernels.expert_gemm[pairs.num_tiles, -(-outputs // pairs.tile["OUTPUTS"])](
+        x, stack.weight, stack.weight if stack.bias is None else stack.bias, out, pairs.order, pairs.table, outputs,
+        WIDTH=inputs, LANES=pairs.lanes, SHARING=sharing, BIASED=stack.bias is not None, **pairs.tile,
+        num_warps=4, num_stages=6 if x.itemsize == 2 and pairs.tile is FEW else 4, **kernels.OPTIONS,
+    )  # fmt: skip
+    return out

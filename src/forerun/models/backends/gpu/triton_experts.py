@@ -1,0 +1,125 @@
+"""Triton kernels of experts: each row chooses some, and each expert multiplies the rows that chose it.
+
+The host knows nothing of the choice. Grids are as large as any choice needs, and programs without work end at once. A
+row and one expert that it chose are a *pair*; pair p is of row p // active. A pair's product is one chain of sums over
+the inputs, as `one_gemm` has it, whatever pairs stand beside it in its tile.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from forerun.models.backends.gpu.triton_kernels import OPTIONS, kernel, sum_products
+
+__all__ = ["OPTIONS", "add_experts", "choose_experts", "expert_gemm", "sort_by_expert"]
+
+
+@kernel
+def choose_experts(
+    logits, positions, chosen, weights, gates,
+    COUNT: tl.constexpr, LANES: tl.constexpr, ACTIVE: tl.constexpr, RANKS: tl.constexpr,
+    NORMALISED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """A row's experts, the likeliest first and the lowest numbers among equals, and their weights: a softmax over the
+    chosen, or over all. A row without position gets the number COUNT, which is no expert's. With GATED a last logit is
+    the gate of what all rows take."""
+    row = tl.program_id(0)
+    lanes = tl.arange(0, LANES)
+    ranks = tl.arange(0, RANKS)
+    source = logits + row.to(tl.int64) * (COUNT + 1 if GATED else COUNT)
+    left = tl.load(source + lanes, mask=lanes < COUNT, other=float("-inf")).to(tl.float32)
+    top = tl.max(left, 0)
+    total = tl.sum(tl.exp(left - top), 0)
+    of_chosen = 0.0 * top
+    numbers = tl.full((RANKS,), COUNT, tl.int32)
+    powers = tl.zeros((RANKS,), tl.float32)
+    for rank in range(ACTIVE):
+        best = tl.max(left, 0)
+        expert = tl.min(tl.where(left == best, lanes, COUNT), 0)
+        power = tl.exp(best - top)
+        numbers = tl.where(ranks == rank, expert, numbers)
+        powers = tl.where(ranks == rank, power, powers)
+        of_chosen += power
+        left = tl.where(lanes == expert, float("-inf"), left)
+    if NORMALISED:
+        total = of_chosen
+    numbers = tl.where(tl.load(positions + row) >= 0, numbers, COUNT)
+    tl.store(chosen + row * ACTIVE + ranks, numbers, mask=ranks < ACTIVE)
+    tl.store(weights + row * ACTIVE + ranks, powers / total, mask=ranks < ACTIVE)
+    if GATED:
+        gate = tl.load(source + COUNT).to(tl.float32)
+        tl.store(gates + row, 1.0 / (1.0 + tl.exp(tl.minimum(-gate, 80.0))))
+
+
+@kernel
+def sort_by_expert(
+    chosen, order, table, pairs,
+    COUNT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The pairs by their experts, in one program. `table` has three rows of LANES: how many tiles of ROWS pairs there
+    are up to the end of each expert's, where its pairs begin in `order`, and where they end."""
+    experts = tl.arange(0, LANES)
+    lanes = tl.arange(0, BLOCK)
+    counts = tl.zeros((LANES,), tl.int32)
+    for begin in range(0, pairs, BLOCK):
+        expert = tl.load(chosen + begin + lanes, mask=begin + lanes < pairs, other=LANES)
+        counts += tl.sum((expert[:, None] == experts[None, :]).to(tl.int32), 0)
+    ends = tl.cumsum(counts, 0)
+    tiles = tl.where(experts < COUNT, (counts + ROWS - 1) // ROWS, 0)
+    tl.store(table + experts, tl.cumsum(tiles, 0))
+    tl.store(table + LANES + experts, ends - counts)
+    tl.store(table + 2 * LANES + experts, ends)
+    free = ends - counts
+    for begin in range(0, pairs, BLOCK):
+        expert = tl.load(chosen + begin + lanes, mask=begin + lanes < pairs, other=LANES)
+        of_expert = expert[:, None] == experts[None, :]
+        before = (expert[:, None] == expert[None, :]) & (lanes[None, :] < lanes[:, None])
+        place = tl.sum(tl.where(of_expert, free[None, :], 0), 1) + tl.sum(before.to(tl.int32), 1)
+        tl.store(order + place, begin + lanes, mask=expert < COUNT)
+        free += tl.sum(of_expert.to(tl.int32), 0)
+
+
+@kernel
+def expert_gemm(
+    x, weight, bias, out, order, table, outputs,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, SHARING: tl.constexpr, BIASED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of pairs of one expert times its weights. SHARING pairs read the same row of `x`, one after the other."""
+    tile = tl.program_id(0)
+    ends = tl.load(table + tl.arange(0, LANES))
+    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    if expert < LANES:
+        passed = tl.load(table + expert - 1, mask=expert > 0, other=0)
+        place = tl.load(table + LANES + expert) + (tile - passed) * ROWS + tl.arange(0, ROWS)
+        here = place < tl.load(table + 2 * LANES + expert)
+        pair = tl.load(order + place, mask=here, other=0).to(tl.int64)
+        column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        inside = column < outputs
+        own = expert.to(tl.int64) * outputs + column
+        acc = sum_products(x + (pair // SHARING) * WIDTH, weight + own * WIDTH, here, inside,
+                           WIDTH, ROWS, OUTPUTS, INPUTS)  # fmt: skip
+        if BIASED:
+            acc += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+        out_at = out + pair[:, None] * outputs + column[None, :]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None] & inside[None, :])
+
+
+@kernel
+def add_experts(
+    given, chosen, weights, every, gates, out,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a row's experts gave, weighed and added up in the order of its choice, then what all rows take."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in range(ACTIVE):
+        pair = row * ACTIVE + rank
+        used = tl.load(chosen + pair) < COUNT
+        value = tl.load(given + pair * WIDTH + columns, mask=inside & used, other=0.0).to(tl.float32)
+        total += value * tl.load(weights + pair)
+    if GATED:
+        total += tl.load(every + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(gates + row)
+    tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=inside)
