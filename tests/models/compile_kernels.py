@@ -21,17 +21,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from forerun.models.backends.gpu import triton_kernels
+from forerun.models.backends.gpu import experts, triton_experts, triton_kernels
 from forerun.models.backends.gpu.backend import SMALLEST, TILES, OneGemmLinear
 from forerun.models.backends.gpu.fixed import Inputs, Shape
 from forerun.models.backends.gpu.ops import TritonOps
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, GatedMlp
+from forerun.models.layer import Attention, GatedMlp, Mlp, Router, Stack, StackedExperts
 from kit.checkpoints import TARGET
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that a program may have: A100, H100 and H200, B200
-WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "activate", "join_splits"}
+WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "activate", "join_splits", "choose_experts", "add_experts"}
 HEADS = {64: (14, 2), 80: (32, 32), 96: (32, 32), 128: (32, 8), 256: (8, 4)}  # heads and key heads, by what they hold
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FUSED = re.compile(r"fma\.rn(\.ftz)?\.f32")  # bfloat16 is added up by such instructions too, times one
@@ -113,7 +113,8 @@ class At:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            made = getattr(triton_kernels, self.name).warmup(*arguments, grid=grid, **options)
+            kernel = getattr(triton_kernels, self.name, None) or getattr(triton_experts, self.name)
+            made = kernel.warmup(*arguments, grid=grid, **options)
             self.kernels.made[self.name, self.kernels.case] = made
 
         return launch
@@ -167,6 +168,27 @@ def products(kernels: Compiling, dtype: torch.dtype) -> None:
         OneGemmLinear(kernels, meta(4096, 4096, dtype=dtype), bias).product(meta(144, 4096, dtype=dtype), tile)
 
 
+def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:
+    """8 of 128 experts, for few rows and many; with biases, a bound and a gate, and without."""
+
+    def layer(*shape: int) -> Stack:
+        return Stack(meta(*shape, dtype=dtype), meta(*shape[:2], dtype=dtype) if special else None)
+
+    for rows, special in product((16, 2048), (False, True)):
+        kernels.case = f"{dtype}, experts of {rows} rows" + ", biases, a bound and a gate" * special
+        form = GatedMlp(unasked, unasked, Clamp(1.7, 7.0) if special else None)
+        tiled = dtype == torch.bfloat16
+        stacked = StackedExperts(layer(128, 1536, 2048), layer(128, 2048, 768), form, tiled)
+        mlp, x = Mlp(None, None, Router(unasked, 128, 8, special), stacked=stacked), meta(rows, 2048, dtype=dtype)
+        logits, positions = meta(rows, 128 + special, dtype=dtype), meta(rows, dtype=torch.int32)
+        every = x if special else None
+        experts.run_experts(kernels, x, logits, positions, mlp, every, TritonOps(kernels).activate)
+
+
+def unasked(x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("no linear layer is asked")
+
+
 def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
     """What is launched on a card of this kind, compiled; raises AssertionError for a fused product and sum."""
     NoCard.architecture = architecture
@@ -176,6 +198,7 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
             attention(kernels, dtype, head_dim)
         row_work(kernels, dtype, 4096, 14336, 128)
         products(kernels, dtype)
+        some_experts(kernels, dtype)
     with tempfile.TemporaryDirectory() as folder:
         files = {key: Path(folder) / f"{i}.cubin" for i, key in enumerate(kernels.made)}
         for (name, case), made in kernels.made.items():

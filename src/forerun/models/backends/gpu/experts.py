@@ -17,7 +17,7 @@ from forerun.annotations import Float, Int
 from forerun.models.layer import GatedMlp, Mlp, Router, Stack
 from forerun.models.rows import power_of_two
 
-SORTED = 16_384  # comparisons of a step of the sort
+SORTED = 8192  # comparisons of a step of the sort
 ADDED = 1024  # numbers that a program adds up
 FEW = {"ROWS": 16, "OUTPUTS": 32, "INPUTS": 128}  # a tile of products, and one for experts with many rows each
 MANY = {"ROWS": 64, "OUTPUTS": 64, "INPUTS": 64}
