@@ -11,10 +11,12 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import CPU, Placement
+from forerun.errors import InvalidRequest
 from forerun.models.families import FAMILIES
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from kit.assertions import tokens_of
+from kit.quantized_folders import write_mxfp4
 from kit.sparse import write_architecture
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -58,3 +60,19 @@ def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_
     wanted = tokens_of(plain.generate(PROMPTS, params))
     assert [tokens_of(llm.generate(PROMPTS, params)) for llm in drafted] == [wanted] * 3
     assert all(llm.stats.num_accepted > 0 for llm in drafted[1:])
+
+
+def test_experts_are_unpacked_and_not_quantised(tmp_path: Path) -> None:
+    folder = str(write_architecture(tmp_path / "target", "MixtralForCausalLM"))
+    with pytest.raises(InvalidRequest, match=r"quantize.* with experts it is for CPUs"):
+        Blueprint.of(folder, device=FIXED, quantize="int8")
+    source = write_architecture(tmp_path / "gpt", "GptOssForCausalLM", hidden_size=64, intermediate_size=64)
+    write_mxfp4(source, tmp_path / "stored")
+    plain, fixed = (
+        Blueprint.of(str(tmp_path / "stored"), device=place, kernels=kernels)
+        for place, kernels in ((CPU, "torch"), (FIXED, "auto"))
+    )
+    assert not fixed.as_stored
+    read = Read(0, list(range(3, 40)), judged=range(37))
+    wanted, found = (blueprint.load(64).read([read]).logits for blueprint in (plain, fixed))
+    assert (wanted - found).abs().max() <= TOLERANCE

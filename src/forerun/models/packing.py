@@ -89,18 +89,16 @@ class LayerMaker:
 
         added = [Edit(c.added_scale, centred=c.centred)]
         qkv = project(table.qkv, Columns.HEADS, edits=self.head_edits(), shift=shift(c.norms.attention))
-        out = project(table.out, Columns.HIDDEN, edits=added)
         router, experts, stacked = None, list[GatedMlp](), None
         if table.router is not None and e is not None:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
             held = cache(fetch) if e.names.is_stacked else fetch
             experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
             stacked = self.stack(experts) if self.stack else None
-            experts = [] if stacked else experts
         attention = Attention(
             norm=norm(c.norms.attention),
             qkv=qkv,
-            out=out,
+            out=project(table.out, Columns.HIDDEN, edits=added),
             qk_norm=self.head_norms(vector) if c.qk_norm else None,
             sinks=vector("self_attn.sinks")[self.shard.heads(c)] if c.sinks else None,
             window=c.windows[index],
@@ -111,9 +109,9 @@ class LayerMaker:
         )
         read = shift(c.norms.attention if c.parallel else c.norms.mlp)
         every = None if table.every is None else gated(table.every, project, added, None, c.gelu, read)
-        mlp_norms = norm(c.norms.mlp), norm(c.norms.mlp_out)
-        mlp = Mlp(mlp_norms[0], every, router, tuple(experts), mlp_norms[1], c.parallel, stacked)
-        return Layer(attention, mlp)
+        apart = () if stacked else tuple(experts)
+        norms = norm(c.norms.mlp), norm(c.norms.mlp_out)
+        return Layer(attention, Mlp(norms[0], every, router, apart, norms[1], c.parallel, stacked))
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
         """What makes a layer of the outputs that this rank has of a layer with these parts."""
