@@ -27,7 +27,7 @@ from forerun.models.backends.gpu.fixed import Inputs, Shape
 from forerun.models.backends.gpu.ops import TritonOps
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, GatedMlp, Mlp, Router, Stack, StackedExperts
+from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
 from kit.checkpoints import TARGET
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that a program may have: A100, H100 and H200, B200
@@ -171,8 +171,8 @@ def products(kernels: Compiling, dtype: torch.dtype) -> None:
 def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:
     """8 of 128 experts, for few rows and many; with biases, a bound and a gate, and without."""
 
-    def layer(*shape: int) -> Stack:
-        return Stack(meta(*shape, dtype=dtype), meta(*shape[:2], dtype=dtype) if special else None)
+    def layer(*shape: int) -> ExpertWeights:
+        return ExpertWeights(meta(*shape, dtype=dtype), meta(*shape[:2], dtype=dtype) if special else None)
 
     for rows, special in product((16, 2048), (False, True)):
         kernels.case = f"{dtype}, experts of {rows} rows" + ", biases, a bound and a gate" * special

@@ -16,7 +16,7 @@ from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, GatedMlp, Mlp, Router, Stack, StackedExperts
+from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
 from forerun.models.rows import power_of_two
 from kit.checkpoints import TARGET
 
@@ -252,10 +252,10 @@ def random_experts(
     """Experts of 32 neurons that read 48 numbers, with biases where they are bounded."""
     noise = torch.Generator().manual_seed(seed)
 
-    def stack(outputs: int, inputs: int) -> Stack:
+    def stack(outputs: int, inputs: int) -> ExpertWeights:
         weight = torch.randn(count, outputs, inputs, generator=noise) * inputs**-0.5
         bias = torch.randn(count, outputs, generator=noise) if form.clamp else None
-        return Stack(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+        return ExpertWeights(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
 
     router = Router(nothing, count, active, normalised)
     return Mlp(None, form if gated else None, router, stacked=StackedExperts(stack(64, 48), stack(48, 32), form, False))
@@ -273,7 +273,7 @@ def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) ->
         for expert, weight in zip(chosen, weights, strict=True):
             layers = mlp.stacked.gate_up, mlp.stacked.down
             first, second = (
-                Stack(each.weight.double(), None if each.bias is None else each.bias.double()).of(expert)
+                ExpertWeights(each.weight.double(), None if each.bias is None else each.bias.double()).of(expert)
                 for each in layers
             )
             gate, up = first(x[i].double()).chunk(2)

@@ -79,7 +79,7 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertWeights:
     """One linear layer of every expert: weights and biases, an expert's after another's."""
 
     weight: Float[Tensor, "experts outputs inputs"]
@@ -98,8 +98,8 @@ class StackedExperts:
     `form` is one of them: all activate alike. `tiled`: larger tiles for more rows give the same bits.
     """
 
-    gate_up: Stack
-    down: Stack
+    gate_up: ExpertWeights
+    down: ExpertWeights
     form: GatedMlp
     tiled: bool
 

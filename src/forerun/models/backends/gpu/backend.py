@@ -27,7 +27,7 @@ from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
 from forerun.models.backends.torch_cpu.quantized import GROUP, quantize_groups, quantize_rows
-from forerun.models.layer import Bias, GatedMlp, Linear, Stack, StackedExperts, WeightMatrix
+from forerun.models.layer import Bias, ExpertWeights, GatedMlp, Linear, StackedExperts, WeightMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class GpuBackend:
         return FixedExecutor(parts, ops_for(self.placement.device))
 
 
-def stack(layers: Sequence[OneGemmLinear | LibraryLinear]) -> Stack:
+def stack(layers: Sequence[OneGemmLinear | LibraryLinear]) -> ExpertWeights:
     """Their weights as one tensor, and their biases."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    return Stack(torch.stack([layer.weight for layer in layers]), torch.stack(biases) if biases else None)
+    return ExpertWeights(torch.stack([layer.weight for layer in layers]), torch.stack(biases) if biases else None)

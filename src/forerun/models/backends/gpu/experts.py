@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.models.layer import GatedMlp, Mlp, Router, Stack
+from forerun.models.layer import ExpertWeights, GatedMlp, Mlp, Router
 from forerun.models.rows import power_of_two
 
 SORTED = 8192  # comparisons of a step of the sort
@@ -80,7 +80,7 @@ def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Route
 
 
 def multiply(
-    kernels: Any, x: Float[Tensor, "_ inputs"], stack: Stack, pairs: Pairs, sharing: int
+    kernels: Any, x: Float[Tensor, "_ inputs"], stack: ExpertWeights, pairs: Pairs, sharing: int
 ) -> Float[Tensor, "pairs outputs"]:
     """Each pair's row of `x`, which `sharing` pairs have in common, times the weights of its expert."""
     _, outputs, inputs = stack.weight.shape
