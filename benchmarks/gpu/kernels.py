@@ -86,7 +86,7 @@ def chains(
     total = len(lengths) * rows
     size = max(LEAST_ROWS, power_of_two(total)) if captured else total
     keys = c.max_positions if captured else max(lengths) + rows  # a captured pass serves the longest text
-    tables = Inputs(Shape(size, 0, 0, -(-keys // SPLIT) * SPLIT), device)
+    tables = Inputs(Shape(size, 0, 0, -(-keys // SPLIT) * SPLIT, captured), device)
     tables.fill(layout, [], BLOCK_SIZE, len(lengths) * slots)
     return tables
 

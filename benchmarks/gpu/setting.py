@@ -41,7 +41,15 @@ class WeightFormat:
     widened: bool = True
 
 
-FORMATS = {each.name: each for each in (WeightFormat("library"), WeightFormat("one_gemm", one_gemm=True))}
+FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("library"),
+        WeightFormat("one_gemm", one_gemm=True),
+        WeightFormat("int8", quantize="int8", bits=8),
+        WeightFormat("int4", quantize="int4", bits=4.5),
+    )
+}
 
 
 def has_triton() -> bool:
@@ -71,7 +79,9 @@ class Setting:
         """Where passes of fixed shape run, with this format's products; in a dry run, which would take minutes by
         Triton's interpreter, only where these `products` are what is measured."""
         if self.dry:
-            return Placement(torch.device("cpu"), fixed=True, one_gemm=products and form.one_gemm and has_triton())
+            return Placement(
+                torch.device("cpu"), fixed=True, one_gemm=products and has_triton() and form != FORMATS["library"]
+            )
         return replace(Placement.of("cuda"), one_gemm=form.one_gemm)
 
     def add(self, table: str, **row: Any) -> None:

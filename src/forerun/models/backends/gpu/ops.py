@@ -282,8 +282,8 @@ class TritonOps:
             where.tables.shape[1], window or 0,
             HEADS=heads, GROUP=group, HEAD_DIM=head_dim, WIDTH=max(16, power_of_two(head_dim)),
             TILE=max(TILE_ROWS, power_of_two(group)), BLOCK_SIZE=where.block_size, WINDOWED=window is not None,
-            CAPPED=cap is not None, SINKS=sinks is not None, SPLIT=SPLIT, BLOCK_KEYS=self.kernels.BLOCK_KEYS,
-            num_warps=4, num_stages=2, **self.kernels.OPTIONS,
+            CAPPED=cap is not None, SINKS=sinks is not None, SPLIT=SPLIT, num_stages=2, **self.kernels.OPTIONS,
+            **attention_sizes(max(16, power_of_two(head_dim)), query.element_size(), self.kernels.BLOCK_KEYS),
         )  # fmt: skip
         return out
 
