@@ -87,6 +87,14 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
         load_kernels()
 
 
+def test_fp8_is_for_gpus() -> None:
+    with pytest.raises(InvalidRequest, match=r"'fp8' is for GPUs: use int8 or int4"):
+        Blueprint.of(str(TARGET), quantize="fp8")
+    assert (
+        Blueprint.of(str(TARGET), quantize="fp8", device=Placement(torch.device("cpu"), fixed=True)).quantize == "fp8"
+    )
+
+
 def test_compiled_kernels_are_for_plain_passes_on_cpus() -> None:
     fixed = Placement(torch.device("cpu"), fixed=True)
     with pytest.raises(InvalidRequest, match="kernels"):

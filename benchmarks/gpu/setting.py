@@ -47,6 +47,7 @@ FORMATS = {
         WeightFormat("library"),
         WeightFormat("one_gemm", one_gemm=True),
         WeightFormat("int8", quantize="int8", bits=8),
+        WeightFormat("fp8", quantize="fp8", bits=8, widened=False),
         WeightFormat("int4", quantize="int4", bits=4.5),
     )
 }

@@ -15,8 +15,8 @@ from forerun.shape import MOST_DEPTH, MOST_NODES, MOST_WIDTH, StaticTree
 
 Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
-Quantization = Literal["int8", "int4"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
+Quantization = Literal["int8", "int4", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "fp8")
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 AUTO = "auto"

@@ -111,7 +111,8 @@ class LoadingOptions:
         ),
     ] = "auto"
     quantize: Annotated[
-        Quantization | None, typer.Option(help="Hold the weights of target and draft model in 8 or 4 bits.")
+        Quantization | None,
+        typer.Option(help="Hold the weights of target and draft model in 8 or 4 bits; fp8 is for GPUs."),
     ] = None
     kernels: Annotated[
         KernelChoice,

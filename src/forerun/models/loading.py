@@ -47,7 +47,7 @@ from forerun.models.weights import Checkpoint, StoredGroups, check_weights, numb
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
-HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1)}  # of layers, head
+HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1), "fp8": (1, 1)}
 
 
 def checkpoint_label(model: str) -> str:
@@ -84,6 +84,8 @@ class Blueprint:
         placement = Placement.of(spec.device, spec.one_gemm)
         if spec.kernels == "native" and placement.fixed:
             raise InvalidRequest("kernels", "'native' is for CPUs: leave it out, or use device cpu.")
+        if spec.quantize == "fp8" and not placement.fixed:
+            raise InvalidRequest("quantize", "'fp8' is for GPUs: use int8 or int4, or device cuda.")
         is_shared = spec.tensor_parallel_size > 1
         if is_shared and (placement.fixed or spec.kernels == "torch"):
             raise InvalidRequest(

@@ -47,6 +47,7 @@ FEW_ROWS = Tile(16, 32, 128, warps=4, stages=6)  # hides the latency of memory, 
 NARROW, WIDE, LARGE = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4)
 TILES = (FEW_ROWS, NARROW, WIDE, LARGE)
 LARGER = ((LARGE, 65, 96), (WIDE, 33, 128), (NARROW, 17, 64))  # each with the fewest rows and programs that pay
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 TRIAL = (160, 256, 1024)  # rows, outputs and inputs of the product by which tiles are compared
 
 
@@ -116,6 +117,16 @@ def tiles_agree(device: torch.device) -> bool:
         return all(torch.equal(layer.product(x, tile), smallest) for tile in TILES)
 
 
+def quantize_floats(weight: WeightMatrix) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs 1"]]:
+    """FP8 and each output's scale, which maps its largest size to the largest number."""
+    wide = weight.float()
+    scales = (wide.abs().amax(1, keepdim=True) / LARGEST_FP8).clamp_min(torch.finfo(torch.float32).tiny)
+    return (wide / scales).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
+
+
+QUANTIZERS = {"int8": quantize_rows, "int4": quantize_groups, "fp8": quantize_floats}
+
+
 def wide_linear(
     x: Float[Tensor, "rows inputs"], weight: WeightMatrix, bias: Bias | None
 ) -> Float[Tensor, "rows outputs"]:
@@ -151,10 +162,10 @@ class GpuBackend:
         return GroupLinear(PackedGroups.of(weight, place.device), bias, unpacks=not place.one_gemm)
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-        """The weight as it is, or in groups: an output's inputs are one group where numbers have 8 bits."""
+        """The weight as it is, or in groups: an output's inputs are one where numbers have 8 bits, of either kind."""
         place = self.placement
         if quantize is not None:
-            numbers, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
+            numbers, scales = QUANTIZERS[quantize](weight)
             form = (4, GROUP) if quantize == "int4" else (8, weight.shape[1])
             return self.grouped(GroupedWeight(numbers, scales, None, *form), bias)
         if not place.one_gemm:

@@ -1,0 +1,51 @@
+"""Weights in groups on the GPU: they are what they stand for, rows are strangers, and drafted tokens are plain ones."""
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.models.backends.gpu.ops import TritonOps, load_kernels
+from kit.checkpoints import TARGET
+from models.group_laws import FORMS, check_numbers, check_products
+from models.kernel_laws import check_runs_have_the_bits_of_splits, random_case
+
+RUNS = [
+    {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 64, "lengths": (0, 1500)},
+    {"heads": 3, "kv_heads": 1, "head_dim": 24, "lengths": (600, 0), "window": 300, "sinks": True},
+    {"heads": 4, "kv_heads": 2, "head_dim": 256, "lengths": (700,), "cap": 5.0},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_numbers_are_what_they_stand_for(form: tuple[str, int, int, bool]) -> None:
+    check_numbers(form, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
+    form: tuple[str, int, int, bool], dtype: torch.dtype
+) -> None:
+    for biased in (False, True):
+        check_products(form, biased, "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(len(RUNS)))
+def test_long_reads_attend_to_the_bit_as_rows_do(seed: int, dtype: torch.dtype) -> None:
+    shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 150}
+    check_runs_have_the_bits_of_splits(
+        TritonOps(load_kernels()), random_case(seed, dtype=dtype, device="cuda", **shape)
+    )
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_with_one_gemm_drafted_tokens_are_those_of_plain_decoding(quantize: str) -> None:
+    options = {"device": "cuda", "dtype": "bfloat16", "quantize": quantize, "one_gemm": True, "max_model_len": 256}
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=64) for t in (0, 1)]
+    prompts = ["Once upon a time", "Lily and her mom"]
+    plain, drafted = LLM(str(TARGET), **options), LLM(str(TARGET), "ngram", **options)
+    for each in params:
+        answers = [[c.token_ids for r in llm.generate(prompts, each) for c in r.outputs] for llm in (plain, drafted)]
+        assert answers[0] == answers[1]
+    assert drafted.stats.num_accepted > 0
