@@ -32,7 +32,14 @@ from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
 from forerun.models.backends.gpu.ops import TritonOps
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from kit.interpreted import products  # noqa: F401 (a fixture)
-from models.kernel_laws import check_activations, check_norms, check_rotation, random_case, scattered
+from models.kernel_laws import (
+    check_activations,
+    check_norms,
+    check_rotation,
+    check_tiles_of_experts,
+    random_case,
+    scattered,
+)
 
 Place = tuple[int, int, int]
 
@@ -136,6 +143,7 @@ def everything() -> list[torch.Tensor]:
         found.append(layer.product(torch.randn(33, 200, generator=noise), tile))
     for law in (check_norms, check_rotation, check_activations):
         law(ops, "cpu", torch.float32, 1e-5)
+    check_tiles_of_experts(ops, "cpu", torch.float32, 40)
     return found
 
 
@@ -144,6 +152,7 @@ def test_programs_in_any_order_give_the_same_bits_and_do_not_meet(watch: Watch) 
     watch.dice = random.Random(0)
     assert all(map(torch.equal, everything(), wanted))
     watched = {"attend_splits", "join_splits", "add_norm", "rotate_store", "activate", "one_gemm", "group_gemm"}
+    watched |= {"choose_experts", "sort_by_expert", "expert_gemm", "add_experts"}
     assert watched <= watch.kernels
 
 
