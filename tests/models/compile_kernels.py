@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
-from forerun.models.backends.gpu import experts, triton_experts, triton_kernels
+from forerun.models.backends.gpu import groups, ops
 from forerun.models.backends.gpu.backend import SMALLEST, TILES, OneGemmLinear
 from forerun.models.backends.gpu.fixed import Inputs, Shape
-from forerun.models.backends.gpu.ops import TritonOps
+from forerun.models.backends.gpu.groups import ROWS, GroupLinear, PackedGroups
+from forerun.models.backends.gpu.ops import TritonOps, load_kernels
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
 from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
@@ -33,6 +35,13 @@ from kit.checkpoints import TARGET
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that a program may have: A100, H100 and H200, B200
 WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "activate", "join_splits", "choose_experts", "add_experts"}
 HEADS = {64: (14, 2), 80: (32, 32), 96: (32, 32), 128: (32, 8), 256: (8, 4)}  # heads and key heads, by what they hold
+GROUPS = {
+    "INT4": (32, 128, False),
+    "UINT4": (32, 128, True),
+    "E2M1": (32, 128, False),
+    "INT8": (64, 1, False),
+    "E4M3": (64, 64, False),
+}  # chunk, rows of scales, whether groups have a least value
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FUSED = re.compile(r"fma\.rn(\.ftz)?\.f32")  # bfloat16 is added up by such instructions too, times one
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
@@ -92,30 +101,29 @@ class NoCard:
 
 
 class Compiling:
-    """Stands for the module of kernels: a launch compiles, and is remembered under the case that is set."""
+    """Stands for a module of kernels: a launch compiles, and is remembered under the case that is set."""
 
-    OPTIONS, BLOCK_KEYS = triton_kernels.OPTIONS, triton_kernels.BLOCK_KEYS
+    case = ""
+    made: ClassVar[dict[tuple[str, str], Any]] = {}
 
-    def __init__(self) -> None:
-        self.case = ""
-        self.made: dict[tuple[str, str], Any] = {}
+    def __init__(self, name: str = "triton_kernels") -> None:
+        self.module = load_kernels(name)
 
     def __getattr__(self, name: str) -> Any:
-        return At(self, name)
+        found = getattr(self.module, name)
+        return At(found) if isinstance(found, JITFunction) else found
 
 
 @dataclass(frozen=True)
 class At:
     """Stands for a kernel: a launch on any grid compiles."""
 
-    kernels: Compiling
-    name: str
+    function: Any
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            kernel = getattr(triton_kernels, self.name, None) or getattr(triton_experts, self.name)
-            made = kernel.warmup(*arguments, grid=grid, **options)
-            self.kernels.made[self.name, self.kernels.case] = made
+            made = self.function.warmup(*arguments, grid=grid, **options)
+            Compiling.made[self.function.__name__, Compiling.case] = made
 
         return launch
 
@@ -131,9 +139,13 @@ def attention(kernels: Compiling, dtype: torch.dtype, head_dim: int) -> None:
         meta(16, heads, head_dim, dtype=dtype),
         [meta(kv_heads, 1024 * 64 + 4, head_dim, dtype=dtype) for _ in range(2)],
     )
-    for path, special in product((0, 16), (False, True)):
-        where = Inputs(Shape(16, path, 0, 8192), torch.device("meta")).key_map(64)
-        kernels.case = f"{dtype}, heads of {head_dim}" + ", tree" * bool(path) + ", window, cap and sinks" * special
+    for path, special in product((0, 16, None), (False, True)):
+        shape = Shape(16, path or 0, 0, 8192, captured=path is not None)
+        where = Inputs(shape, torch.device("meta")).key_map(64)
+        if path is None:
+            where = replace(where, num_runs=1)
+        kind = "" if path == 0 else ", prompt" if path is None else ", tree"
+        Compiling.case = f"{dtype}, heads of {head_dim}{kind}" + ", window, cap and sinks" * special
         extra = (300, meta(heads), 50.0) if special else (None, None, None)
         TritonOps(kernels).attend(query, keys, values, where, *extra)
 
@@ -144,28 +156,41 @@ def row_work(kernels: Compiling, dtype: torch.dtype, hidden: int, inner: int, he
     heads, kv_heads = HEADS[head_dim]
     gains = [None, meta(hidden, dtype=dtype)]
     for delta, gain, delta_gain in product((None, x), gains, gains):
-        kernels.case = f"{dtype}, adds {delta is not None}, norms {gain is not None} and {delta_gain is not None}"
+        Compiling.case = f"{dtype}, adds {delta is not None}, norms {gain is not None} and {delta_gain is not None}"
         ops.add_norm(x, delta, gain, 1e-5, delta_gain if delta is not None else None)
     shape = replace(read_config(TARGET), heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     qkv, store = meta(16, (heads + 2 * kv_heads) * head_dim, dtype=dtype), meta(kv_heads, 4100, head_dim, dtype=dtype)
     turns, at = (meta(8192, head_dim),) * 2, (meta(16, dtype=torch.int32),) * 2
     for normed, joint in ((False, False), (True, False), (True, True)):
-        kernels.case = f"{dtype}, norms {normed}, as one {joint}"
+        Compiling.case = f"{dtype}, norms {normed}, as one {joint}"
         gain = meta(heads + kv_heads, head_dim, dtype=dtype) if normed else None
         ops.rotate_store(qkv, turns, at, Attention(None, unread, unread, gain, None, None, joint_norm=joint), shape,
                          (store, store))  # fmt: skip
     kinds = [(None, False, False), (None, True, False), (None, True, True), (None, False, True)]
     for clamp, gelu, plain in (*kinds, (Clamp(1.7, 7.0), False, False)):
-        kernels.case = f"{dtype}, clamp {clamp is not None}, gelu {gelu}, plain {plain}"
+        Compiling.case = f"{dtype}, clamp {clamp is not None}, gelu {gelu}, plain {plain}"
         ops.activate(meta(16, 2 * inner, dtype=dtype), GatedMlp(unread, unread, clamp, gelu, plain))
 
 
 def products(kernels: Compiling, dtype: torch.dtype) -> None:
     """One matrix product in every tile that it may have."""
     for tile, biased in product((SMALLEST, *TILES) if dtype == torch.bfloat16 else (SMALLEST,), (False, True)):
-        kernels.case = f"{dtype}, {tile}" + ", bias" * biased
+        Compiling.case = f"{dtype}, {tile}" + ", bias" * biased
         bias = meta(4096, dtype=dtype) if biased else None
         OneGemmLinear(kernels, meta(4096, 4096, dtype=dtype), bias).product(meta(144, 4096, dtype=dtype), tile)
+
+
+def grouped_products(dtype: torch.dtype) -> None:
+    """Weights in groups, of every kind: multiplied, and unpacked."""
+    for kind, (size, groups_, least) in GROUPS.items():
+        chunk, halves = (size, 1) if kind in ("INT8", "E4M3") else (32, 2)
+        scales = meta(groups_, 4096, dtype=torch.float16)
+        numbers = meta(4096 // chunk // halves, 4096, chunk, dtype=torch.uint8)
+        weight = PackedGroups(numbers, scales, scales if least else None, kind, 4096)
+        for rows in ROWS:
+            Compiling.case = f"{dtype}, {kind}, {rows} rows"
+            GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False).product(meta(rows, 4096, dtype=dtype), rows)
+        weight.unpacked(torch.bfloat16)
 
 
 def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:
@@ -175,14 +200,13 @@ def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:
         return ExpertWeights(meta(*shape, dtype=dtype), meta(*shape[:2], dtype=dtype) if special else None)
 
     for rows, special in product((16, 2048), (False, True)):
-        kernels.case = f"{dtype}, experts of {rows} rows" + ", biases, a bound and a gate" * special
+        Compiling.case = f"{dtype}, experts of {rows} rows" + ", biases, a bound and a gate" * special
         form = GatedMlp(unasked, unasked, Clamp(1.7, 7.0) if special else None)
         tiled = dtype == torch.bfloat16
         stacked = StackedExperts(layer(128, 1536, 2048), layer(128, 2048, 768), form, tiled)
         mlp, x = Mlp(None, None, Router(unasked, 128, 8, special), stacked=stacked), meta(rows, 2048, dtype=dtype)
         logits, positions = meta(rows, 128 + special, dtype=dtype), meta(rows, dtype=torch.int32)
-        every = x if special else None
-        experts.run_experts(kernels, x, logits, positions, mlp, every, TritonOps(kernels).activate)
+        TritonOps(kernels).experts(x, logits, positions, mlp, x if special else None)
 
 
 def unasked(x: torch.Tensor) -> torch.Tensor:
@@ -191,13 +215,14 @@ def unasked(x: torch.Tensor) -> torch.Tensor:
 
 def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
     """What is launched on a card of this kind, compiled; raises AssertionError for a fused product and sum."""
-    NoCard.architecture = architecture
-    kernels = Compiling()
+    NoCard.architecture, kernels = architecture, Compiling()
+    Compiling.made = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float16) if everything else (torch.bfloat16,):
         for head_dim in HEADS if everything else (128,):
             attention(kernels, dtype, head_dim)
         row_work(kernels, dtype, 4096, 14336, 128)
         products(kernels, dtype)
+        grouped_products(dtype)
         some_experts(kernels, dtype)
     with tempfile.TemporaryDirectory() as folder:
         files = {key: Path(folder) / f"{i}.cubin" for i, key in enumerate(kernels.made)}
@@ -214,6 +239,7 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
 def main() -> int:
     everything, architectures = "--all" in sys.argv, [int(a) for a in sys.argv[1:] if a.isdigit()] or [*SHARED]
     driver.set_active(NoCard())
+    ops.load_kernels = groups.load_kernels = Compiling
     lines = [str(launch) for architecture in architectures for launch in all_launches(architecture, everything)]
     print("\n".join(sorted(lines, key=lambda line: line.startswith("WRONG"))))
     return int(any(line.startswith("WRONG") for line in lines))

@@ -21,7 +21,7 @@ from forerun.models.layer import Bias
 
 SLICES = 4  # sums of a row, over every so many chunks each, that are added in the end
 CHUNK = {4: 32, 8: 64}  # bytes of an output at most, by bits of a number
-OUTPUTS, WARPS, STAGES = 32, 4, 3
+OUTPUTS, STAGES = 32, 3
 MOST_PARTS = 2  # chunks of a slice that are read at once, where they are small
 FOUR_BITS = ("INT4", "UINT4", "E2M1")
 ROWS = (16, 32, 64)  # of a program
@@ -120,6 +120,6 @@ class GroupLinear:
             WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
             SLICES=SLICES, BIASED=self.bias is not None, ROWS=tile, OUTPUTS=OUTPUTS,
             PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip,
-            num_warps=WARPS, num_stages=STAGES, **w.constants,
+            num_warps=4 if tile < ROWS[-1] else 8, num_stages=STAGES, **w.constants,
         )  # fmt: skip
         return out
