@@ -25,7 +25,7 @@ from triton.runtime.driver import driver
 from forerun.models.backends.gpu import groups, ops
 from forerun.models.backends.gpu.backend import SMALLEST, TILES, OneGemmLinear
 from forerun.models.backends.gpu.fixed import Inputs, Shape
-from forerun.models.backends.gpu.groups import ROWS, GroupLinear, PackedGroups
+from forerun.models.backends.gpu.groups import ROWS, GroupLinear, PackedGroups, tile_rows
 from forerun.models.backends.gpu.ops import TritonOps, load_kernels
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
@@ -52,6 +52,11 @@ SPILLS = {
         64,
         "8 warps get 80 registers, so that more programs run at once",
     ),
+    ("attend_splits", "torch.float32, heads of 128"): (64, "16 warps get 64 registers"),
+    **{
+        ("attend_run", case): (64, "what is joined stays in registers too")
+        for case in ("torch.float32", "torch.bfloat16, heads of 64", "torch.float16, heads of 64")
+    },
     ("attend_splits", "torch.float32, heads of 80"): (64, "16 warps get 64 registers; masks of padded heads take some"),
     ("attend_splits", "torch.float32, heads of 96"): (64, "16 warps get 64 registers; masks of padded heads take some"),
 }
@@ -187,7 +192,7 @@ def grouped_products(dtype: torch.dtype) -> None:
         scales = meta(groups_, 4096, dtype=torch.float16)
         numbers = meta(4096 // chunk // halves, 4096, chunk, dtype=torch.uint8)
         weight = PackedGroups(numbers, scales, scales if least else None, kind, 4096)
-        for rows in ROWS:
+        for rows in sorted({tile_rows(rows, dtype) for rows in ROWS}):
             Compiling.case = f"{dtype}, {kind}, {rows} rows"
             GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False).product(meta(rows, 4096, dtype=dtype), rows)
         weight.unpacked(torch.bfloat16)

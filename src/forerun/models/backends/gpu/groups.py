@@ -108,18 +108,24 @@ class GroupLinear:
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         if self.unpacks and len(x) >= LONG_READ:
             return functional.linear(x, self.weight.unpacked(x.dtype), self.bias)
-        return self.product(x, next((rows for rows in ROWS if rows >= len(x)), ROWS[-1]))
+        return self.product(x, tile_rows(len(x), x.dtype))
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: int) -> Float[Tensor, "rows outputs"]:
         """The product by programs of so many rows each."""
         w, x, (chunks, outputs, size) = self.weight, x.contiguous(), self.weight.numbers.shape
-        out = x.new_empty(len(x), outputs)
-        load_kernels("group_kernels").group_gemm[-(-len(x) // tile), -(-outputs // OUTPUTS)](
+        out, wide = x.new_empty(len(x), outputs), x.dtype == torch.float32
+        columns = OUTPUTS // 2 if wide else OUTPUTS
+        load_kernels("group_kernels").group_gemm[-(-len(x) // tile), -(-outputs // columns)](
             x, w.numbers, w.scales, w.scales if w.least is None else w.least, x if self.bias is None else self.bias,
             out, len(x), outputs,
             WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
-            SLICES=SLICES, BIASED=self.bias is not None, ROWS=tile, OUTPUTS=OUTPUTS,
+            SLICES=SLICES, BIASED=self.bias is not None, ROWS=tile, OUTPUTS=columns,
             PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip,
-            num_warps=4 if tile < ROWS[-1] else 8, num_stages=STAGES, **w.constants,
+            num_warps=8 if wide or tile == ROWS[-1] else 4, num_stages=STAGES, **w.constants,
         )  # fmt: skip
         return out
+
+
+def tile_rows(rows: int, dtype: torch.dtype) -> int:
+    """Rows of a program; few where factors of float32 are all in registers, which others would not fit."""
+    return ROWS[0] if dtype == torch.float32 else next((tile for tile in ROWS if tile >= rows), ROWS[-1])
