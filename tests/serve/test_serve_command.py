@@ -27,9 +27,14 @@ def told(*arguments: str) -> str:
 
 
 def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "NEEDED", ("json", "no_such_package"))
-    with pytest.raises(MissingPackage, match=r"needs no_such_package, .* pip install 'forerun\[serve\]'"):
-        require_packages()
+    for missing, words in (
+        (["no_a"], "no_a, which is not installed"),
+        (["no_a", "no_b"], "no_a and no_b, which are not installed"),
+        (["no_a", "no_b", "no_c"], "no_a, no_b and no_c, which are not installed"),
+    ):
+        monkeypatch.setattr(settings, "NEEDED", ("json", *missing))
+        with pytest.raises(MissingPackage, match=rf"needs {words}: pip install 'forerun\[serve\]'"):
+            require_packages()
     assert "pip install 'forerun[serve]'" in told()
 
 

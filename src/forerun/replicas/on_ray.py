@@ -7,6 +7,7 @@ described by a file, such as a RayService of Kubernetes, `application` also make
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import socket
@@ -21,13 +22,23 @@ from typing import Any
 import ray
 from prometheus_client.core import Metric
 from ray import serve
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from forerun.errors import EngineClosed, ForerunError, InvalidRequest, ReplicaLost
+from forerun.config import require_whole
+from forerun.did_you_mean import nearest
+from forerun.ecosystem import WORDS
+from forerun.errors import EngineClosed, ForerunError, InvalidRequest, ReplicaLost, UnknownKeyword
 from forerun.fields import short
 from forerun.llm import LLM
 from forerun.replicas.front import ReplicaService
@@ -42,6 +53,9 @@ NAME = "replica"  # of the deployment
 CONNECT_S = 5.0  # until nothing is taken to listen at a cluster's address
 READING_S = 5.0  # that replicas have to tell their metrics
 MOST_OPEN = 10_000  # requests that the ingress has; its gate is what bounds them
+LOSSES = (  # what Ray raises where a replica, its node or what it had sent is gone, or none takes the request
+    EngineClosed, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayServeException, WorkerCrashedError,
+)  # fmt: skip
 LOST = "the replica that answered was lost ({}); Ray's log says more, and Ray starts another one."
 
 
@@ -107,7 +121,7 @@ class PrefixRouter(RequestRouter):
         ranked = self.table.ranked(route, loads)
         self.take(pending_request, ranked[0], route)
         pending_request.routing_context.should_backoff = True
-        pending_request.future.add_done_callback(lambda future: future.cancelled() and self.under_way.pop(key, None))
+        pending_request.future.add_done_callback(partial(self.forget_failed, key))
         return [[by_name[name]] for name in ranked]
 
     def take(self, request: PendingRequest, replica: str, route: Route) -> None:
@@ -115,9 +129,14 @@ class PrefixRouter(RequestRouter):
         self.under_way[request.metadata.internal_request_id] = replica, route.num_samples
         self.table.note(route, replica)
 
+    def forget_failed(self, key: str, future: asyncio.Future[RunningReplica]) -> None:
+        """Count a request no longer for which no replica was found."""
+        if future.cancelled() or future.exception() is not None:
+            self.under_way.pop(key, None)
+
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Note which replica a request went to."""
-        if pending_request.args:
+        """Note which replica a request went to, unless it is over already."""
+        if pending_request.metadata.internal_request_id in self.under_way:
             self.take(pending_request, replica_id.unique_id, pending_request.args[0].route)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -138,7 +157,7 @@ class RayReplicas:
         try:
             async for news in answer:
                 yield news
-        except (RayActorError, RayServeException, EngineClosed) as error:
+        except LOSSES as error:
             raise ReplicaLost(LOST.format(type(error).__name__)) from error
         except BaseException:
             answer.cancel()
@@ -166,8 +185,11 @@ class RayReplicas:
 
 def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float) -> Any:
     """The deployment of replicas of LLM(**arguments)."""
-    places, resources = int(arguments.get("max_num_seqs", 16)), settings.resources(arguments, ray.cluster_resources())
-    scaling = None
+    places = arguments.get("max_num_seqs", 16)
+    require_whole("max_num_seqs", places, 1)
+    if arguments.get("threads") is not None:
+        require_whole("threads", arguments["threads"], 1)
+    resources, scaling = settings.resources(arguments, ray.cluster_resources()), None
     if settings.least != settings.most:
         scaling = AutoscalingConfig(
             min_replicas=settings.least, max_replicas=settings.most, target_ongoing_requests=places
@@ -278,11 +300,18 @@ def application(arguments: Mapping[str, Any]) -> Any:
     """A Serve application, as `import_path: forerun.replicas.on_ray:application` names it.
 
     The arguments are those of LLM, such as `model`; those of ServeSettings, such as `allowed_hosts`; and `replicas`,
-    as the option --replicas has it.
+    as the option --replicas has it. Raises ForerunError for any other one, and where there is no model: what is raised
+    here, Ray tells at once, and what a replica raises only after many attempts.
     """
-    names = {each.name for each in fields(ServeSettings)}
-    server = {name: value for name, value in arguments.items() if name in names}
-    rest = {name: value for name, value in arguments.items() if name not in names and name != "replicas"}
+    of_server = {each.name for each in fields(ServeSettings)}
+    of_model = {each.name for each in inspect.signature(LLM).parameters.values() if each.kind is not each.VAR_KEYWORD}
+    for name in arguments:
+        if name not in (known := of_server | of_model | WORDS.keys() | {"replicas"}):
+            raise UnknownKeyword("application", name, nearest(name, sorted(known)))
+    if not arguments.get("model"):
+        raise InvalidRequest("model", "there is none: name a folder or a model of the hub under args.")
+    server = {name: value for name, value in arguments.items() if name in of_server}
+    rest = {name: value for name, value in arguments.items() if name not in of_server and name != "replicas"}
     server["allowed_hosts"] = frozenset(server.get("allowed_hosts", ()))
     server |= {"api_keys": Path(server["api_keys"])} if server.get("api_keys") else {}
     server.setdefault("model_name", served_name(str(rest["model"])))

@@ -77,9 +77,9 @@ def require_packages() -> None:
     """Raise MissingPackage where a package that the server needs is not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise MissingPackage(
-            f"forerun serve needs {', '.join(missing)}, which is not installed: pip install 'forerun[serve]'"
-        )
+        names = " and ".join([", ".join(missing[:-1]), missing[-1]] if len(missing) > 1 else missing)
+        are = "is" if len(missing) == 1 else "are"
+        raise MissingPackage(f"forerun serve needs {names}, which {are} not installed: pip install 'forerun[serve]'")
 
 
 def require_certificate(key: Path, certificate: Path) -> None:
