@@ -54,7 +54,8 @@ CONNECT_S = 5.0  # until nothing is taken to listen at a cluster's address
 READING_S = 5.0  # that replicas have to tell their metrics
 MOST_OPEN = 10_000  # requests that the ingress has; its gate is what bounds them
 LOSSES = (  # what Ray raises where a replica, its node or what it had sent is gone, or none takes the request
-    EngineClosed, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayServeException, WorkerCrashedError,
+    EngineClosed, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayServeException,
+    WorkerCrashedError,
 )  # fmt: skip
 LOST = "the replica that answered was lost ({}); Ray's log says more, and Ray starts another one."
 
