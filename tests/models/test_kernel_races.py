@@ -147,6 +147,7 @@ def everything() -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_programs_in_any_order_give_the_same_bits_and_do_not_meet(watch: Watch) -> None:
     wanted = everything()
     watch.dice = random.Random(0)

@@ -21,6 +21,7 @@ def compiled(folder: Path, *arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need triton, which is not installed")
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     kernels = {line.split()[2].rstrip(",") for line in compiled(tmp_path, "90").splitlines()}

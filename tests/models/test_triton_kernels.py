@@ -63,6 +63,7 @@ def ops() -> TritonOps:
     return TritonOps(load_kernels())
 
 
+@pytest.mark.short("0", "7")
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
 def test_attention_is_torchs_over_random_trees_in_ragged_batches(ops: TritonOps, seed: int) -> None:
     case = random_case(seed, **SHAPES[seed])
@@ -75,6 +76,7 @@ def test_attention_in_bfloat16_differs_by_its_rounding(ops: TritonOps) -> None:
     check_attention(ops, random_case(5, head_dim=64, dtype=torch.bfloat16), 2e-2)
 
 
+@pytest.mark.short("0-dtype0")
 @pytest.mark.parametrize(
     ("seed", "dtype"),
     [(0, torch.float32), (1, torch.float32), (5, torch.bfloat16), (6, torch.float32), (7, torch.bfloat16)],
@@ -97,29 +99,34 @@ def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
         check_rows_are_strangers(Sociable(ops.kernels), random_case(0, **SHAPES[0]))
 
 
+@pytest.mark.short("1-dtype1")
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)])
 def test_long_reads_attend_to_the_bit_as_rows_do(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
     shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 40}
     check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
 
 
+@pytest.mark.short("dtype0-1e-05")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
 def test_experts_are_their_definition_and_rows_strangers(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
     check_experts(ops, "cpu", dtype, tolerance)
 
 
+@pytest.mark.full
 def test_tiles_of_experts_agree(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.models.backends.gpu.experts.MANY_ROWS", 1)
     check_tiles_of_experts(ops, "cpu", torch.float32, 70)
 
 
+@pytest.mark.short("dtype0-1e-05")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
 def test_what_is_done_row_by_row_is_its_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
     for made, check in product((ops, TorchOps()), (check_norms, check_rotation, check_activations)):
         check(made, "cpu", dtype, tolerance)
 
 
+@pytest.mark.full
 def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3, **SHAPES[3])
     at_once = case.attended(ops)
@@ -152,6 +159,7 @@ def test_tiles_grow_with_the_rows_as_long_as_there_are_enough() -> None:
             assert tile is FEW_ROWS or (rows > 16 and num_programs(tile, rows, outputs) >= 64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "quantize", [None, pytest.param("int8", marks=pytest.mark.full), pytest.param("int4", marks=pytest.mark.full)]
 )
