@@ -96,14 +96,14 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
 ) -> None:
     drafter = TRAINED[kind](tmp_path / "heads")
     unseen = shape.width == 1 and kind in ("eagle", "eagle-1", "mtp", "mtp-of-3", "adapter")
-    with imagined(monkeypatch) as waits, torch.inference_mode():
+    with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=shape)
         for prompt in PROMPTS:
             for sequence in llm.requests.sequences(Request.of(prompt, PARAMS[1])):
                 llm.engine.submit(sequence)
         while llm.engine.has_work:
-            waits.clear()
+            seen.clear()
             llm.engine.step()
-            assert set(waits) == {"tolist"}
-            assert len(waits) == 1 or not unseen
+            assert set(seen.waits) == {"tolist"}
+            assert len(seen.waits) == 1 or not unseen
     assert llm.stats.num_accepted > 0

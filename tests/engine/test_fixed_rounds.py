@@ -1,6 +1,7 @@
 """Engines over passes of fixed shape: the same tokens, one synchronisation per round, guesses unseen until then."""
 
 import random
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from forerun.sampling.noise import gumbel
 from forerun.sampling.params import LogitsProcessor
 from forerun.sampling.winners import RoundNoise
 from kit.assertions import tokens_of
+from kit.card import PLACEMENT, imagined
 from kit.checkpoints import SMALL, TARGET
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -151,6 +153,24 @@ def test_one_synchronisation_per_round(
     assert rounds > 5
     if drafter:
         assert llm.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize(("drafter", "most"), [(None, 6), ("model", 42), ("ngram", 30)])
+def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, drafter: str | None, most: int
+) -> None:
+    """Each takes the host some microseconds: together longer than a small model's pass takes the card."""
+    sent = []
+    with imagined(monkeypatch) as seen, torch.inference_mode():
+        llm = make(TARGET, f"model:{SMALL}" if drafter == "model" else drafter, PLACEMENT, speculation=4)
+        for prompt in PROMPTS:
+            for sequence in llm.requests.sequences(Request.of(prompt, PARAMS[1])):
+                llm.engine.submit(sequence)
+        while llm.engine.has_work:
+            seen.clear()
+            llm.engine.step()
+            sent.append([*seen.sent])
+    assert statistics.median(map(len, sent)) <= most, sent[len(sent) // 2]
 
 
 def test_the_count_can_fail() -> None:

@@ -1,13 +1,15 @@
 """A card that is not there: tensors that say they are on a GPU and are computed on the CPU, and what would go wrong.
 
 What mixes them with tensors of the host, as a GPU refuses, raises. What the host would wait for is counted, by name:
-copies to the host, and copies to the card that are not asynchronous.
+copies to the host, and copies to the card that are not asynchronous. So is what it sends to the card: operations that
+are no views, each by itself or as a graph of many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -28,6 +30,7 @@ CARD = torch.device("cuda", 0)
 PLACEMENT = Placement(CARD, fixed=True)
 aten = torch.ops.aten
 INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+MEMORY = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias")  # takes no launch
 WAITS = (aten.nonzero.default, aten._local_scalar_dense.default, aten.equal.default, aten.masked_select.default)
 
 
@@ -54,12 +57,36 @@ def inner_of(x: object) -> object:
     return x.inner if isinstance(x, OnCard) else x
 
 
+@dataclass
+class Seen:
+    """What the host waited for, what it sent to the card, and whether a graph is running, which it sent as one."""
+
+    waits: list[str] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    replaying: bool = False
+
+    def clear(self) -> None:
+        self.waits.clear()
+        self.sent.clear()
+
+    def run(self, key: object, body: Callable[[], Any]) -> Any:
+        """A graph's function, if it has a key."""
+        if key is None or self.replaying:
+            return body()
+        self.sent.append("graph")
+        self.replaying = True
+        try:
+            return body()
+        finally:
+            self.replaying = False
+
+
 class CardMode(TorchDispatchMode):
     """Computes on the CPU, and judges what is asked for."""
 
-    def __init__(self, waits: list[str]) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
-        self.waits = waits
+        self.waits, self.seen = seen.waits, seen
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -81,6 +108,8 @@ class CardMode(TorchDispatchMode):
             self.waits.append(f"{name} by numbers of the host")
         elif carded and (func in WAITS or (func in INDEXED and any(x.dtype == torch.bool for x in flat[1:]))):
             self.waits.append(name)
+        if (lands or carded) and not (func.is_view or self.seen.replaying or name in MEMORY):
+            self.seen.sent.append(name)
         if target is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
@@ -134,12 +163,12 @@ class CardFunctions(TorchFunctionMode):
 
 
 @contextmanager
-def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A machine with a card, for as long as this lasts; gives the list of what the host waited for."""
-    waits: list[str] = []
+def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """A machine with a card, for as long as this lasts."""
+    seen = Seen()
 
-    def run(_graphs: Graphs, _key: object, body: Callable[[], Any]) -> Any:
-        return body()
+    def run(_graphs: Graphs, key: object, body: Callable[[], Any]) -> Any:
+        return seen.run(key, body)
 
     with monkeypatch.context() as patch:
         patch.setattr(Graphs, "run", run)
@@ -152,5 +181,5 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         for name in ("current_stream", "_lazy_init"):
             patch.setattr(torch.cuda, name, MagicMock())
         patch.setattr(torch.cuda, "Event", lambda **_: MagicMock(elapsed_time=lambda _: 1.0))
-        with CardFunctions(waits), CardMode(waits):
-            yield waits
+        with CardFunctions(seen.waits), CardMode(seen):
+            yield seen
