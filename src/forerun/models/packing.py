@@ -109,8 +109,8 @@ class LayerMaker:
         )
         read = shift(c.norms.attention if c.parallel else c.norms.mlp)
         every = None if table.every is None else gated(table.every, project, added, None, c.gelu, read)
-        own, norms = () if stacked else tuple(experts), (norm(c.norms.mlp), norm(c.norms.mlp_out))
-        return Layer(attention, Mlp(norms[0], every, router, own, norms[1], c.parallel, stacked))
+        kept, norms = () if stacked else tuple(experts), (norm(c.norms.mlp), norm(c.norms.mlp_out))
+        return Layer(attention, Mlp(norms[0], every, router, kept, norms[1], c.parallel, stacked))
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
         """What makes a layer of the outputs that this rank has of a layer with these parts."""

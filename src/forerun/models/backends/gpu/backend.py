@@ -93,7 +93,7 @@ class OneGemmLinear:
 
 @dataclass(frozen=True, slots=True)
 class LibraryLinear:
-    """The library's product."""
+    """The library's product, whose last bits depend on the number of rows."""
 
     weight: WeightMatrix
     bias: Bias | None = None

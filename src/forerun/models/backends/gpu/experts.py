@@ -58,10 +58,10 @@ def run_experts(
     )  # fmt: skip
     pairs = sorted_pairs(kernels, chosen, router, stacked.tiled)
     inner = activate(multiply(kernels, x, stacked.gate_up, pairs, router.active), stacked.form)
-    given = multiply(kernels, inner, stacked.down, pairs, 1)
+    outputs = multiply(kernels, inner, stacked.down, pairs, 1)
     out = torch.empty_like(x)
     kernels.add_experts[rows, -(-hidden // ADDED)](
-        given, chosen, weights, x if every is None else every, gates, out, WIDTH=hidden, COUNT=router.count,
+        outputs, chosen, weights, x if every is None else every, gates, out, WIDTH=hidden, COUNT=router.count,
         ACTIVE=router.active, GATED=gated, BLOCK=ADDED, **kernels.OPTIONS,
     )  # fmt: skip
     return out

@@ -173,14 +173,14 @@ class TorchOps:
         assert mlp.stacked is not None, "experts are one"
         routes, stacked = routes_of(mlp.router, logits.float()), mlp.stacked
         weights = torch.where(positions[:, None] < 0, 0.0, routes.weights)
-        given = x.new_zeros(*routes.experts.shape, x.shape[1])
+        per_rank = x.new_zeros(*routes.experts.shape, x.shape[1])
         for expert in range(mlp.router.count):
             inner = self.activate(stacked.gate_up.of(expert)(x), stacked.form)
             chosen = (routes.experts == expert)[:, :, None]
-            given = torch.where(chosen, stacked.down.of(expert)(inner)[:, None], given)
+            per_rank = torch.where(chosen, stacked.down.of(expert)(inner)[:, None], per_rank)
         total = torch.zeros_like(x, dtype=torch.float32)
         for rank in range(mlp.router.active):
-            total = total + given[:, rank].float() * weights[:, rank : rank + 1]
+            total = total + per_rank[:, rank].float() * weights[:, rank : rank + 1]
         if every is not None and routes.every is not None:
             total = total + every.float() * routes.every
         return total.to(x.dtype)

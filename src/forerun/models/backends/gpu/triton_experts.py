@@ -96,11 +96,11 @@ def expert_gemm(
         pair = tl.load(order + place, mask=here, other=0).to(tl.int64)
         column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = column < outputs
-        own = expert.to(tl.int64) * outputs + column
-        acc = sum_products(x + (pair // SHARING) * WIDTH, weight + own * WIDTH, here, inside,
+        stacked_output = expert.to(tl.int64) * outputs + column
+        acc = sum_products(x + (pair // SHARING) * WIDTH, weight + stacked_output * WIDTH, here, inside,
                            WIDTH, ROWS, OUTPUTS, INPUTS)  # fmt: skip
         if BIASED:
-            acc += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + stacked_output, mask=inside, other=0.0).to(tl.float32)[None, :]
         out_at = out + pair[:, None] * outputs + column[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None] & inside[None, :])
 
