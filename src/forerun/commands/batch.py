@@ -11,30 +11,35 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
 
 from forerun.accept.commit import Origin
+from forerun.accept.delta import Delta
 from forerun.card import AnswerTiming, run_card
 from forerun.commands.answer_file import AnswerFile, digest_of
-from forerun.commands.answering import build_llm, setting_of, stats_object
+from forerun.commands.answering import build_llm, llm_arguments, setting_of, stats_object
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import patient_interrupt
+from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, BatchOptions, ModelOptions
 from forerun.output import Answers
 from forerun.progress import LoadingBar
 from forerun.prove.prompts import file_lines, object_of, prompt_of, text_of
+from forerun.replicas.settings import ReplicaSettings
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
 
 SAMPLING = frozenset(each.name for each in fields(SamplingParams))
+DRAIN_S = 60.0  # that a replica has for its answers, where fewer are needed
 AHEAD = 2  # requests that are in the engine, in units of those that run at once
 MOST_SHOWN = 20  # lines that are reported one by one
 
@@ -93,7 +98,12 @@ class BatchTally:
 
 
 def run_batch(
-    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: Path | None, result: Result
+    where: ModelOptions,
+    how: AnswerOptions,
+    batch: BatchOptions,
+    engines: ReplicaSettings | None,
+    output: Path | None,
+    result: Result,
 ) -> tuple[BatchTally, bool]:
     """Answer what is not answered yet. Returns what came of it, and whether Ctrl-C stopped it."""
     assert batch.input is not None, "a batch has an input"
@@ -102,19 +112,19 @@ def run_batch(
     tasks = list(read_tasks(batch.input, tally))
     file = None if output is None else AnswerFile.open(output, batch.fresh)
     finished = False
+    errors = Console(stderr=True, no_color=how.raw or None)
     try:
-        errors = Console(stderr=True, no_color=how.raw or None)
-        llm = build_llm(where, errors, batch.max_num_seqs)
-        settings, seed = settings_of(llm, where, how), first_seed(how.seed, file)
-        if file is not None:
-            file.check(settings | {"seed": seed}, {task.line: digest_of(task.prompt) for task in tasks})
-        done = frozenset(() if file is None else file.digests)
-        tally.num_before = len(done)
-        params = replace(llm.get_default_sampling_params(), **how.sampling())
-        job = Job(llm, params, settings | {"seed": seed}, tally, file, batch.max_num_seqs)
-        with LoadingBar(errors) as bar:
-            stopped = job.run((task for task in tasks if task.line not in done), bar)
-        finished = not stopped
+        with batch_engine(where, batch, engines, errors) as (llm, engine):
+            settings, seed = settings_of(llm, where, how), first_seed(how.seed, file)
+            if file is not None:
+                file.check(settings | {"seed": seed}, {task.line: digest_of(task.prompt) for task in tasks})
+            done = frozenset(() if file is None else file.digests)
+            tally.num_before = len(done)
+            params = replace(llm.get_default_sampling_params(), **how.sampling())
+            job = Job(llm, engine, params, settings | {"seed": seed}, tally, file)
+            with LoadingBar(errors) as bar:
+                stopped = job.run((task for task in tasks if task.line not in done), bar)
+            finished = not stopped
     finally:
         if file is not None:
             file.close(finished)
@@ -126,6 +136,24 @@ def run_batch(
     record = settings | {"seed": seed, "stats": stats_object(llm.stats, timing, llm.drafter_names)}
     result.tell(tally.as_object() | record)
     return tally, stopped
+
+
+@contextmanager
+def batch_engine(
+    where: ModelOptions, batch: BatchOptions, engines: ReplicaSettings | None, errors: Console
+) -> Iterator[tuple[LLM, BatchEngine]]:
+    """The model, and what answers requests: the engine of this process, or replicas, which end with the context."""
+    if engines is None:
+        llm = build_llm(where, errors, batch.max_num_seqs)
+        yield llm, llm.engine
+        return
+    from forerun.replicas.on_ray import ray_replicas
+    from forerun.replicas.shared_batch import SharedBatch
+
+    show_note(f"starting {engines} replicas with Ray")
+    arguments = llm_arguments(where, batch.max_num_seqs, 512)
+    with ray_replicas(arguments, engines, DRAIN_S) as (model, there), closing(SharedBatch(model, there)) as shared:
+        yield model, shared
 
 
 def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
@@ -191,21 +219,38 @@ def first_seed(asked: int | None, file: AnswerFile | None) -> int:
     return secrets.randbits(63)
 
 
+@runtime_checkable
+class BatchEngine(Protocol):
+    """What answers the sequences of a batch: an Engine, or a SharedBatch of replicas."""
+
+    def submit(self, sequence: Sequence) -> None:
+        """Begin with a sequence."""
+        ...
+
+    def step(self) -> list[Delta]:
+        """The next deltas, if any; may raise what ended a request."""
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """End a request that was submitted."""
+        ...
+
+
 @dataclass(slots=True)
 class Job:
     """A batch under way on one model."""
 
     llm: LLM
+    engine: BatchEngine
     params: SamplingParams
     settings: Mapping[str, Any]
     tally: BatchTally
     file: AnswerFile | None
-    max_num_seqs: int
     open: dict[int, tuple[Task, Answers]] = field(default_factory=dict)  # by sequence
 
     def run(self, tasks: Iterator[Task], bar: LoadingBar) -> bool:
         """Answer the tasks, many at once; True where Ctrl-C ended it, after the round under way."""
-        started_s, engine = time.perf_counter(), self.llm.engine
+        started_s, engine = time.perf_counter(), self.engine
         with patient_interrupt() as interrupt:
             try:
                 while not interrupt.asked:
@@ -231,7 +276,8 @@ class Job:
 
     def fill(self, tasks: Iterator[Task], bar: LoadingBar) -> None:
         """Hand the engine more, as much as it can take on soon."""
-        while len(self.open) < AHEAD * self.max_num_seqs and (task := next(tasks, None)) is not None:
+        most = AHEAD * self.llm.options.max_num_seqs
+        while len(self.open) < most and (task := next(tasks, None)) is not None:
             seed = (self.settings["seed"] + task.line - 1) % 2**64
             try:
                 answers = self.llm.ask([Request.of(as_prompt(task), replace(self.params, seed=seed))])
@@ -241,7 +287,7 @@ class Job:
                 continue
             (sequence,) = answers.sequences
             self.open[sequence.id] = task, answers
-            self.llm.engine.submit(sequence)
+            self.engine.submit(sequence)
 
     def finish(self, task: Task, answers: Answers) -> None:
         """Write an answer down."""

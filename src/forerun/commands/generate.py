@@ -9,6 +9,7 @@ import typer
 
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
+from forerun.commands.replica_options import ReplicaOptions
 from forerun.errors import InvalidRequest
 from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptions, OutputOptions, with_options
 from forerun.streams import MISTAKE
@@ -21,12 +22,18 @@ forerun generate --model stdlib "def main("
 forerun generate --model stdlib --draft model:stdlib-draft --seed 1 -n 48 "import os"
 forerun generate --model stdlib --draft ngram --json "class Stack:" > answer.json
 forerun generate --model stdlib --draft suffix --input prompts.jsonl --output answers.jsonl
+forerun generate --model stdlib --replicas 2 --input prompts.jsonl --output answers.jsonl
 """
 
 
 @with_options(EXAMPLES)
 def generate(
-    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: OutputOptions, prompt: PromptArgument = None
+    where: ModelOptions,
+    how: AnswerOptions,
+    batch: BatchOptions,
+    replicas: ReplicaOptions,
+    output: OutputOptions,
+    prompt: PromptArgument = None,
 ) -> None:
     """Continue a text, or all texts of a file.
 
@@ -36,12 +43,15 @@ def generate(
     With --input, each line of a file is answered. Answers go to --output (or standard output) as JSON lines, as they
     are finished, with the number and the id of their line; a finished --output is put in the order of the input. When
     it was interrupted in any way, the same command goes on where it was, and the answers are the same. Lines that
-    cannot be answered are reported by number and skipped, and the status is 2.
+    cannot be answered are reported by number and skipped, and the status is 2. With --replicas several engines share
+    the lines, and the answers are those of one.
     """
-    if batch.input is None:
-        generate_one(where, how, output, prompt)
+    if batch.input is not None:
+        generate_batch(where, how, batch, replicas, output, prompt)
+    elif replicas.replicas:
+        raise InvalidRequest("replicas", "they share the lines of a file: name one by --input, or leave them out.")
     else:
-        generate_batch(where, how, batch, output, prompt)
+        generate_one(where, how, output, prompt)
 
 
 def generate_one(where: ModelOptions, how: AnswerOptions, output: OutputOptions, prompt: str | None) -> None:
@@ -54,16 +64,22 @@ def generate_one(where: ModelOptions, how: AnswerOptions, output: OutputOptions,
 
 
 def generate_batch(
-    where: ModelOptions, how: AnswerOptions, batch: BatchOptions, output: OutputOptions, prompt: str | None
+    where: ModelOptions,
+    how: AnswerOptions,
+    batch: BatchOptions,
+    replicas: ReplicaOptions,
+    output: OutputOptions,
+    prompt: str | None,
 ) -> None:
     """Answer a file of prompts."""
     if prompt is not None:
         raise InvalidRequest("input", "there is a prompt argument as well: give either the file or the prompt.")
     if output.as_json and output.output is None:
         raise InvalidRequest("json", "answers and the JSON object would both be printed: name --output FILE.")
+    engines = replicas.settings
     with importing():
         from forerun.commands.batch import run_batch
-    tally, stopped = run_batch(where, how, batch, output.output, Result(output.as_json, None))
+    tally, stopped = run_batch(where, how, batch, engines, output.output, Result(output.as_json, None))
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if tally.num_skipped:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import typer
 
 from forerun.commands.interrupt import importing
+from forerun.commands.replica_options import ReplicaOptions
 from forerun.config import AUTO
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, auto_or_whole, with_options
-from forerun.replicas.settings import ReplicaSettings, require_ray
 from forerun.serve.settings import ServeSettings, require_certificate, require_packages, served_name
 from forerun.streams import show_note, unfailing_stderr
 
@@ -85,28 +86,9 @@ class ServeOptions:
     log_format: Annotated[
         str, typer.Option(help="Form of the log's lines: text or json.", autocompletion=complete_from("text", "json"))
     ] = "text"
-    replicas: Annotated[
-        str,
-        typer.Option(help="Engines that answer: N, or MIN:MAX by load. Ray Serve runs them; needs forerun[ray]."),
-    ] = ""
-    ray: Annotated[
-        str,
-        typer.Option(help="Ray cluster of the replicas: auto or HOST:PORT; default: a new one, of this machine alone."),
-    ] = ""
     otlp_traces_endpoint: Annotated[
         str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
     ] = ""
-
-    @property
-    def engines(self) -> ReplicaSettings | None:
-        """How many replicas are to answer, and where; None for one engine in this process."""
-        if not self.replicas:
-            if self.ray:
-                raise InvalidRequest("ray", f"{self.ray} goes with --replicas: say how many there are to be.")
-            return None
-        settings = ReplicaSettings.of(self.replicas, self.ray)
-        require_ray()
-        return settings
 
     @property
     def chunk(self) -> int | Literal["auto"]:
@@ -136,14 +118,14 @@ class ServeOptions:
 
 @with_options(EXAMPLES)
 @unfailing_stderr()
-def serve(where: ModelOptions, server: ServeOptions) -> None:
+def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -> None:
     """Answer requests over HTTP, as OpenAI's and Anthropic's clients send them.
 
     The same seed, body and fingerprint give the same answer, whatever the load. docs/serving.md shows requests, errors,
     metrics and limits. Needs the extra forerun[serve].
     """
     require_packages()
-    settings, engines = server.settings(where.model), server.engines
+    settings, engines = server.settings(where.model), replicas.settings
     with importing():
         from rich.console import Console
 
@@ -170,11 +152,13 @@ def serve(where: ModelOptions, server: ServeOptions) -> None:
         if engines is None:
             llm = stack.enter_context(build_llm(where, Console(stderr=True), server.max_num_seqs, server.chunk))
         else:
-            from forerun.replicas.on_ray import replica_service
+            from forerun.replicas.front import ReplicaService
+            from forerun.replicas.on_ray import ray_replicas
 
-            show_note(f"starting {server.replicas} replicas with Ray")
+            show_note(f"starting {engines} replicas with Ray")
             arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
-            llm, service_of = stack.enter_context(replica_service(arguments, engines, settings.drain_s))
+            llm, there = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s))
+            service_of = partial(ReplicaService, replicas=there)
         scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
 

@@ -1,6 +1,7 @@
 """Replicas by Ray Serve: where they run, how they are chosen, and an application for clusters; the file that knows Ray.
 
-`forerun serve --replicas` starts the replicas and answers HTTP itself. In a cluster whose Serve applications are
+`forerun serve --replicas` starts the replicas and answers HTTP itself, and `forerun generate` hands them the lines of a
+file. In a cluster whose Serve applications are
 described by a file, such as a RayService of Kubernetes, `application` also makes the ingress.
 """
 
@@ -11,7 +12,7 @@ import inspect
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -223,10 +224,10 @@ def described(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
 
 
 @contextmanager
-def replica_service(
+def ray_replicas(
     arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float
-) -> Iterator[tuple[RemoteLLM, Callable[[LLM, ServeSettings], ReplicaService]]]:
-    """Replicas of LLM(**arguments) while the context lasts: their model, and what makes a service of it.
+) -> Iterator[tuple[RemoteLLM, RayReplicas]]:
+    """Replicas of LLM(**arguments) while the context lasts, and their model.
 
     They run in the cluster of the settings, or in one of this machine alone that ends with the context. Raises
     ForerunError where the cluster is not there or the model cannot be loaded.
@@ -240,7 +241,7 @@ def replica_service(
         try:
             handle = serve.run(deployment(arguments, settings, drain_s), name=app, route_prefix=None)
             model = RemoteLLM(described(handle.described.remote().result()), settings.most)
-            yield model, partial(ReplicaService, replicas=RayReplicas(handle, app))
+            yield model, RayReplicas(handle, app)
         finally:
             with suppress(RayServeException, RayActorError):
                 serve.delete(app)

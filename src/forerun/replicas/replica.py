@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from prometheus_client.core import Metric
 
 from forerun.accept.delta import Delta
-from forerun.accept.outcome import LiveGain
+from forerun.accept.outcome import LiveGain, Stats
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions
 from forerun.engine.request_check import RequestChecker
@@ -87,7 +87,7 @@ class RemoteLLM(LLM):
         self.generation_defaults = described["generation_defaults"]
         options: EngineOptions = described["options"]
         self.of_all = replace(options, max_num_seqs=options.max_num_seqs * num_replicas)
-        self.requests = RequestChecker(**described["checker"])
+        self.requests, self._stats = RequestChecker(**described["checker"]), Stats()
 
     def __repr__(self) -> str:
         return f"RemoteLLM({self.name!r}, fingerprint={self.fingerprint!r})"

@@ -27,6 +27,9 @@ class ReplicaSettings:
             problem = f"{self.least}:{self.most} is not possible: use at least 1, and a maximum not below the minimum."
             raise InvalidRequest("replicas", problem)
 
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least} to {self.most}"
+
     @classmethod
     def of(cls, replicas: str, address: str = "") -> ReplicaSettings:
         """The settings for N or MIN:MAX replicas."""
