@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun.llm import LLM
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.servers import command, events_of, httpx, launched, library_answer, running, started
+from kit.servers import command, events_of, httpx, launched, library_answer, running, started, until
 from replicas.conversations import known_share
 from replicas.test_routers import free_port
 
@@ -117,6 +118,30 @@ def test_conversations_find_what_replicas_know_of_them(server: tuple[str, subpro
                 shares.append(known_share(lambda body: http.post("/v1/completions", json=body).json()))
     assert shares[0] > 0.3
     assert shares[1] >= 0.9 * shares[0]
+
+
+def test_a_file_is_answered_as_by_one_engine_while_replicas_are_killed(tmp_path: Path) -> None:
+    prompts, shared, alone = (tmp_path / name for name in ("prompts.jsonl", "shared.jsonl", "alone.jsonl"))
+    prompts.write_text("".join(json.dumps({"prompt": f"One day {number}"}) + "\n" for number in range(120)))
+
+    def words(output: Path, *more: str) -> list[str]:
+        line = ["generate", "--model", str(TARGET), "--input", str(prompts), "--output", str(output), "--ignore-eos"]
+        return [sys.executable, "-m", "forerun", *line, "--seed", "3", "-n", "200", "--max-num-seqs", "4", *more]
+
+    def num_answered() -> int:
+        return shared.read_bytes().count(b"\n") if shared.exists() else 0
+
+    process = launched(words(shared, "--replicas", "2", "--draft", f"model:{SMALL}"))
+    for goal in (20, 50):
+        until(lambda goal=goal: num_answered() >= goal or process.poll() is not None, PATIENCE_S, 0.05)  # type: ignore[misc]
+        replica_processes(process)[0].kill()
+    until(lambda: num_answered() >= 80 or process.poll() is not None, PATIENCE_S, 0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 130
+    assert 80 <= num_answered() < 120
+    for output, more in ((shared, ("--replicas", "2")), (alone, ())):
+        assert launched(words(output, *more)).wait(PATIENCE_S) == 0
+    assert shared.read_bytes() == alone.read_bytes()
 
 
 @pytest.fixture(scope="module")
