@@ -32,7 +32,8 @@ GIVEN = ["--max-tokens", "12", "--seed", "5", "--max-num-seqs", "2", "--temperat
 def replicas() -> Iterator[LocalReplicas]:
     """Two of them."""
     with ExitStack() as stack, unchecked():
-        made = [LLM(str(DATA / "stories260k"), f"model:{DATA / 'stories280k'}", max_num_seqs=2) for _ in range(2)]
+        draft, options = f"model:{DATA / 'stories280k'}", {"speculation": 3, "max_num_seqs": 2}
+        made = [LLM(str(DATA / "stories260k"), draft, **options) for _ in range(2)]  # type: ignore[arg-type]
         there = {f"r{i}": Replica(llm, f"r{i}") for i, llm in enumerate(made)}
         for llm, replica in zip(made, there.values(), strict=True):
             stack.enter_context(llm)
@@ -84,7 +85,7 @@ def test_answers_are_one_engines_in_the_order_of_the_input(
     assert result.exit_code == 2, result.output  # for the line that holds no prompt
     assert "9 of 10 lines answered" in result.stderr
     assert {*replicas.took} == {"r0", "r1"}
-    assert len(replicas.took) == 9 + len(losses)
+    assert 9 + (losses != []) <= len(replicas.took) <= 9 + len(losses)  # what is lost behind an answer costs nothing
     told = answers(tmp_path / "shared")
     assert [answer["line"] for answer in told] == list(range(1, 10))
     for story, answer in zip(STORIES, told, strict=True):

@@ -81,7 +81,7 @@ class SharedBatch:
             task.cancel()
 
     def close(self) -> None:
-        """End all requests."""
+        """End all requests that are under way."""
         tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()
