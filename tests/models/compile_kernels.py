@@ -196,6 +196,9 @@ def grouped_products(dtype: torch.dtype) -> None:
             Compiling.case = f"{dtype}, {kind}, {rows} rows"
             GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False).product(meta(rows, 4096, dtype=dtype), rows)
         weight.unpacked(torch.bfloat16)
+    Compiling.case = f"{dtype}, one output"
+    single = PackedGroups(meta(64, 1, 64, dtype=torch.uint8), meta(1, 1, dtype=torch.float16), None, "INT8", 4096)
+    GroupLinear(single, None, unpacks=False).product(meta(16, 4096, dtype=dtype), ROWS[0])
 
 
 def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:

@@ -68,9 +68,9 @@ def group_gemm(
     row_in, column_in = (row < rows)[None, :, None], (column < outputs)[None, None, :]
     first_input = piece[:, None, None] * (HALVES * BYTES) + byte[None, None, :]
     x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
-    chunk_bytes = outputs.to(tl.int64) * BYTES
+    chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
     numbers_at = numbers + column[None, None, :] * BYTES + byte[None, :, None] + piece[:, None, None] * chunk_bytes
-    groups_at = column[None, None, :] + piece[:, None, None] * HALVES * outputs.to(tl.int64)
+    groups_at = column[None, None, :] + piece[:, None, None] * HALVES * tl.cast(outputs, tl.int64)
     acc = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
     for step in range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS)):
         for part in tl.static_range(PARTS):
