@@ -1,13 +1,18 @@
 """Weights in groups on a GPU, in Triton's interpreter: they are what they stand for, and rows are strangers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.config import Quantization
 from forerun.device import Placement
+from forerun.models.backends.gpu import backend
 from forerun.models.backends.gpu.backend import GpuBackend
-from forerun.models.backends.gpu.groups import CHUNK, LONG_READ, ROWS, GroupLinear, PackedGroups
+from forerun.models.backends.gpu.groups import CHUNK, FLOATS, LONG_READ, ROWS, GroupLinear, PackedGroups, small_floats
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from kit.interpreted import products  # noqa: F401 (a fixture)
 from models.group_laws import FORMS, OUTPUTS, check_numbers, check_products, random_groups, rows_of
@@ -61,11 +66,75 @@ def test_long_reads_are_multiplied_unpacked_where_no_bits_are_promised() -> None
     ("INT4", 4096, 32, 4.5), ("UINT4", 4096, 32, 6), ("INT8", 4096, 4096, 8), ("E4M3", 4096, 128, 8.25),
     ("E2M1", 4096, 32, 4.5),
 ])  # fmt: skip
-def test_weights_take_the_memory_that_their_bits_need(kind: str, inputs: int, size: int, bits: float) -> None:
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_weights_take_the_memory_that_their_bits_need(
+    kind: str, inputs: int, size: int, bits: float, half: torch.dtype
+) -> None:
     weight = random_groups(kind, inputs, size, kind == "UINT4")
     if kind != "UINT4":
-        weight = GroupedWeight(weight.numbers, weight.scales.half().float(), None, weight.bits, size)
+        small = 1e-6 if half == torch.bfloat16 else 1.0  # below what float16 has in full
+        weight = GroupedWeight(weight.numbers, (small * weight.scales).to(half).float(), None, weight.bits, size)
     packed = PackedGroups.of(weight, CPU)
     held = sum(t.numel() * t.element_size() for t in (packed.numbers, packed.scales, packed.least) if t is not None)
     assert 8 * held / (OUTPUTS * inputs) == pytest.approx(bits, rel=0.01)
     assert packed.numbers.shape[2] <= CHUNK[8]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "int4"])
+def test_weights_are_rounded_a_few_rows_at_a_time_to_the_same_numbers(
+    quantize: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a large head does not take several times its size for a moment, on a card that it fills."""
+    weight, placement, seen = rows_of(OUTPUTS, 200).bfloat16(), Placement(CPU, fixed=True, one_gemm=True), list[int]()
+    rounded = backend.QUANTIZERS[quantize]
+
+    def watched(part: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(part.numel())
+        return rounded(part)
+
+    whole = GpuBackend(placement).linear(weight, None, quantize)
+    monkeypatch.setattr(backend, "AT_ONCE", 1700)
+    monkeypatch.setitem(backend.QUANTIZERS, quantize, watched)
+    parts = GpuBackend(placement).linear(weight, None, quantize)
+    assert isinstance(whole, GroupLinear)
+    assert isinstance(parts, GroupLinear)
+    assert max(seen) <= 1700
+    assert torch.equal(parts.weight.numbers, whole.weight.numbers)
+    assert torch.equal(parts.weight.scales, whole.weight.scales)
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(-128, 128), (-12, 13)])
+def test_whole_numbers_that_four_bits_do_not_have_stay_in_eight(lowest: int, highest: int) -> None:
+    every = torch.arange(lowest, highest, dtype=torch.int8)
+    floats = small_floats(every[None])
+    assert floats is None
+    for number in every.tolist():
+        codes = small_floats(torch.full((1, 3), number, dtype=torch.int8))
+        assert (codes is not None) == (abs(number) in FLOATS)
+
+
+def test_a_layer_is_launched_where_its_inputs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current card, and what trained heads compute between passes is not told which it is."""
+    there: list[Tensor] = []
+    launched: list[bool] = []
+
+    @contextmanager
+    def device_of(x: Tensor) -> Iterator[None]:
+        there.append(x)
+        yield
+        there.pop()
+
+    def product(_layer: object, x: Tensor, *_tile: object) -> Tensor:
+        launched.append(bool(there) and there[-1] is x)
+        return x
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(GroupLinear, "product", product)
+    monkeypatch.setattr(backend.OneGemmLinear, "product", product)
+    of_groups, dense = (
+        GpuBackend(Placement(CPU, fixed=True, one_gemm=True)).linear(rows_of(OUTPUTS, 64), None, quantize)
+        for quantize in ("int8", None)
+    )
+    of_groups(rows_of(3, 64))
+    dense(rows_of(3, 64))
+    assert launched == [True, True]

@@ -47,6 +47,7 @@ FEW_ROWS = Tile(16, 32, 128, warps=4, stages=6)  # hides the latency of memory, 
 NARROW, WIDE, LARGE = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4)
 TILES = (FEW_ROWS, NARROW, WIDE, LARGE)
 LARGER = ((LARGE, 65, 96), (WIDE, 33, 128), (NARROW, 17, 64))  # each with the fewest rows and programs that pay
+AT_ONCE = 1 << 24  # numbers that are rounded at a time, in float32 and some of them several times
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 TRIAL = (160, 256, 1024)  # rows, outputs and inputs of the product by which tiles are compared
 
@@ -76,7 +77,8 @@ class OneGemmLinear:
         self.tiled = tiled and weight.dtype == torch.bfloat16
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        return self.product(x, tile_for(len(x), len(self.weight)) if self.tiled else SMALLEST)
+        with torch.cuda.device_of(x):  # kernels are launched on the current one
+            return self.product(x, tile_for(len(x), len(self.weight)) if self.tiled else SMALLEST)
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: Tile) -> Float[Tensor, "rows outputs"]:
         """x @ weight.T + bias, cut into these tiles."""
@@ -165,7 +167,8 @@ class GpuBackend:
         """The weight as it is, or in groups: an output's inputs are one where numbers have 8 bits, of either kind."""
         place = self.placement
         if quantize is not None:
-            numbers, scales = QUANTIZERS[quantize](weight)
+            parts = [QUANTIZERS[quantize](part) for part in weight.split(max(1, AT_ONCE // weight.shape[1]))]
+            numbers, scales = (torch.cat(each) for each in zip(*parts, strict=True))
             form = (4, GROUP) if quantize == "int4" else (8, weight.shape[1])
             return self.grouped(GroupedWeight(numbers, scales, None, *form), bias)
         if not place.one_gemm:

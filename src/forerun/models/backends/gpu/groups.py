@@ -8,13 +8,14 @@ to rounding; weights are widened in registers, to the bit (`group_kernels.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int8
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias
@@ -26,7 +27,8 @@ MOST_PARTS = 2  # chunks of a slice that are read at once, where they are small
 FOUR_BITS = ("INT4", "UINT4", "E2M1")
 ROWS = (16, 32, 64)  # of a program
 LONG_READ = 192  # rows for which weights are unpacked first, where no bits are promised
-FLOATS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)  # twice the numbers of 4 bits with a point
+FLOATS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of 4 bits with a point
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +46,20 @@ class PackedGroups:
 
     @classmethod
     def of(cls, weight: GroupedWeight, device: torch.device) -> PackedGroups:
-        """The weights on a device; scales are held in float16 where that loses nothing."""
+        """The weights on a device; scales are held in 16 bits where that loses nothing."""
         inputs, numbers, scales = weight.numbers.shape[1], weight.numbers.to(device), weight.scales.to(device)
         least = None if weight.least is None else weight.least.to(device)
         if weight.bits == 4:
             kind, codes = ("INT4", numbers + 8) if least is None else ("UINT4", numbers)
         elif numbers.dtype == torch.float8_e4m3fn:
             kind, codes = "E4M3", numbers
-        elif least is None and weight.size == CHUNK[4] and bool(torch.isin(numbers.abs(), FLOATS.to(device)).all()):
-            places = torch.searchsorted(FLOATS.to(device), numbers.abs())
-            kind, codes, scales = "E2M1", (places + 8 * (numbers < 0)).to(torch.uint8), 2 * scales
+        elif least is None and weight.size == CHUNK[4] and (floats := small_floats(numbers)) is not None:
+            kind, codes, scales = "E2M1", floats, 2 * scales
         else:
             kind, codes = "INT8", numbers
         halves = 2 if kind in FOUR_BITS else 1
-        size = min(weight.size, CHUNK[8 // halves])
         whole = scales.shape[1] == 1 and halves == 1
+        size = CHUNK[8] if whole else min(weight.size, CHUNK[8 // halves])
         codes = functional.pad(codes.view(torch.uint8), (0, -inputs % (size * halves)))
         chunks = codes.unflatten(1, (-1, halves, size)).permute(2, 1, 0, 3)  # [halves, chunks, outputs, size]
         packed = chunks[0] if halves == 1 else chunks[0] | chunks[1] << 4
@@ -67,7 +68,7 @@ class PackedGroups:
             repeated = values if whole else values.repeat_interleave(weight.size // size, 1)
             padded = repeated if whole else functional.pad(repeated, (0, len(packed) * halves - repeated.shape[1]))
             rows = padded.T.contiguous()
-            return rows.half() if torch.equal(rows.half().float(), rows) else rows
+            return next((short for half in HALVES if torch.equal((short := rows.to(half)).float(), rows)), rows)
 
         return cls(packed.contiguous(), in_groups(scales), None if least is None else in_groups(least), kind, inputs)
 
@@ -93,6 +94,17 @@ class PackedGroups:
         return weight
 
 
+def small_floats(numbers: Int8[Tensor, "outputs inputs"]) -> Int8[Tensor, "outputs inputs"] | None:
+    """The codes of E2M1 of half these numbers; None where there are others. Takes a few bytes a number for a while."""
+    sizes = numbers.abs()
+    codes, found = torch.zeros_like(numbers), torch.zeros_like(numbers)
+    for below, size in pairwise(FLOATS):
+        reached = sizes >= size
+        codes.add_(reached)
+        found.add_(reached, alpha=size - below)
+    return codes.add_(numbers < 0, alpha=8) if torch.equal(found, sizes) else None
+
+
 class GroupLinear:
     """`x @ weight.T + bias`, a row's bits depending on the row alone.
 
@@ -106,9 +118,10 @@ class GroupLinear:
         self.unpacks = unpacks
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        if self.unpacks and len(x) >= LONG_READ:
-            return functional.linear(x, self.weight.unpacked(x.dtype), self.bias)
-        return self.product(x, tile_rows(len(x), x.dtype))
+        with torch.cuda.device_of(x):  # kernels are launched on the current one
+            if self.unpacks and len(x) >= LONG_READ:
+                return functional.linear(x, self.weight.unpacked(x.dtype), self.bias)
+            return self.product(x, tile_rows(len(x), x.dtype))
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: int) -> Float[Tensor, "rows outputs"]:
         """The product by programs of so many rows each."""
