@@ -3,9 +3,11 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,13 +15,18 @@ from forerun import LLM, SamplingParams
 from forerun.cache.plan import MemoryPlan
 from forerun.config import Speculation
 from forerun.control.controller import slots_of
+from forerun.device import Placement
 from forerun.draft.base import Budget
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.drafters import plan_drafter
 from forerun.engine.memory import plan_engine, tail_tokens
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictGraph, VerdictShape
+from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.shape import StaticTree
+from kit.card import PLACEMENT
 from kit.checkpoints import SMALL, TARGET
 
 WISHES = st.one_of(
@@ -117,3 +124,23 @@ def test_a_translated_drafter_reaches_as_far() -> None:
     assert len(llm.engine.runner.decoder.rope.cos) == 200
     assert llm.drafter is not None
     assert len(llm.drafter.model.runner.decoder.rope.cos) == 400  # type: ignore[attr-defined]
+
+
+def test_a_card_keeps_the_logits_that_graphs_judge_and_unpacks_its_largest_layer() -> None:
+    host, card = (Blueprint.of(str(TARGET), device=device) for device in (None, PLACEMENT))
+    verdicts = VerdictGraph(Graphs(torch.device("cpu")), torch.device("cpu"), card.config.vocab_size)
+    verdicts.tables_of(VerdictShape(MOST_ROWS, 1, 1, 0))
+    assert verdicts.logits is not None
+    assert host.scratch_bytes == 0
+    assert card.scratch_bytes == verdicts.logits.nbytes
+    assert card.memory.loaded_bytes(8) - replace(card.memory, scratch_bytes=0).loaded_bytes(8) == card.scratch_bytes
+    layers = [[layer.attention.qkv, layer.mlp.every.gate_up] for layer in fixed_decoder().layers if layer.mlp.every]
+    largest = max(linear.weight.nbytes for linears in [*layers, [fixed_decoder().head]] for linear in linears)  # type: ignore[attr-defined]
+    halved = Blueprint.of(str(TARGET), device=PLACEMENT, quantize="int8")
+    assert halved.scratch_bytes == verdicts.logits.nbytes + largest
+    alone = Blueprint.of(str(TARGET), device=replace(PLACEMENT, one_gemm=True), quantize="int8")
+    assert alone.scratch_bytes == verdicts.logits.nbytes
+
+
+def fixed_decoder() -> Decoder:
+    return Blueprint.of(str(TARGET), device=Placement(torch.device("cpu"), fixed=True)).decoder()

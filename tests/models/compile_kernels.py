@@ -189,7 +189,7 @@ def grouped_products(dtype: torch.dtype) -> None:
     """Weights in groups, of every kind: multiplied, and unpacked."""
     for kind, (size, groups_, least) in GROUPS.items():
         chunk, halves = (size, 1) if kind in ("INT8", "E4M3") else (32, 2)
-        scales = meta(groups_, 4096, dtype=torch.float16)
+        scales = meta(groups_, 4096, dtype=torch.bfloat16 if kind == "E4M3" else torch.float16)
         numbers = meta(4096 // chunk // halves, 4096, chunk, dtype=torch.uint8)
         weight = PackedGroups(numbers, scales, scales if least else None, kind, 4096)
         for rows in sorted({tile_rows(rows, dtype) for rows in ROWS}):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from forerun.device import Placement
 from forerun.errors import MissingWeights, ModelError, UnsupportedModel, WrongShape
+from forerun.models.backends.gpu.backend import GpuBackend
+from forerun.models.backends.gpu.groups import PackedGroups
 from forerun.models.backends.torch_cpu.backend import TorchBackend
-from forerun.models.backends.torch_cpu.grouped import GroupedLinear
+from forerun.models.backends.torch_cpu.grouped import GroupedLinear, GroupedWeight
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
+from forerun.models.quantized.tensors import QuantizedTensor
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import read_json, rewritten, written
 from kit.compiled import require_compiler
@@ -67,6 +71,43 @@ def test_weights_are_what_their_tensors_stand_for(kind: str, sources: dict[str, 
     require_compiler()
     assert Blueprint.of(str(tmp_path)).format == f"bfloat16, {KINDS[kind].label} {stays}"
     assert Blueprint.of(str(tmp_path), kernels="torch").format == f"bfloat16, {KINDS[kind].label} weights unpacked"
+
+
+@pytest.mark.parametrize("kind", ["awq, 64", "gptq, 8 bits, zeros", "compressed, 64", "fp8", "compressed, fp8"])
+def test_a_plan_knows_what_weights_take_on_a_card(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    write_quantized(sources["llama"], tmp_path, kind)
+    checkpoint = Checkpoint.of_model(tmp_path, torch.bfloat16, holds_floats=True)
+    for name, entry in checkpoint.stored.items():
+        if isinstance(entry, QuantizedTensor) and entry.held_bytes is not None:
+            groups = checkpoint.groups(name, entry.shape)
+            assert groups is not None
+            packed = PackedGroups.of(groups, torch.device("cpu"))
+            held = sum(t.nbytes for t in (packed.numbers, packed.scales, packed.least) if t is not None)
+            outputs = entry.shape[0] if packed.scales.shape[0] == 1 else 0
+            assert held - 4 * outputs <= entry.held_bytes * math.prod(entry.shape) < 1.1 * held, name
+
+
+def test_parts_of_a_layer_in_whole_and_in_floating_numbers_are_unpacked(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As one layer they would have no numbers that hold both."""
+    of_both = [write_quantized(sources["llama"], tmp_path / kind, kind) for kind in ("compressed, bytes", "fp8")]
+    whole, floats = (
+        Checkpoint.of_model(tmp_path / kind, torch.bfloat16, holds_floats=True) for kind in ("compressed, bytes", "fp8")
+    )
+    config = Blueprint.of(str(tmp_path / "fp8"), device=FIXED).config
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+
+    def take_groups(name: str, shape: tuple[int, ...], part: int | None = None) -> GroupedWeight | None:
+        return (floats if name == names[0] else whole).groups(name, shape, part)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        return (floats if name == names[0] else whole).take(name, shape)
+
+    decoder = Decoder(config, take, torch.bfloat16, GpuBackend(FIXED), take_groups=take_groups)
+    got = decoder.layers[0].attention.qkv(torch.eye(config.hidden, dtype=torch.bfloat16))
+    wanted = torch.cat([of_both[name == names[0]][name] for name in names])
+    assert torch.equal(got, wanted.T.bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["awq, 64", "gptq, by activations", "compressed, bytes", "fp8", "nf4, nested"])

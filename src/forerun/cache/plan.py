@@ -22,7 +22,8 @@ USUAL_LEN = 4096  # a context that the user did not set is not cut below this fo
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What one model takes: its weights, a token in its cache, a position in its tables of rotations.
+    """What one model takes: its weights, a token in its cache, a position in its tables of rotations, and what passes
+    keep for good.
 
     A drafter that reads the text in tokens of its own needs `stretch` positions for each position of the target.
     """
@@ -32,6 +33,7 @@ class ModelMemory:
     bytes_per_position: int
     max_positions: int
     stretch: int = 1
+    scratch_bytes: int = 0
 
     def positions(self, max_model_len: int) -> int:
         """How many positions it is loaded with, for texts of that length."""
@@ -39,7 +41,7 @@ class ModelMemory:
 
     def loaded_bytes(self, max_model_len: int) -> int:
         """What it takes once loaded for texts of that length, its cache aside."""
-        return self.weights_bytes + self.positions(max_model_len) * self.bytes_per_position
+        return self.weights_bytes + self.scratch_bytes + self.positions(max_model_len) * self.bytes_per_position
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.gpu.verdicts import MOST_ROWS
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
@@ -180,7 +181,18 @@ class Blueprint:
             ),
             bytes_per_position=2 * c.head_dim * torch.float32.itemsize * (c.num_turns + c.queries_grow) * len(shares),
             max_positions=c.max_positions,
+            scratch_bytes=self.scratch_bytes,
         )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """On a GPU the logits that graphs judge, and the largest layer where long reads unpack its weights."""
+        if not self.placement.graphs:
+            return 0
+        c, judged = self.config, MOST_ROWS * self.config.vocab_size * torch.float32.itemsize
+        unpacks = (self.quantize or self.as_stored) and not self.placement.one_gemm
+        outputs = max(c.vocab_size, 2 * c.intermediate, (c.heads + 2 * c.kv_heads) * c.head_dim)
+        return judged + (outputs * c.hidden * self.dtype.itemsize if unpacks else 0)
 
     @property
     def shares(self) -> list[Shard]:

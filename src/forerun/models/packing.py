@@ -199,11 +199,13 @@ def gated(
 
 
 def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:
-    """A projection's weight in groups, if all its parts are stored so."""
+    """A projection's weight in groups, if all its parts are stored so, and are whole numbers or floating-point ones."""
     number = projection.stack.expert if projection.stack else None
     parts = [groups(name, shape, number) for name, shape in projection.weights().items()]
     present = [part for part in parts if part is not None]
-    return GroupedWeight.joined(edited(projection.parts(present), edits)) if len(present) == len(parts) else None
+    if len(present) < len(parts) or len({part.numbers.dtype for part in present}) > 1:
+        return None
+    return GroupedWeight.joined(edited(projection.parts(present), edits))
 
 
 def linear(

@@ -235,7 +235,8 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         return GroupedWeight(numbers, factors.contiguous(), None, 8, inputs // factors.shape[1])
 
     fits = not outer and weight.format == "F8_E4M3" and (blocks[1] == 1 or inputs % columns == columns % HELD == 0)
-    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, floats=floats if fits else None)
+    held = 1.0 if blocks[-1] == 1 else 1 + (4 if scales.format == "F32" else 2) / HELD  # each output's scales
+    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, floats=floats if fits else None, floats_bytes=held)
 
 
 def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:

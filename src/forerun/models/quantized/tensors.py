@@ -73,7 +73,7 @@ class QuantizedTensor:
 
     `format` is for a reader. `held_bytes` are those of a number where it stays as it is stored; None where it is
     unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one. `floats` gives
-    those of FP8 as they are, for kernels that multiply such.
+    those of FP8 as they are, for kernels that multiply such; a number takes `floats_bytes` then.
     """
 
     file: Path
@@ -83,6 +83,7 @@ class QuantizedTensor:
     held_bytes: float | None = None
     unpack_part: Callable[[int], WholeNumbers] | None = None
     floats: Callable[[], GroupedWeight | None] | None = None
+    floats_bytes: float = 1.0
 
     readable: ClassVar[bool] = True
 
@@ -106,7 +107,7 @@ class QuantizedTensor:
 
     def with_floats(self) -> QuantizedTensor:
         """The weight for kernels that multiply FP8."""
-        return self if self.floats is None else replace(self, held_bytes=1.0)
+        return self if self.floats is None else replace(self, held_bytes=self.floats_bytes)
 
 
 def held_bytes(
