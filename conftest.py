@@ -19,6 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, barriers
 os.environ.setdefault("FORERUN_DEVICE", "cpu")  # what is promised to the bit is promised there; tests/gpu says cuda
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton, which any test may import: it decides then
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
 import shape_checks

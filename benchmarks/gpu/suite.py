@@ -32,6 +32,7 @@ def run_file(setting: Setting, path: Path) -> None:
     command = [sys.executable, "-m", "pytest", str(path), "--no-header", "--tb=short", "-rf",
                "-pno:cacheprovider", "-pbenchmarks.gpu.outcomes", *processes, *passed]  # fmt: skip
     paths = os.pathsep.join([str(PROJECT), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {JOURNAL: str(setting.journal), PART: setting.part, "PYTHONPATH": paths}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    env = outer | {JOURNAL: str(setting.journal), PART: setting.part, "PYTHONPATH": paths}
     status = subprocess.run(command, cwd=PROJECT, env=env).returncode
     assert status in (0, NO_TESTS), f"pytest ended with {status}"

@@ -17,6 +17,7 @@ Verification = Literal["coupled", "token", "block"]
 VERIFICATIONS: tuple[Verification, ...] = ("coupled", "token", "block")
 Quantization = Literal["int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "fp8")
+CPU_QUANTIZATIONS = QUANTIZATIONS[:2]
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 AUTO = "auto"

@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 
 from forerun.accept.delta import Delta
-from forerun.config import QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
+from forerun.config import CPU_QUANTIZATIONS, EngineOptions, KernelChoice, Quantization, Speculation
 from forerun.control.controller import Controller
 from forerun.draft.base import Drafter
 from forerun.draft.model.model import ModelDrafter
@@ -39,7 +39,7 @@ def number_format(name: str) -> Numbers:
     Of a folder of KINDS it is what the folder says.
     """
     numbers, _, torch = name.partition(" by ")
-    quantize = next((each for each in QUANTIZATIONS if each == numbers), None)
+    quantize = next((each for each in CPU_QUANTIZATIONS if each == numbers), None)
     dtype = "auto" if quantize or name in KINDS else numbers
     return Numbers(dtype=dtype, quantize=quantize, kernels="torch" if torch else "auto")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.config import QUANTIZATIONS
+from forerun.config import CPU_QUANTIZATIONS
 from forerun.models import choice
 from forerun.models.backends.native import NativeExecutor
 from forerun.models.backends.native_check import find_kernels
@@ -137,7 +137,7 @@ def test_a_format_is_measured_only_where_torch_has_operators_for_it(cache: Path,
     """Packing bfloat16 raises on AVX2. Of whole numbers the kernels are always faster."""
     found = choose_backend("auto", [torch.bfloat16], None, config)
     assert found.other is None or choice.has_bfloat16_linears()
-    for quantize in QUANTIZATIONS:
+    for quantize in CPU_QUANTIZATIONS:
         kept = choose_backend("auto", [torch.float32], quantize, config)
         assert kept == BackendChoice(BackendKind("native", torch.float32))
 

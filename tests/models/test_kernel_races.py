@@ -4,7 +4,6 @@ Triton's interpreter runs a launch's programs one after the other. Here they com
 that a program reads or writes is noted: on a GPU they run at the same time.
 """
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -15,8 +14,6 @@ if find_spec("triton") is None:
     pytest.skip("the kernels need triton, which is not installed", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("the interpreter takes the kernels' place in its process", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are made
-
 import random
 from dataclasses import replace
 from itertools import product

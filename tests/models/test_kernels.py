@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
+from forerun.config import CPU_QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.variants import VARIANTS
 from forerun.models import choice as choosing
@@ -26,7 +26,7 @@ from kit.reading import bits_in_any_company, logits_in_pieces, threads
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FORMATS = [*PLAIN, *QUANTIZATIONS]
+FORMATS = [*PLAIN, *CPU_QUANTIZATIONS]
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -40,7 +40,7 @@ def weight_of(numbers: str, shape: tuple[int, int], dice: torch.Generator) -> Te
 
 
 def quantization(numbers: str) -> Quantization | None:
-    return next((each for each in QUANTIZATIONS if each == numbers), None)
+    return next((each for each in CPU_QUANTIZATIONS if each == numbers), None)
 
 
 @pytest.mark.parametrize("numbers", FORMATS)

@@ -82,7 +82,7 @@ class BlockDecoder(Decoder):
             self.executor.remember(inputs, batch, cache)
             return Hidden(inputs, None)
         masked = (batch.tokens == MASKED)[:, None]
-        embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)])
+        embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)]).to(self.stream)
         seen = batch if self.block.causal else batch.all_seen()
         return Hidden(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
 

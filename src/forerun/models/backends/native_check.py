@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from forerun.annotations import ProgressCallback
-from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
+from forerun.config import CPU_QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
@@ -50,7 +50,7 @@ def checked(lib: ctypes.CDLL) -> NativeBackend:
     kernels = NativeBackend(lib)
     outputs, inputs, rows = 72, 200, 40
     formats: list[tuple[torch.dtype, Quantization | None]] = [(dtype, None) for dtype in WEIGHTS]
-    for dtype, quantize in (*formats, *((torch.float32, each) for each in QUANTIZATIONS if each != "fp8")):
+    for dtype, quantize in (*formats, *((torch.float32, each) for each in CPU_QUANTIZATIONS)):
         x, weight = cancelling_product(rows, outputs, inputs, torch.float32)
         layer = kernels.linear(weight := weight.to(dtype), None, quantize)
         alone = torch.cat([layer(row[None]) for row in x])

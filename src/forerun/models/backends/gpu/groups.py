@@ -97,12 +97,12 @@ class PackedGroups:
 def small_floats(numbers: Int8[Tensor, "outputs inputs"]) -> Int8[Tensor, "outputs inputs"] | None:
     """The codes of E2M1 of half these numbers; None where there are others. Takes a few bytes a number for a while."""
     sizes = numbers.abs()
-    codes, found = torch.zeros_like(numbers), torch.zeros_like(numbers)
+    codes, known = torch.zeros_like(numbers), torch.zeros_like(numbers)
     for below, size in pairwise(FLOATS):
         reached = sizes >= size
         codes.add_(reached)
-        found.add_(reached, alpha=size - below)
-    return codes.add_(numbers < 0, alpha=8) if torch.equal(found, sizes) else None
+        known.add_(reached, alpha=size - below)
+    return codes.add_(numbers < 0, alpha=8) if torch.equal(known, sizes) else None
 
 
 class GroupLinear:
