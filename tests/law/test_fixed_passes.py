@@ -15,7 +15,7 @@ FIXED = Placement(torch.device("cpu"), fixed=True)
 BATCHES = ((CHAIN, 1), (TREE, 8), (Speculation(5), 8))
 
 
-@pytest.mark.short("model:experts", "cascade-of-heads", "mix-of-3")
+@pytest.mark.short("cascade-of-heads", "mix-of-3")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     llm = LLM(str(TARGET), as_draft(name), dtype="float32", device=FIXED)

@@ -222,6 +222,7 @@ def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path: Path) ->
     assert torch.equal(logits(tmp_path / "quantised", kernels="torch"), logits(plain, kernels="torch"))
 
 
+@pytest.mark.full
 def test_experts_in_mxfp4_take_a_byte_and_their_scales(tmp_path: Path) -> None:
     """What is planned is what the process grows by, to the rest of the model."""
     require_compiler()
