@@ -96,7 +96,8 @@ class Blueprint:
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
         if placement.fixed and spec.quantize and config.experts:
-            raise InvalidRequest("quantize", "with experts it is for CPUs: leave it out, or use device cpu.")
+            why = f"{spec.model} has experts, which are quantised on CPUs alone: leave it out, or use device cpu."
+            raise InvalidRequest("quantize", why)
         dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0], placement.fixed)
         judged = check_weights(config, checkpoint)
