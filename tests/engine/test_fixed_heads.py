@@ -11,12 +11,11 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Placement
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.request import Request
 from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.assertions import tokens_of
-from kit.card import PLACEMENT, imagined
+from kit.card import PLACEMENT, imagined, submit
 from kit.checkpoints import TARGET
 from kit.sparse import write_sparse
 
@@ -98,9 +97,7 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
     unseen = shape.width == 1 and kind in ("eagle", "eagle-1", "mtp", "mtp-of-3", "adapter")
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=shape)
-        for prompt in PROMPTS:
-            for sequence in llm.requests.sequences(Request.of(prompt, PARAMS[1])):
-                llm.engine.submit(sequence)
+        submit(llm, PROMPTS, PARAMS[1])
         while llm.engine.has_work:
             seen.clear()
             llm.engine.step()

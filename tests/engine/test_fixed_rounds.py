@@ -16,13 +16,12 @@ from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import gumbel
 from forerun.sampling.params import LogitsProcessor
 from forerun.sampling.winners import RoundNoise
 from kit.assertions import tokens_of
-from kit.card import PLACEMENT, imagined
+from kit.card import PLACEMENT, imagined, submit
 from kit.checkpoints import SMALL, TARGET
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -141,9 +140,7 @@ def test_one_synchronisation_per_round(
     monkeypatch.setattr(RoundNoise, "rows", lambda noise, keys: gumbel(keys, noise.vocab))
     draft = f"model:{SMALL}" if drafter == "model" else drafter
     llm = make(TARGET, draft, speculation=4, verification=rule)
-    for prompt in PROMPTS:
-        for sequence in llm.requests.sequences(Request.of(prompt, params)):
-            llm.engine.submit(sequence)
+    submit(llm, PROMPTS, params)
     rounds = 0
     while llm.engine.has_work:
         with counted() as found:
@@ -155,17 +152,15 @@ def test_one_synchronisation_per_round(
         assert llm.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize(("drafter", "most"), [(None, 6), ("model", 42), ("ngram", 30)])
+@pytest.mark.parametrize(("drafter", "most"), [(None, 6), ("model", 42)])
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     monkeypatch: pytest.MonkeyPatch, drafter: str | None, most: int
 ) -> None:
     """Each takes the host some microseconds: together longer than a small model's pass takes the card."""
     sent = []
     with imagined(monkeypatch) as seen, torch.inference_mode():
-        llm = make(TARGET, f"model:{SMALL}" if drafter == "model" else drafter, PLACEMENT, speculation=4)
-        for prompt in PROMPTS:
-            for sequence in llm.requests.sequences(Request.of(prompt, PARAMS[1])):
-                llm.engine.submit(sequence)
+        llm = make(TARGET, f"model:{SMALL}" if drafter else None, PLACEMENT, speculation=4)
+        submit(llm, PROMPTS, PARAMS[1])
         while llm.engine.has_work:
             seen.clear()
             llm.engine.step()

@@ -20,11 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from forerun import LLM, SamplingParams
 from forerun import device as devices
 from forerun.device import Placement
 from forerun.models.backends.gpu import backend
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.ops import TorchOps
+from forerun.request import Request
 
 CARD = torch.device("cuda", 0)
 PLACEMENT = Placement(CARD, fixed=True)
@@ -79,6 +81,13 @@ class Seen:
             return body()
         finally:
             self.replaying = False
+
+
+def submit(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> None:
+    """Requests for the engine, whose steps are the caller's."""
+    for prompt in prompts:
+        for sequence in llm.requests.sequences(Request.of(prompt, params)):
+            llm.engine.submit(sequence)
 
 
 class CardMode(TorchDispatchMode):

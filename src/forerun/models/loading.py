@@ -48,6 +48,7 @@ from forerun.models.weights import Checkpoint, StoredGroups, check_weights, numb
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
+# Of a number in layers, and in the head.
 HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1), "fp8": (1, 1)}
 
 
