@@ -94,10 +94,10 @@ def no_costs_are_measured_at_starts() -> Generator[None, None, None]:
 @pytest.fixture(autouse=True, scope="session")
 def no_measurement_counts_as_disturbed() -> Generator[None, None, None]:
     """Tests that run side by side disturb each other's measurements, of which only the form is looked at."""
-    from forerun import neighbours
+    from forerun import machine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "DISTURBING", math.inf)
+        patch.setattr(machine, "DISTURBING", math.inf)
         yield
 
 

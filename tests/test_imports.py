@@ -18,7 +18,7 @@ ORDER = """
     store
     limits
     device fields kernels progress shape figure_table streams settings_file
-    tree config machine economy neighbours
+    tree config machine economy
     sampling cache text
     models
     verify

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forerun import LLM, neighbours
+from forerun import LLM, machine
 from forerun.bench.figures import group_figures
 from forerun.bench.kept import Measurements
 from forerun.bench.plan import Group
@@ -20,8 +20,8 @@ from forerun.bench.run import BenchRun
 from forerun.bench.show import table
 from forerun.engine import calibration
 from forerun.kernels.threads import FreeCores, allowed_cores
+from forerun.machine import Neighbours, disturbance, disturbs
 from forerun.models import choice
-from forerun.neighbours import Neighbours, disturbance, disturbs
 from kit.checkpoints import SMALL, TARGET
 
 BUSY = 1.5
@@ -30,7 +30,7 @@ DISTURBING = 0.2
 
 @pytest.fixture(autouse=True)
 def measurements_can_be_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "DISTURBING", DISTURBING)
+    monkeypatch.setattr(machine, "DISTURBING", DISTURBING)
 
 
 class FakeTime:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from forerun import cli, neighbours
-from forerun.neighbours import Neighbours
+from forerun import cli, machine
+from forerun.machine import Neighbours
 from forerun.remote import measure
 from kit.standins import DialectName, StandIn, ToyModel
 
@@ -108,7 +108,7 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(10**6))
     busy = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.7 * next(looks))  # noqa: E731
     monkeypatch.setattr(measure, "Neighbours", busy)
-    monkeypatch.setattr(neighbours, "DISTURBING", 0.2)
+    monkeypatch.setattr(machine, "DISTURBING", 0.2)
     with StandIn("vllm", MODEL, depth=DEPTH).running() as server, StandIn("vllm", MODEL).running() as plain:
         result = tune("--server", server.url, "--against", plain.url, "--clients", "1")
     assert "disturbed" in result.stdout

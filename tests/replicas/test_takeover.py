@@ -12,7 +12,7 @@ from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import RowOutcome
 from forerun.engine.sequence import Sequence as Sample
 from forerun.errors import AnswerDiffers
-from forerun.replicas.takeover import SampleReader
+from forerun.replicas.front import SampleReader
 from forerun.request import Request
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidRequest
-from forerun.neighbours import disturbs
+from forerun.machine import disturbs
 from forerun.progress import LoadingBar
 from forerun.store import Journal
 from forerun.streams import show_note

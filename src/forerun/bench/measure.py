@@ -109,17 +109,17 @@ def bench(stage: Stage, selection: Selection, kept: Measurements, report: Progre
     groups = selection.groups({name: workload.replayed for name, workload in stage.workloads.items()})
     turns = selection.turns()
     left = {group: [turn for turn in turns if not kept.holds(run_name(group, turn))] for group in groups}
-    in_all, done = sum(weight(stage, group) * len(own) for group, own in left.items()), 0
-    for group, own in left.items():
-        if own:
+    in_all, done = sum(weight(stage, group) * len(missing) for group, missing in left.items()), 0
+    for group, missing in left.items():
+        if missing:
             report(f"{group.name}: warming up", done / in_all)
             stage.warm_up(group, selection.depths)
-        for turn in own:
+        for turn in missing:
             report(f"{group.name}, depth {depth_name(turn.depth)}", done / in_all)
             kept.add(run_name(group, turn), asdict(stage.run(group, turn)))
             done += weight(stage, group)
     runs = {group: [BenchRun.from_json(kept.values[run_name(group, turn)]) for turn in turns] for group in groups}
-    return [group_figures(group, own, stage.workloads[group.workload].recorded()) for group, own in runs.items()]
+    return [group_figures(group, each, stage.workloads[group.workload].recorded()) for group, each in runs.items()]
 
 
 def weight(stage: Stage, group: Group) -> int:

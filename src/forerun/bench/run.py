@@ -22,9 +22,8 @@ from forerun.draft.base import Budget, Drafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.llm import LLM
-from forerun.machine import forget_peak_rss, peak_rss_bytes
+from forerun.machine import Neighbours, forget_peak_rss, peak_rss_bytes
 from forerun.models.experts_config import ExpertsConfig, expected_distinct
-from forerun.neighbours import Neighbours
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams

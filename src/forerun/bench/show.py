@@ -19,7 +19,7 @@ from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
-from forerun.neighbours import disturbance, disturbs
+from forerun.machine import disturbance, disturbs
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")

@@ -9,7 +9,7 @@ import typer
 
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
-from forerun.commands.replica_options import ReplicaOptions
+from forerun.commands.serve import ReplicaOptions
 from forerun.errors import InvalidRequest
 from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptions, OutputOptions, with_options
 from forerun.streams import MISTAKE

@@ -12,11 +12,11 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from forerun.commands.interrupt import importing
-from forerun.commands.replica_options import ReplicaOptions
 from forerun.config import AUTO
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, auto_or_whole, with_options
+from forerun.replicas.settings import ReplicaSettings, require_ray
 from forerun.serve.settings import ServeSettings, require_certificate, require_packages, served_name
 from forerun.streams import show_note, unfailing_stderr
 
@@ -26,6 +26,33 @@ forerun serve --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram --port 8080 --max
 forerun serve --model stdlib --draft model:stdlib-draft --replicas 2
 forerun serve --model ./target --draft model:./draft --host 0.0.0.0 --api-keys keys.txt --tls-key k.pem --tls-cert c.pem
 """
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """Options that say how many engines answer, and where they run."""
+
+    TITLE: ClassVar[str] = "Replicas"
+
+    replicas: Annotated[
+        str,
+        typer.Option(help="Engines that answer: N, or MIN:MAX by load. Ray Serve runs them; needs forerun[ray]."),
+    ] = ""
+    ray: Annotated[
+        str,
+        typer.Option(help="Ray cluster of the replicas: auto or HOST:PORT; default: a new one, of this machine alone."),
+    ] = ""
+
+    @property
+    def settings(self) -> ReplicaSettings | None:
+        """How many replicas are to answer, and where; None for one engine in this process."""
+        if not self.replicas:
+            if self.ray:
+                raise InvalidRequest("ray", f"{self.ray} goes with --replicas: say how many there are to be.")
+            return None
+        settings = ReplicaSettings.of(self.replicas, self.ray)
+        require_ray()
+        return settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,12 +268,12 @@ class MeasuredDrafter:
 
     def count(self, rows: Sequence[tuple[RowOutcome, Assignment]]) -> None:
         """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
-        runs = [(given.num_judged(row), row.accepted) for row, given in rows]
+        runs = [(assigned.num_judged(row), row.accepted) for row, assigned in rows]
         self.count_runs([row.seq_id for row, _ in rows], runs)
-        promised = sum(sum(given.option.promised[: given.num_counted(row)]) for row, given in rows)
+        promised = sum(sum(assigned.option.promised[: assigned.num_counted(row)]) for row, assigned in rows)
         self.promised = FADING * self.promised + promised
         self.accepted = FADING * self.accepted + sum(row.accepted for row, _ in rows)
-        if cut := [(given.depth, row.num_drafted) for row, given in rows if given.option.made]:
+        if cut := [(assigned.depth, row.num_drafted) for row, assigned in rows if assigned.option.made]:
             self.cut_off.made.count(cut)
 
     def count_runs(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:

@@ -30,7 +30,7 @@ from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence as TextSequence
 from forerun.errors import InvalidRequest, TokenizerError
 from forerun.guard import attempt
-from forerun.neighbours import Neighbours, disturbance
+from forerun.machine import Neighbours, disturbance
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer

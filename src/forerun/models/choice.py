@@ -25,7 +25,7 @@ from torch import Tensor
 from forerun import __version__
 from forerun.annotations import ProgressCallback
 from forerun.config import KernelChoice, Quantization
-from forerun.machine import order_of_sums
+from forerun.machine import Neighbours, disturbance, disturbs, order_of_sums
 from forerun.models.backends.base import Backend
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.backend import TorchBackend
@@ -34,7 +34,6 @@ from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
-from forerun.neighbours import Neighbours, disturbance, disturbs
 from forerun.store import cache_folder, replace_file
 
 ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
@@ -158,10 +157,10 @@ def answer_times(
         if not kept.keys() >= set(keys.values()):
             if progress is not None:
                 progress("measuring kernels, once on this machine", number / len(shapes))
-            found = undisturbed(partial(measured, backends, part, inputs))
-            if found is None:
+            times_by_backend = undisturbed(partial(measured, backends, part, inputs))
+            if times_by_backend is None:
                 return {}
-            kept = {**read_times(), **{keys[backend]: tuple(times) for backend, times in found.items()}}
+            kept = {**read_times(), **{keys[backend]: tuple(times) for backend, times in times_by_backend.items()}}
             keep_times(kept)
         for backend, key in keys.items():
             total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, kept[key], strict=True))

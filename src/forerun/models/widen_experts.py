@@ -72,17 +72,17 @@ def expert_values(source: ModelConfig, wide: ModelConfig, values: Mapping[str, A
     if e is None or family.sparse is None:
         return {}
     dense = [layer for layer in range(wide.layers) if layer not in e.layers]
-    said: dict[str, Any] = {"num_experts": e.count, "num_local_experts": e.count, "num_experts_per_tok": e.active}
-    said |= {family.sparse.intermediate: e.intermediate, "decoder_sparse_step": 1}
-    said |= {"mlp_only_layers": dense} if dense or "mlp_only_layers" in values else {}
-    said |= {family.sparse.shared: e.shared} if family.sparse.shared else {}
+    fields: dict[str, Any] = {"num_experts": e.count, "num_local_experts": e.count, "num_experts_per_tok": e.active}
+    fields |= {family.sparse.intermediate: e.intermediate, "decoder_sparse_step": 1}
+    fields |= {"mlp_only_layers": dense} if dense or "mlp_only_layers" in values else {}
+    fields |= {family.sparse.shared: e.shared} if family.sparse.shared else {}
     if source.experts is not None:
-        return said
+        return fields
     architecture = next(name for name, row in FAMILIES.items() if row is family)
-    said |= {"architectures": [architecture], "model_type": family.name, "norm_topk_prob": True}
-    said |= {"sliding_window": wide.windows[0], "use_sliding_window": wide.windows[0] is not None}
+    fields |= {"architectures": [architecture], "model_type": family.name, "norm_topk_prob": True}
+    fields |= {"sliding_window": wide.windows[0], "use_sliding_window": wide.windows[0] is not None}
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    return said if "rope_theta" in rope else said | {"rope_theta": wide.rope.theta}
+    return fields if "rope_theta" in rope else fields | {"rope_theta": wide.rope.theta}
 
 
 @dataclass(frozen=True, slots=True)

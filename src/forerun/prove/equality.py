@@ -1,4 +1,4 @@
-"""The same seeds with and without speculation: tokens and log-probabilities must be the same.
+"""Equality: with and without speculation, the same seeds must give the same tokens and log-probabilities.
 
 This file decides what is run. Every drafted run is compared with one plain run per temperature, which answers one
 request at a time. `difference.py` compares the answers and says what a difference means.

@@ -160,8 +160,8 @@ def choose_openings(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorklo
     """The prompts whose continuations vary most, by their exact law, at the lowest temperature that is enough."""
     best: list[Opening] = []
     for temperature in TEMPERATURES:
-        found = sorted(openings_at(llm, prompts, workload, temperature), key=num_cells, reverse=True)
-        best = max(best, found, key=lambda openings: num_cells(openings[0]) if openings else 0)
+        at_this = sorted(openings_at(llm, prompts, workload, temperature), key=num_cells, reverse=True)
+        best = max(best, at_this, key=lambda openings: num_cells(openings[0]) if openings else 0)
         if best and num_cells(best[0]) >= ENOUGH_CELLS:
             break
     if not best:

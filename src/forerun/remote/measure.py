@@ -20,7 +20,7 @@ from forerun.bench.material import Passage
 from forerun.bench.plan import rotated
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
-from forerun.neighbours import LEAST_S, Neighbours
+from forerun.machine import LEAST_S, Neighbours
 from forerun.remote.counters import SpeculationCounts, counts_of, counts_of_answers
 from forerun.remote.dialects import Dialect, dialect_of
 from forerun.traffic.client import ServedModel, ServerAddress, TrafficClient

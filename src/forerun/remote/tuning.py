@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.neighbours import disturbs
+from forerun.machine import disturbs
 from forerun.prove.proof import jsonable
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect

@@ -14,7 +14,7 @@ from rich.text import Text
 from forerun.bench.figures import Spread
 from forerun.bench.show import medians, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
-from forerun.neighbours import disturbance
+from forerun.machine import disturbance
 from forerun.remote.forecast import ServedCell, range_at
 from forerun.remote.tuning import ServerTuning
 

@@ -18,14 +18,13 @@ from typing import Protocol, runtime_checkable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from forerun.accept.delta import Delta
+from forerun.accept.delta import Delta, Segment
 from forerun.engine.sequence import Sequence
 from forerun.errors import AnswerDiffers, EngineClosed, ReplicaLost
 from forerun.llm import LLM
 from forerun.output import Answers
 from forerun.replicas.replica import Call, ReplicaNews
 from forerun.replicas.routes import Route
-from forerun.replicas.takeover import SampleReader
 from forerun.request import Request
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.problems import FAULT_OF_SERVER, ApiError
@@ -216,3 +215,67 @@ class ReplicaService(Service):
         if not await self.replicas.num_running():
             message = "no replica is running: one is being started; see the server's log if that does not end."
             raise ApiError(503, message, code="no_replica", kind=FAULT_OF_SERVER, retry_s=1)
+
+
+@dataclass(slots=True)
+class SampleReader:
+    """One sample's answer: as far as its reader has it, in `sequence`, and as far as the present replica gave it.
+
+    Where a replica is lost, another one gives the same tokens again, since an answer is a function of prompt,
+    parameters and seed; what the reader has is left out. Its rounds may end elsewhere, so that may end inside a delta.
+    """
+
+    sequence: Sequence
+    num_letters: int = 0
+    finished: bool = False
+    at_token: int = 0  # of the present replica's answer
+    at_letter: int = 0
+
+    def restart(self) -> None:
+        """Another replica gives the answer, from its beginning on."""
+        self.at_token = self.at_letter = 0
+
+    def take(self, delta: Delta) -> Delta | None:
+        """What of a replica's delta is new, under the ids of the sequence, which grows by it; None for nothing.
+
+        Raises AnswerDiffers where the replica gives other tokens than those that the reader has.
+        """
+        had = self.sequence.tokens[self.sequence.num_prompt + self.at_token :][: len(delta.token_ids)]
+        if tuple(had) != delta.token_ids[: len(had)]:
+            raise AnswerDiffers(
+                "the replica that answered was lost, and another one gives other tokens, so the answer cannot go on: "
+                "ask again. Replicas give the same tokens if their fingerprints are equal and verification is coupled."
+            )
+        skipped = min(len(delta.text), self.num_letters - self.at_letter)
+        self.at_token += len(delta.token_ids)
+        self.at_letter += len(delta.text)
+        is_whole = not had and not skipped
+        new = delta if is_whole else without(delta, len(had), skipped)
+        if self.finished or not (is_whole or new.token_ids or new.segments or new.finish_reason):
+            return None
+        self.num_letters += len(new.text)
+        self.finished = new.finish_reason is not None
+        self.sequence.extend(len(self.sequence.tokens), new.token_ids, new.origins)
+        outcome = None if new.outcome is None else replace(new.outcome, seq_id=self.sequence.id)
+        return replace(new, request_id=self.sequence.request_id, seq_id=self.sequence.id, outcome=outcome)
+
+
+def without(delta: Delta, num_tokens: int, num_letters: int) -> Delta:
+    """A delta without its first tokens and letters, and without what it tells of its round."""
+    return replace(
+        delta,
+        token_ids=delta.token_ids[num_tokens:],
+        origins=delta.origins[num_tokens:],
+        logprobs=delta.logprobs[num_tokens:],
+        segments=tuple(behind(delta.segments, num_letters)),
+        outcome=None,
+        draft=None,
+    )
+
+
+def behind(segments: Seq[Segment], num_letters: int) -> Iterator[Segment]:
+    """The segments without their first letters."""
+    for segment in segments:
+        if num_letters < len(segment.text):
+            yield replace(segment, text=segment.text[num_letters:])
+        num_letters = max(0, num_letters - len(segment.text))

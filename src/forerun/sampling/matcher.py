@@ -185,7 +185,7 @@ class Matchers:
     def _sources(self, grammar: Grammar, name: str) -> list[dict[str, Any]]:
         """A grammar and its parts, as llguidance's own format writes them."""
         if grammar.kind == "lark":
-            parts = [source for own, part in grammar.parts for source in self._sources(part, own)]
+            parts = [source for part_name, part in grammar.parts for source in self._sources(part, part_name)]
             return [{"name": name, "lark_grammar": grammar.text}, *parts]
         if grammar.kind == "regex":
             written = self._guidance.LLMatcher.grammar_from_regex(grammar.text)

@@ -88,9 +88,9 @@ class ChatTemplate:
             raise InvalidRequest(
                 "continue_final_message", "it excludes add_generation_prompt, which begins another message: use one."
             )
-        given = {name: plain(value, name) for name, value in options.items()}
-        values = {"tools": None, "documents": None, **(tokens or {}), **given}
-        name = "tool_use" if given.get("tools") else "default"
+        plain_options = {name: plain(value, name) for name, value in options.items()}
+        values = {"tools": None, "documents": None, **(tokens or {}), **plain_options}
+        name = "tool_use" if plain_options.get("tools") else "default"
         if continue_final_message:
             mark_end(talk)
         text = self._run(name, values | {"messages": talk, "add_generation_prompt": add_generation_prompt})

@@ -123,13 +123,13 @@ def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
         for place, line in lines_of(path):
             num_lines += 1
             try:
-                found = prompts_of(line, path, reader)
+                ids = prompts_of(line, path, reader)
             except (BadLine, InvalidRequest) as error:
                 bad.append(f"{place}: {error}")
                 continue
             except TokenizerError as error:
                 raise TokenizerError(f"{place} holds messages, and {error}") from error
-            prompts |= dict.fromkeys(found)
+            prompts |= dict.fromkeys(ids)
     refuse_bad(bad, num_lines)
     if len(prompts) < 2:
         names = ", ".join(map(str, paths)) or "none"

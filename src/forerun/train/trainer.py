@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
-from forerun.neighbours import disturbs
+from forerun.machine import disturbs
 from forerun.sampling.noise import mix
 from forerun.store import Journal, whole_folder, writable, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
@@ -144,7 +144,7 @@ class Trainer:
         texts = [text.whole for text in texts] if settings.whole else texts
         student = self.student.of_first_guesses() if share < settings.first_share else self.student
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
-        found = []
+        weighted = []
         (num_places,) = self.team.sums([float(sum(len(text.roots) for text in texts))])
         for part in self.parts(texts):
             batch, name = TextBatch.of(part), settings.loss_at(share)
@@ -155,12 +155,12 @@ class Trainer:
                     f"the loss of step {step + 1} is {figures.loss}: train again with a lower --rate than "
                     f"{settings.rate:g}; the best weights so far are in {self.folder.folder}"
                 )
-            own = sum(len(text.roots) for text in part) / num_places
-            (loss * own).backward()
-            found.append((own, figures))
+            part_share = sum(len(text.roots) for text in part) / num_places
+            (loss * part_share).backward()
+            weighted.append((part_share, figures))
         self.team.add_gradients(self.student.weights.values())
         step_optimizers(self.student.weights.values(), self.optimizers, settings.rate_at(step, share))
-        sums = self.team.sums([sum(s * f.loss for s, f in found), sum(s * f.overlap for s, f in found)])
+        sums = self.team.sums([sum(s * f.loss for s, f in weighted), sum(s * f.overlap for s, f in weighted)])
         return StepFigures(sums[0], sums[1], int(num_places))
 
     def parts(self, texts: Sequence[TargetText]) -> list[Sequence[TargetText]]:

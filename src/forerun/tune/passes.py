@@ -24,7 +24,7 @@ from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.errors import DraftError
-from forerun.neighbours import Neighbours
+from forerun.machine import Neighbours
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from forerun.tune.pilot import ForwardingDrafter

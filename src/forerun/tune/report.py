@@ -81,13 +81,13 @@ class TuneReport:
 
     def plain_from(self, temperature: float) -> int | None:
         """The batch size from which on plain decoding wins, of those that were measured; None where it does not."""
-        found = None
+        smallest = None
         for batch in sorted(self.settings.batches, reverse=True):
             choice = self.choice(batch, temperature)
             if choice is None or choice.draft is not None:
                 break
-            found = batch
-        return found
+            smallest = batch
+        return smallest
 
     def best_exits(self) -> dict[str, str]:
         """Of candidates that were spelled as one, the fastest: by the spelling, such as early-exit:auto."""

@@ -17,7 +17,7 @@ from forerun.bench.show import machine_line, medians, number, speed_up_cells
 from forerun.cache.plan import size
 from forerun.config import AUTO
 from forerun.figure_table import Cell, FigureTable, fact_table
-from forerun.neighbours import disturbance, disturbs
+from forerun.machine import disturbance, disturbs
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 

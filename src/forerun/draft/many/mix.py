@@ -188,12 +188,12 @@ def trees_of(draft: Draft, drafter: int, chances: Sequence[float]) -> list[HostT
     laws = [()] * len(rows) if q is None else q.row.tolist()
     survival = [()] * len(rows) if draft.survival is None else draft.survival.tolist()
     trees = []
-    for host, law_rows, given in zip(rows, laws, survival, strict=True):
+    for host, law_rows, survives in zip(rows, laws, survival, strict=True):
         tree, depths = mixed_root(host.tokens[0], drafter), [0]
         for node, column in enumerate(host.places[1:], start=1):
             parent = host.parents[node]
             depths.append(depths[parent] + 1)
-            chance = given[column] if given else chances[min(depths[-1], len(chances)) - 1]
+            chance = survives[column] if survives else chances[min(depths[-1], len(chances)) - 1]
             add_guess(tree, host.tokens[node], parent, chance, drafter)
         tree.law_rows = [law_rows[column] for column in host.places] if law_rows else []
         trees.append(tree)

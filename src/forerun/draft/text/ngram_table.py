@@ -87,12 +87,12 @@ def write_ngrams(folder: Path, answers: Iterable[tuple[Sequence[int], int]], voc
     offers: dict[Context, Offers] = {}
     for context, times in sorted(counted(answers).items(), key=lambda item: len(item[0])):
         offers[context] = rows[[*hashes_of(context)][-1]] = best_of(times, offers.get(context[1:], ()))
-    found = sorted((number, offers) for number, offers in rows.items() if offers)
-    tokens = [token for _, offers in found for token, _ in offers]
-    chances = [round(SCALE * chance) for _, offers in found for _, chance in offers]
+    kept = sorted((number, offers) for number, offers in rows.items() if offers)
+    tokens = [token for _, offers in kept for token, _ in offers]
+    chances = [round(SCALE * chance) for _, offers in kept for _, chance in offers]
     arrays = {
-        "hashes": np.array([number for number, _ in found], np.uint32),
-        "firsts": np.cumsum([0, *(len(offers) for _, offers in found)], dtype=np.uint32),
+        "hashes": np.array([number for number, _ in kept], np.uint32),
+        "firsts": np.cumsum([0, *(len(offers) for _, offers in kept)], dtype=np.uint32),
         "tokens": np.array(tokens, np.uint16 if max(tokens) < 1 << 16 else np.uint32),
         "chances": np.array(chances, np.uint8),
     }

@@ -23,8 +23,7 @@ import torch
 
 from forerun.errors import InvalidRequest, RankLost
 from forerun.kernels.threads import free_cores
-from forerun.models.shards.memory import ANSWER_S, shared_file
-from forerun.models.shards.ranks import MEMORY, RankGroup
+from forerun.models.shards.ranks import ANSWER_S, MEMORY, RankGroup, shared_file
 from forerun.models.shards.shard import Shard
 
 IDLE = timedelta(days=365)  # that others wait for rank 0, whose end they notice

@@ -91,8 +91,8 @@ class GroupedLinear:
         shares = scales[:, :, 0].repeat_interleave(ROW_GROUP // w.size, 1).T  # [groups, rows]
         totals = shares * inputs.sum(2).float()
         product = torch.zeros(len(x), len(w.numbers))
-        for group, (own, share) in enumerate(zip(sums, shares, strict=False)):
-            product += own * (w.scales[:, group] * share[:, None])
+        for group, (of_group, share) in enumerate(zip(sums, shares, strict=False)):
+            product += of_group * (w.scales[:, group] * share[:, None])
             if w.least is not None:
                 product += w.least[:, group] * totals[group][:, None]
         return (product if self.bias is None else product + self.bias).to(x.dtype)
