@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from benchmarks.gpu import family, kernels, passes, suite
+from benchmarks.gpu import family, kernels, passes, suite, unseen
 from benchmarks.gpu.clock import bandwidth
 from benchmarks.gpu.setting import FORMATS, Setting
 
@@ -45,6 +45,7 @@ def all_parts() -> list[MeasuredPart]:
         *(MeasuredPart(f"texts/{form.name}", "speed", 60, partial(passes.texts, form=form)) for form in forms),
         *(MeasuredPart(f"family/{form.name}", "speed", 150, partial(family.widened, form=form)) for form in forms
           if form.widened),
+        MeasuredPart("unseen", "speed", 60, partial(unseen.unseen_guesses, form=FORMATS["library"])),
         MeasuredPart("transformers", "speed", 90, family.by_transformers),
         MeasuredPart("row work", "kernels", 30, kernels.row_work),
         *(MeasuredPart(f"profile/{form.name}", "speed", 40, partial(passes.profile, form=form)) for form in forms),

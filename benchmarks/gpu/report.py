@@ -19,6 +19,7 @@ KEYS = {
     "attention": ("kind", "sequences", "rows", "context"), "row_work": ("kernel", "rows"),
     "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"), "gaps": ("format",),
     "family": ("engine", "format", "draft", "depth", "temperature", "batch"),
+    "unseen": ("format", "mode", "batch", "depth"),
 }  # fmt: skip
 BEFORE = "## Machines that are not here"  # the section of RESULTS.md that a new one is put in front of
 
@@ -54,6 +55,7 @@ def section(tables: Mapping[str, Sequence[Row]]) -> str:
     speed = card.get("bandwidth_gb_s") or float("nan")
     parts = [f"## {card.get('name', 'A card that was not asked')}, {card.get('date', '')}", facts(card)]
     parts += [tests(tables["tests"]), *kernels(tables, speed), *passes(tables, speed), family(tables["family"])]
+    parts.append(unseen(tables["unseen"]))
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
@@ -138,6 +140,24 @@ def family(rows: Sequence[Row]) -> str:
     names = ("engine", "format", "draft", "depth", "temperature", "batch", "tokens/s", "of plain", "tokens a round",
              "answers as plain")  # fmt: skip
     return headed("**The bundled family**, its target widened to 1 B parameters", table(names, rows, cells))
+
+
+def unseen(rows: Sequence[Row]) -> str:
+    """Rounds whose guesses the host does not see, beside those in which it waits for them or goes on with them."""
+    usual = {(r["format"], r["batch"], r["depth"]): r["round_ms"] for r in rows if r["mode"] == "unseen"}
+
+    def cells(r: Row) -> tuple[Any, ...]:
+        base = usual.get((r["format"], r["batch"], r["depth"]))
+        ratio = "" if base is None or r["mode"] == "unseen" else f"×{r['round_ms'] / base:.3f}"
+        more_us = "" if not ratio or base is None else f"{(r['round_ms'] - base) * 1e3:+.0f}"
+        return (r["format"], r["batch"], r["depth"], r["mode"], f"{r['round_ms']:.3f}", ratio, more_us,
+                f"{r['tokens_per_round']:.2f}", f"{r['tokens_per_s']:.0f}", "yes" if r["same"] else "no")  # fmt: skip
+
+    names = ("format", "batch", "depth", "guesses are", "a round, ms", "of unseen", "more, µs", "tokens a round",
+             "tokens/s", "same tokens")  # fmt: skip
+    return headed(
+        "**Guesses that the host does not see**, of the bundled family widened to 1 B", table(names, rows, cells)
+    )
 
 
 def headed(head: str, body: str) -> str:

@@ -15,8 +15,11 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.report import insert, section, tables_of
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.suite import run_file
+from benchmarks.gpu.unseen import MODES, Switch, rounds_of
 
-from kit.checkpoints import ROOT, SRC
+from forerun import LLM
+from kit.card import PLACEMENT, imagined
+from kit.checkpoints import ROOT, SMALL, SRC, TARGET
 
 HOSTILE = """
 import subprocess, sys, time
@@ -115,6 +118,20 @@ def test_a_dry_run_measures_kernels_and_passes_and_its_section_goes_into_the_res
     monkeypatch.setattr(sys, "argv", ["scripts/gpu", "--into-results", str(tmp_path)])
     assert main() == 0
     assert capsys.readouterr().out == text + "\n"
+
+
+def test_rounds_whose_guesses_the_host_sees_wait_once_more_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, waits = {}, {}
+    with imagined(monkeypatch) as seen, torch.inference_mode():
+        llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", device=PLACEMENT, max_model_len=512, speculation=3)
+        switch = Switch(llm)
+        for mode in MODES:
+            switch.set(mode)
+            seen.clear()
+            runs[mode] = rounds_of(llm, 2, 3, 5)
+            waits[mode] = len(seen.waits)
+    assert runs["unseen"].answers == runs["waited"].answers == runs["seen"].answers
+    assert waits["unseen"] + 6 == waits["waited"] == waits["seen"]  # five rounds are measured, and one is before them
 
 
 @pytest.mark.full
