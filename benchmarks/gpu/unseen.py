@@ -35,7 +35,7 @@ DrawChains = Callable[..., Chains | None]
 def unseen_guesses(setting: Setting, form: WeightFormat) -> None:
     """Milliseconds of a round in each mode. Raises AssertionError where the modes give different tokens."""
     num_rounds, repeats = (2, 1) if setting.dry else (ROUNDS, REPEATS)
-    batches, depths = ((1, 2), DEPTHS[:1]) if setting.dry else (BATCHES, DEPTHS)
+    batches, depths = ((2,), DEPTHS[:1]) if setting.dry else (BATCHES, DEPTHS)
     llm = LLM(target_of(setting), "model:stdlib-draft", device=setting.placement(form), quantize=form.quantize,
               dtype="float32" if setting.dry else "bfloat16", speculation=max(depths), max_model_len=CONTEXT,
               max_num_seqs=max(batches), prefix_cache=False)  # fmt: skip
