@@ -106,6 +106,8 @@ def work(part: MeasuredPart, setting: Setting, log: Path) -> None:
             file.write(f"\n== {part.name}\n".encode())
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        if setting.dry:
+            torch.set_num_threads(1)  # of many, most wait where other programs keep the cores busy
         with torch.inference_mode():
             part.body(replace(setting, part=part.name))
         status = 0
