@@ -8,12 +8,7 @@ import pytest
 from control.worlds import World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.control.forecast import (
-    FEW,
     PAYS,
-    PLANS,
-    TEXTS,
-    WINDOW,
-    Advice,
     Forecast,
     bounding,
     forecast,
@@ -21,6 +16,7 @@ from forerun.control.forecast import (
     gain,
 )
 from forerun.control.measured import MeasuredDepth
+from forerun.control.trials import FEW, PLANS, TEXTS, WINDOW, Advice
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
 from forerun.models.experts_config import expected_distinct

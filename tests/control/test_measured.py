@@ -11,20 +11,17 @@ from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, s
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.control.choices import HOLD, NOTHING, OTHER_DEPTH, Drafts, Trials
+from forerun.control.choices import HOLD, Choice, Drafts
 from forerun.control.controller import Load, slots_of
 from forerun.control.drafters import (
     BEHIND,
-    LONGEST,
-    RETRY,
-    TRIES,
     Assignment,
     MeasuredDrafter,
     MeasuredDrafters,
-    RetryTimer,
 )
 from forerun.control.measured import ALWAYS_READING, LONGER, MeasuredDepth
 from forerun.control.pass_costs import Kind, PassCosts
+from forerun.control.trials import LONGEST, NOTHING, OTHER_DEPTH, RETRY, TRIES, RetryTimer, Trials
 from forerun.draft.base import MERGED, Budget, Outlook
 
 
@@ -83,7 +80,11 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     found = budgets(controller, [wish] * batch, outlook)
     rows = [controller.drafters.options(row, row, wish, AMPLE, outlook) for row in range(batch)]
     pairs = [itertools.product(options.values(), range(1, most + 1)) for options in rows]
-    value = controller.tokens_per_s
+    drafts_of = controller.weighing.drafts_of
+
+    def value(choice: Choice) -> float:
+        return drafts_of(choice).tokens_per_s()
+
     taken = [
         Assignment(options[b.drafter], b.depth) if b.depth else None for options, b in zip(rows, found, strict=True)
     ]
@@ -505,13 +506,13 @@ def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
 def test_drafts_add_up() -> None:
     controller = priced(0.1, [0.01, 0.02])
     options = controller.drafters.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
-    drafts = Drafts.none(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), 2)
+    drafts = Drafts(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), [0, 0], 2, gain=2.0)
     for depth in (1, 2, 3):
         drafts.deepen(0, options[0], depth, 0.5)
     drafts.deepen(1, options[2], 2, 0.7)
     assert drafts.num_tokens == 2 + 3 + options[2].num_nodes(2)
     assert drafts.gain == pytest.approx(2 + 1.5 + 0.7)
-    expected_s = 0.1 + controller.drafters.all[0].drafting_s(3, 2) + controller.drafters.all[1].drafting_s(2, 1)
+    expected_s = 0.1 + controller.drafters.all[0].cost_s(3, 2) + controller.drafters.all[1].cost_s(2, 1)
     assert drafts.tokens_per_s() == pytest.approx(drafts.gain / expected_s)
 
 
@@ -534,12 +535,12 @@ def test_a_second_depth_is_believed_though_it_is_not_in_proportion() -> None:
     for depth, taken_s in ((4, 4e-3), (1, 2.2e-3)):
         for _ in range(3):
             record.time(depth, [0], taken_s)
-    assert record.drafting_s(4, 1) == pytest.approx(4e-3, rel=0.02)
-    assert record.drafting_s(1, 1) == pytest.approx(2.2e-3, rel=0.02)
+    assert record.cost_s(4, 1) == pytest.approx(4e-3, rel=0.02)
+    assert record.cost_s(1, 1) == pytest.approx(2.2e-3, rel=0.02)
 
 
 def test_at_a_depth_that_is_known_a_single_long_draft_is_not_believed() -> None:
     record = MeasuredDrafter()
     for taken_s in (1e-3, 1e-3, 3e-3):
         record.time(4, [0], taken_s)
-    assert record.drafting_s(4, 1) == pytest.approx(1e-3)
+    assert record.cost_s(4, 1) == pytest.approx(1e-3)

@@ -212,7 +212,7 @@ def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured:
             continue
         for cost in controller.costs.kinds.values():
             assert all(0 <= cost.expect(size) < float("inf") for size in (1, 7, 300))
-        assert all(0 <= record.cost_s(4, 2, 0) < float("inf") for record in controller.drafters.all)
+        assert all(0 <= record.cost_s(4, 2) < float("inf") for record in controller.drafters.all)
 
 
 def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

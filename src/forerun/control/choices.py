@@ -9,17 +9,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.control.drafters import BEHIND, SPREAD, TRIES, Assignment, DraftOption, MeasuredDrafters, RetryTimer
-from forerun.control.pass_costs import RowPassCosts
+from forerun.control.controller import Load
+from forerun.control.drafters import BEHIND, SPREAD, Assignment, DraftOption, MeasuredDrafters
+from forerun.control.pass_costs import Kind, PassCosts, RowPassCosts
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
-AWAKE = 64  # rounds behind a change before which another one is not seen as new
 HOLD = 8  # rounds for which a plan is held at most
-NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
 MANY = 5  # members, above which sets of some of them are not looked at
+FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
@@ -60,11 +60,6 @@ class Drafts:
     steps: dict[int, float] = field(default_factory=dict)  # guesses that a member draws, one behind the other
     num_rows: dict[int, int] = field(default_factory=dict)
     num_unread: dict[int, int] = field(default_factory=dict)
-
-    @classmethod
-    def none(cls, drafters: MeasuredDrafters, costs: RowPassCosts, num_rows: int) -> Drafts:
-        """Of a round in which nothing is drafted."""
-        return cls(drafters, costs, [0] * num_rows, num_tokens=num_rows, gain=float(num_rows))
 
     def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
@@ -174,32 +169,91 @@ class TakenPlan:
     num_held: int = HOLD  # rounds
 
 
-@dataclass(slots=True)
-class Trials:
-    """When plain decoding and another depth are tried again, and what is on trial in the last round."""
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """Finds the choices that are best for a round of this load, by what passes and drafters are known to take and give.
 
-    plain: RetryTimer = field(default_factory=RetryTimer)
-    other_depth: RetryTimer = field(default_factory=lambda: RetryTimer(num_rounds=TRIES))
-    deeper: bool = False  # whether the last depth that was tried was twice what is drafted, not half of it
-    num_reading: int = 0  # rounds in a row that read prompts
-    tried: int | None = None  # a drafter, NOTHING or OTHER_DEPTH
-    patience: int = 0  # rounds that the next trial of that has to wait
-    awake: int = AWAKE  # rounds since something changed
+    Prompts in the same pass count only in that guesses beside them take more.
+    """
 
-    def wake(self) -> bool:
-        """Something has changed: try plain decoding soon. False where that was done a short while ago."""
-        if self.awake < AWAKE:
-            return False
-        self.awake = 0
-        self.plain.wake()
-        return True
+    costs: PassCosts
+    drafters: MeasuredDrafters
+    load: Load
 
-    def patience_for(self, trial: int) -> int | None:
-        """How long the next trial of this has to wait; None where it is not on trial."""
-        return self.patience if trial == self.tried else None
+    def alone(self, taken: TakenPlan, options: Options) -> tuple[Sequence[Planned], Planned | None]:
+        """The best plans of a row alone: nothing, and every option as far as pays; what the last one is worth now."""
+        costs, free = self.prices(1), all(option.free for option in options.values())
+        is_last = list(taken.assigned) == list(self.load.seq_ids)
+        before = taken.assigned[self.load.seq_ids[0]] if is_last else None
+        plans = [Planned([None], 1 / max(NO_TIME_S, costs.expect(1)))] if free else []
+        last = plans[0] if plans and is_last and before is None else None
+        for drafter, option in options.items():
+            if len(option.members) > 1 and option is not best_of(options, option.members, merging=True):
+                continue  # a tree of all that is no better than one member's
+            per_s = speeds(option, self.drafters, costs if len(option.members) == 1 else self.prices(1, [option]))
+            best = per_s.index(max(per_s[1:]), 1) if option.free else option.budget.depth
+            plans.append(Planned([Assignment(option, best)], per_s[best]))
+            if before and before.option.budget.drafter == drafter and option.allows(before.depth):
+                last = Planned([Assignment(option, before.depth)], per_s[before.depth])
+        return plans, last
 
-    def count(self, drafted: bool, cheap: bool) -> None:
-        """Learn from a round in which something was `drafted`, or nothing; `cheap`: its pass took less than thought."""
-        deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
-        self.other_depth.count(int(deeper), self.patience_for(OTHER_DEPTH), cheap and deeper)
-        self.plain.count(int(not drafted), self.patience_for(NOTHING), cheap and plain)
+    def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
+        """The best plan for every set of members, small sets first."""
+        members = sorted({member for options in rows for option in options.values() for member in option.members})
+        for among in sets(members):
+            for merging in (False, True) if len(among) > 1 else (False,):
+                yield self.deepest([best_of(options, among, merging) for options in rows])
+
+    def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
+        """How far each row should be drafted if it is drafted by this option."""
+        drafts = self.drafts([option for option in chosen if option], len(chosen))
+        guesses: list[tuple[float, int, int, DraftOption]] = []
+        for row, option in enumerate(chosen):
+            if option is not None and option.free:
+                guesses += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
+            elif option is not None:
+                drafts.deepen(row, option, option.budget.depth, option.gain)
+        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(guesses) // FINE)
+        for number, (chance, depth, row, option) in enumerate(sorted(guesses, key=lambda guess: guess[:3]), 1):
+            drafts.deepen(row, option, depth, -chance)
+            if number <= FINE or number % step == 0 or number == len(guesses):
+                value = drafts.tokens_per_s()
+                if value > best:
+                    best, depths = value, list(drafts.depths)
+        pairs = zip(chosen, depths, strict=True)
+        return Planned([Assignment(option, depth) if option and depth else None for option, depth in pairs], best)
+
+    def last(self, taken: TakenPlan, rows: Sequence[Options]) -> Planned | None:
+        """What the last round's options would be worth now; None where the rows are others, or cannot have them."""
+        if list(taken.assigned) != list(self.load.seq_ids):
+            return None
+        choice: list[Assignment | None] = []
+        for options, before in zip(rows, taken.assigned.values(), strict=True):
+            option = options.get(before.option.budget.drafter) if before else None
+            if before is None and all(each.free for each in options.values()):
+                choice.append(None)
+            elif before and option and option.allows(before.depth):
+                choice.append(Assignment(option, before.depth))
+            else:
+                return None
+        return Planned(choice, self.drafts_of(choice).tokens_per_s())
+
+    def drafts_of(self, choice: Choice) -> Drafts:
+        """The drafts of a choice."""
+        assigned = [each for each in choice if each is not None]
+        drafts = self.drafts([each.option for each in assigned], len(choice))
+        for row, each in enumerate(assigned):
+            drafts.deepen(row, each.option, each.depth, each.gain)
+        return drafts
+
+    def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
+        """The drafts of a round of so many rows in which some have these options, before any is drafted."""
+        return Drafts(self.drafters, self.prices(num_rows, options), [0] * num_rows, num_rows, gain=float(num_rows))
+
+    def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
+        """What passes of so many rows take, some of which are drafted by these options."""
+        return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.load.reads else None)
+
+    def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
+        """The kind of the round in which rows are drafted by these options."""
+        return Kind.of(num_rows, self.load.num_context, merged=any(len(option.members) > 1 for option in options))

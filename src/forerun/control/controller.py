@@ -31,6 +31,11 @@ class Load:
     num_prompt_tokens: int
     num_context: int = 0
 
+    @property
+    def reads(self) -> bool:
+        """Whether prompts are read in the round."""
+        return self.num_prompt_tokens > 0
+
 
 @runtime_checkable
 class Controller(Protocol):

@@ -18,24 +18,15 @@ from typing import NamedTuple
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
 from forerun.control.pass_costs import row_class
+from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer, Surprise
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
 from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, Level, LinearCost, damped, likeness
 
 WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
-TRIES = 6  # rounds in which every drafter is tried at first
-FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which a drafter is tried: at first, and later
-RETRY = 24  # rounds out of use after which one is tried again
-SHORTEST, LONGEST = 6, 256  # the same behind a trial, by what it cost
-VAIN = 1  # times that this is doubled, while trials show nothing new
 BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
-AGAIN = 2  # rounds in which it is tried again where something has changed
-MANY_ROWS = 3  # that count for a round each
-SOON = 2  # the same behind a trial that went well
 SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
 CHANGED_GUESSES = 1.0  # the same where something has changed
-SURPRISED, SURPRISING = 0.9, 3.0  # what counts of earlier rounds, and how many deviations are no chance
-SCATTER = 2.5  # variance of accepted guesses over their number, in chains of such depths as pay
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
 LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
 NO_COST_S = 2e-5  # of drafting, below which it does not matter by how much it changes
@@ -124,63 +115,6 @@ class Assignment(NamedTuple):
     def num_judged(self, row: RowOutcome) -> int:
         """How many guesses count as offered, if none more was accepted."""
         return self.depth if self.option.made else row.offered
-
-
-@dataclass(slots=True)
-class RetryTimer:
-    """When something was last in use, and when it is due for a trial."""
-
-    num_rounds: int = 0  # in use; with many rows a round counts as several
-    num_idle: int = 0  # rounds since it was last in use, in which it could have been
-    patience: int = RETRY
-    num_vain: int = 0  # trials in a row that were no better than was thought
-    hopeful: bool = False  # the next trial is soon
-
-    @property
-    def new(self) -> bool:
-        """Whether it was not yet used often enough to be known."""
-        return self.num_rounds < TRIES
-
-    @property
-    def due(self) -> bool:
-        """Whether it should be tried."""
-        return self.new or self.num_idle >= (SOON if self.hopeful else self.patience)
-
-    def wake(self) -> None:
-        """Something has changed: it is tried again as if it were new, in fewer rounds."""
-        self.patience, self.num_vain = min(RETRY, self.patience), 0
-        self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
-
-    def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
-        """Learn from a round in which it drafted so many rows.
-
-        Behind a trial the next one waits for `patience`; `hopeful`: it was better than was thought.
-        """
-        if num_rows == 0:
-            self.num_idle += 1
-            return
-        self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
-        self.num_vain = 0 if patience is None or hopeful else min(self.num_vain + 1, VAIN)
-        longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
-        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.num_vain, longest)
-        self.hopeful = hopeful
-
-
-@dataclass(slots=True)
-class Surprise:
-    """Whether far more or far fewer guesses are accepted of late than was expected of them."""
-
-    accepted: float = 0.0
-    expected: float = 0.0
-
-    def record(self, num_accepted: int, expected: float) -> bool:
-        """Learn from a round; True where chance does not explain what was accepted, once for each time."""
-        self.accepted = SURPRISED * self.accepted + num_accepted
-        self.expected = SURPRISED * self.expected + expected
-        far = (self.accepted - self.expected) ** 2 > SURPRISING**2 * SCATTER * (1 + max(self.accepted, self.expected))
-        if far:
-            self.accepted = self.expected = 0.0
-        return far
 
 
 @dataclass(slots=True)
@@ -289,7 +223,7 @@ class MeasuredDrafter:
 
     def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
         """Learn from how long it took, as one of those who drafted."""
-        expected_s = self.drafting_s(depth, len(num_unread))
+        expected_s = self.cost_s(depth, len(num_unread))
         if max(num_unread) <= BEHIND:
             size = row_class(len(num_unread))
             line = self.drafts.setdefault(size, LinearCost(flat=False))
@@ -300,12 +234,11 @@ class MeasuredDrafter:
             each_s = max(0.0, taken_s - expected_s) / sum(num_unread)
             self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s
 
-    def drafting_s(self, depth: float | int, num_rows: int) -> float:
-        """What it would take to draft so many rows so far; by a batch of another size where it knows no other."""
-        return self.cost_s(depth, num_rows, 0)
-
     def cost_line(self, num_rows: int, num_unread: int) -> tuple[float, float]:
-        """Seconds of drafting so many rows before the first guess, and for each one behind the other."""
+        """Seconds of drafting so many rows before the first guess, and for each one behind the other.
+
+        Where no batch of this size was timed, one of another size says it.
+        """
         if not self.drafts:
             return self.reading_s * num_unread / SPREAD, 0.0
         size = row_class(num_rows)
@@ -313,8 +246,8 @@ class MeasuredDrafter:
         first_s, step_s = line.straight()
         return self.level.factor * first_s + self.reading_s * num_unread / SPREAD, self.level.factor * step_s
 
-    def cost_s(self, depth: float | int, num_rows: int, num_unread: int) -> float:
-        """Seconds of drafting, with its part of reading what is unread."""
+    def cost_s(self, depth: float | int, num_rows: int, num_unread: int = 0) -> float:
+        """Seconds of drafting so many rows so far, with its part of reading what is unread."""
         first_s, step_s = self.cost_line(num_rows, num_unread)
         return first_s + step_s * depth
 

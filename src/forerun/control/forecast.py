@@ -1,9 +1,7 @@
-"""Forecasts: what users are told of drafting, before an engine runs and while it does.
+"""Forecasts: how much faster than plain decoding drafting would be, by what the controller knows.
 
-`forecast` says how much faster than plain decoding drafting would be, by what the controller knows, for rows that are
-all drafted alike, as far as pays most: at the start by sample texts, later by the texts of late. `Advice` decides when
-the log says that drafting counts as given up because it costs more than it gives, and when that a draft model looks as
-if something were wrong with it.
+They are for rows that are all drafted alike, as far as pays most: at the start by sample texts, later by the texts of
+late.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from forerun.accept.outcome import Outcome
 from forerun.config import AUTO_DEPTH
 from forerun.control.drafters import MeasuredDrafters
 from forerun.control.pass_costs import Kind, PassCosts, size_class
@@ -26,12 +23,6 @@ BATCHES = (1, 8, 32)
 PAYS = 1.02  # times as fast, below which drafting is as good as none
 SURE = 2.0  # standard errors of what was counted, as far as a forecast's bounds are from it: 95 % of cases
 NARROW = 1.2  # times the lower bound, up to which the upper one is not worth telling
-PLANS = 8  # in a row that draft nothing, or something: this is how it is now
-WINDOW = 512  # guesses of a draft model
-FEW = 0.01  # of them
-TEXTS = 4  # from which they must be: one text may repeat itself
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +93,7 @@ def gain(
     if chosen.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = chosen.covered * pass_s + (1 - chosen.covered) * plain_s
     steps = 1 + made[-2]
-    draft_s = min(1.0, chosen.covered * batch) * sum(member.cost_s(steps, rows, 0) for member in members)
+    draft_s = min(1.0, chosen.covered * batch) * sum(member.cost_s(steps, rows) for member in members)
     return tokens * plain_s / (pass_s + draft_s)
 
 
@@ -129,54 +120,6 @@ def forecast_line(found: Sequence[Forecast]) -> str:
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]
     paying = [str(each) for each in found if each.depth]
     return f"expected of drafting, {by}: {', '.join(paying + plain)}"
-
-
-@dataclass(slots=True)
-class Advice:
-    """What was told last, and what has been seen since."""
-
-    off: bool = False
-    num_otherwise: int = 0  # plans in a row that were not as `off` says
-    num_offered: int = 0
-    num_accepted: int = 0
-    texts: set[int] = field(default_factory=set)
-    suspected: bool = False
-
-    def planned(self, drafting: bool) -> bool:
-        """Note a plan of rows that could be drafted; whether that they are, or are not, is new."""
-        self.num_otherwise = self.num_otherwise + 1 if drafting == self.off else 0
-        if self.num_otherwise < PLANS:
-            return False
-        self.off, self.num_otherwise = not self.off, 0
-        return True
-
-    def suspect(self, outcome: Outcome) -> None:
-        """Count the guesses of a draft model, and say so where all or hardly any of very many were accepted."""
-        if self.suspected or not outcome.draft_pass_s:
-            return
-        for row in outcome.rows:
-            if row.offered:
-                self.num_offered += row.offered
-                self.num_accepted += row.accepted
-                self.texts.add(row.seq_id)
-        if self.num_offered < WINDOW or len(self.texts) < TEXTS:
-            return
-        if self.num_accepted == self.num_offered:
-            self.suspected = True
-            log.warning(
-                "All %d guesses of the draft model were accepted. Is it the target itself? A smaller model would draft "
-                "faster.",
-                self.num_offered,
-            )
-        elif self.num_accepted <= FEW * self.num_offered:
-            self.suspected = True
-            log.warning(
-                "Of %d guesses of the draft model %d were accepted. It probably has the wrong weights, or the prompts "
-                "have a chat template that it was not trained with.",
-                self.num_offered,
-                self.num_accepted,
-            )
-        self.num_offered, self.num_accepted, self.texts = 0, 0, set()
 
 
 @contextmanager

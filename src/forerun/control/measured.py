@@ -11,46 +11,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.control.choices import (
-    HOLD,
-    NOTHING,
-    OTHER_DEPTH,
-    Choice,
-    Drafts,
-    Options,
-    Planned,
-    TakenPlan,
-    Trials,
-    best_of,
-    fallbacks,
-    sets,
-    speeds,
-    tokens_of,
-)
+from forerun.control.choices import HOLD, Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
-from forerun.control.drafters import (
-    FIRST_DEPTH,
-    TRIAL_DEPTH,
-    TRIES,
-    Assignment,
-    DraftOption,
-    MeasuredDrafters,
-    RetryTimer,
-)
-from forerun.control.forecast import Advice, forecast
-from forerun.control.pass_costs import Kind, PassCosts, RowPassCosts
+from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
+from forerun.control.forecast import forecast
+from forerun.control.pass_costs import PassCosts
+from forerun.control.trials import FIRST_DEPTH, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, TRIES, Advice, RetryTimer, Trials
 from forerun.draft.base import Budget, Draft, Outlook
-from forerun.economy import NO_TIME_S, damped
+from forerun.economy import damped
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
 HYSTERESIS = 1.015  # how many times as good a round must be for the options of the last one to be left
-FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of a drafter weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
@@ -77,9 +54,9 @@ class MeasuredDepth:
     survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # of its nodes, by sequence
 
     @property
-    def reads(self) -> bool:
-        """Whether prompts are read in the last round."""
-        return self.load.num_prompt_tokens > 0
+    def weighing(self) -> Weighing:
+        """What choices are worth for the last round's load."""
+        return Weighing(self.costs, self.drafters, self.load)
 
     def skips(self, load: Load) -> bool:
         """Where nobody wishes for anything; and between plans, as long as drafting is given up."""
@@ -111,8 +88,8 @@ class MeasuredDepth:
             return fitting(load.seq_ids, self.taken.fallbacks, spare)
         self.load = load
         rows = self.options(load, outlook)
-        planned = self.plan(load.seq_ids, rows)
-        if not self.reads:
+        planned = self.plan(rows)
+        if not self.load.reads:
             self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
@@ -198,7 +175,7 @@ class MeasuredDepth:
 
     def holds(self, load: Load) -> bool:
         """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
-        if self.taken.num_held >= HOLD or self.trials.tried is not None or self.reads != (load.num_prompt_tokens > 0):
+        if self.taken.num_held >= HOLD or self.trials.tried is not None or self.load.reads != load.reads:
             return False
         # The plan and the load differ where an interrupt came between them.
         same = list(self.taken.assigned) == list(load.seq_ids) == list(self.load.seq_ids)
@@ -219,117 +196,35 @@ class MeasuredDepth:
         self.survival = dict(zip(load.seq_ids, survival, strict=False))
         return draft.tree
 
-    def plan(self, seq_ids: Sequence[int], rows: Sequence[Options]) -> Planned:
-        """The choice for these rows. Prompts in the same pass count only in that guesses beside them take more."""
-        scatter = self.costs.level.scatter
-        plans, last = self.alone(seq_ids, rows[0]) if len(rows) == 1 else (self.plans(rows), None)
+    def plan(self, rows: Sequence[Options]) -> Planned:
+        """The choice for the rows of the load."""
+        scatter, weighing = self.costs.level.scatter, self.weighing
+        plans, last = weighing.alone(self.taken, rows[0]) if len(rows) == 1 else (weighing.plans(rows), None)
         best = max(plans, key=lambda planned: planned.value(scatter))
         self.trials.tried = self.trial(rows, best)
         if self.trials.tried is not None:
             choice = self.on_trial(best.choice, rows, self.trials.tried)
-            lost = best.tokens_per_s * self.drafts_of(choice).whole_s() - tokens_of(choice)
+            lost = best.tokens_per_s * weighing.drafts_of(choice).whole_s() - tokens_of(choice)
             cost = lost / tokens_of(best.choice)
             self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
-        last = self.last(seq_ids, rows) if len(rows) > 1 else last
+        last = weighing.last(self.taken, rows) if len(rows) > 1 else last
         best = last if last and best.value(scatter) < HYSTERESIS * last.value(scatter) else best
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
             # The minimum survival of a chain drafted alone: by what rounds are worth, and by what its guesses take.
-            guess_s = self.drafts_of(best.choice).guess_s()
+            guess_s = weighing.drafts_of(best.choice).guess_s()
             self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
         return best
-
-    def alone(self, seq_ids: Sequence[int], options: Options) -> tuple[Sequence[Planned], Planned | None]:
-        """The best plans of a row alone: nothing, and every option as far as pays; what the last one is worth now."""
-        costs, free = self.prices(1), all(option.free for option in options.values())
-        is_last = list(self.taken.assigned) == list(seq_ids)
-        before = self.taken.assigned[seq_ids[0]] if is_last else None
-        plans = [Planned([None], 1 / max(NO_TIME_S, costs.expect(1)))] if free else []
-        last = plans[0] if plans and is_last and before is None else None
-        for drafter, option in options.items():
-            if len(option.members) > 1 and option is not best_of(options, option.members, merging=True):
-                continue  # a tree of all that is no better than one member's
-            per_s = speeds(option, self.drafters, costs if len(option.members) == 1 else self.prices(1, [option]))
-            best = per_s.index(max(per_s[1:]), 1) if option.free else option.budget.depth
-            plans.append(Planned([Assignment(option, best)], per_s[best]))
-            if before and before.option.budget.drafter == drafter and option.allows(before.depth):
-                last = Planned([Assignment(option, before.depth)], per_s[before.depth])
-        return plans, last
-
-    def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
-        """The best plan for every set of members, small sets first."""
-        members = sorted({member for options in rows for option in options.values() for member in option.members})
-        for among in sets(members):
-            for merging in (False, True) if len(among) > 1 else (False,):
-                yield self.deepest([best_of(options, among, merging) for options in rows])
-
-    def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
-        """How far each row should be drafted if it is drafted by this option."""
-        drafts = self.drafts([option for option in chosen if option], len(chosen))
-        guesses: list[tuple[float, int, int, DraftOption]] = []
-        for row, option in enumerate(chosen):
-            if option is not None and option.free:
-                guesses += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
-            elif option is not None:
-                drafts.deepen(row, option, option.budget.depth, option.gain)
-        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(guesses) // FINE)
-        for number, (chance, depth, row, option) in enumerate(sorted(guesses, key=lambda guess: guess[:3]), 1):
-            drafts.deepen(row, option, depth, -chance)
-            if number <= FINE or number % step == 0 or number == len(guesses):
-                value = drafts.tokens_per_s()
-                if value > best:
-                    best, depths = value, list(drafts.depths)
-        pairs = zip(chosen, depths, strict=True)
-        return Planned([Assignment(option, depth) if option and depth else None for option, depth in pairs], best)
-
-    def tokens_per_s(self, choice: Choice) -> float:
-        """What a round of this choice would give."""
-        return self.drafts_of(choice).tokens_per_s()
-
-    def drafts_of(self, choice: Choice) -> Drafts:
-        """The drafts of a choice."""
-        assigned = [each for each in choice if each is not None]
-        drafts = self.drafts([each.option for each in assigned], len(choice))
-        for row, each in enumerate(assigned):
-            drafts.deepen(row, each.option, each.depth, each.gain)
-        return drafts
-
-    def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
-        """The drafts of a round of so many rows in which some have these options, before any is drafted."""
-        return Drafts.none(self.drafters, self.prices(num_rows, options), num_rows)
-
-    def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
-        """What passes of so many rows take, some of which are drafted by these options."""
-        return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.reads else None)
-
-    def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
-        """The kind of the round in which rows are drafted by these options."""
-        return Kind.of(num_rows, self.load.num_context, merged=any(len(option.members) > 1 for option in options))
-
-    def last(self, seq_ids: Sequence[int], rows: Sequence[Options]) -> Planned | None:
-        """What the last round's options would be worth now; None where the rows are others, or cannot have them."""
-        if list(self.taken.assigned) != list(seq_ids):
-            return None
-        choice: list[Assignment | None] = []
-        for options, before in zip(rows, self.taken.assigned.values(), strict=True):
-            option = options.get(before.option.budget.drafter) if before else None
-            if before is None and all(each.free for each in options.values()):
-                choice.append(None)
-            elif before and option and option.allows(before.depth):
-                choice.append(Assignment(option, before.depth))
-            else:
-                return None
-        return Planned(choice, self.tokens_per_s(choice))
 
     def trial(self, rows: Sequence[Options], best: Planned) -> int | None:
         """A drafter that is due for a trial; NOTHING, where some row is free to be drafted with that; or OTHER_DEPTH.
 
         A round that reads prompts does not say what passes cost, and guesses are dear there: trials wait for others.
         """
-        if self.reads and self.trials.num_reading < ALWAYS_READING:
+        if self.load.reads and self.trials.num_reading < ALWAYS_READING:
             return None
-        costs = not self.reads
+        costs = not self.load.reads
         if costs and self.trials.plain.due and any(option.free for options in rows for option in options.values()):
             return NOTHING
         due = next((drafter for drafter in sorted(self.possible) if self.drafters.all[drafter].retry.due), None)
@@ -354,10 +249,11 @@ class MeasuredDepth:
 
     def in_time(self, best: Choice, others: Mapping[int, Assignment]) -> Choice:
         """The best choice with the first of these, by row, and as many more as make its round little longer."""
-        choice, longest_s = list(best), LONGER * self.drafts_of(best).whole_s()
+        choice, weighing = list(best), self.weighing
+        longest_s = LONGER * weighing.drafts_of(best).whole_s()
         for number, (row, other) in enumerate(others.items()):
             before, choice[row] = choice[row], other
-            if number and self.drafts_of(choice).whole_s() > longest_s:
+            if number and weighing.drafts_of(choice).whole_s() > longest_s:
                 choice[row] = before
                 break
         return choice
@@ -376,7 +272,7 @@ class MeasuredDepth:
 
     def plain_s(self, num_rows: int) -> float | None:
         """Seconds that the last round would have taken without drafts."""
-        return self.costs.of(self.kind(num_rows)).expect(num_rows) if self.costs.kinds else None
+        return self.costs.of(self.weighing.kind(num_rows)).expect(num_rows) if self.costs.kinds else None
 
     def drafted(self, outcome: Outcome) -> Sequence[tuple[RowOutcome, Assignment]]:
         """The rows that were drafted, as they were assigned. A draft that found no room was not made."""
@@ -410,8 +306,9 @@ class MeasuredDepth:
                     learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
             if learned.surprise.record(accepted, expected):
                 self.wake()
-        hopeful = drafter == self.trials.tried and accepted > expected + 1
-        learned.retry.count(len(drafted), self.trials.patience_for(drafter), hopeful)
+        tried = drafter == self.trials.tried
+        hopeful = tried and accepted > expected + 1
+        learned.retry.count(len(drafted), self.trials.patience if tried else None, hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
             learned.acceptance.limit(HOPEFUL_GUESSES)
@@ -429,10 +326,10 @@ class MeasuredDepth:
         if outcome.num_prompt_tokens:
             if num_rows and self.costs.kinds:
                 num_tokens += outcome.num_prompt_tokens
-                self.costs.record_reading(self.kind(num_rows), num_rows, num_tokens, taken_s)
+                self.costs.record_reading(self.weighing.kind(num_rows), num_rows, num_tokens, taken_s)
             return False
         before = self.costs.level.num_jumps
-        cheap = self.costs.record(self.kind(num_rows, options), num_tokens, taken_s)
+        cheap = self.costs.record(self.weighing.kind(num_rows, options), num_tokens, taken_s)
         if self.costs.level.num_jumps != before:
             self.wake()
         return cheap

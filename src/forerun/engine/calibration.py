@@ -94,7 +94,7 @@ class Script:
                 steps = [(each.option, each.depth) for _, each in drafted]
                 self.controller.drafters.time(steps, outcome, self.controller.planning_s)
             return
-        place = self.controller.kind(len(outcome.rows), options), outcome.num_tokens
+        place = self.controller.weighing.kind(len(outcome.rows), options), outcome.num_tokens
         shortest = self.rounds.get(place)
         if shortest is None or outcome.round_s < shortest[1].round_s:
             self.rounds[place] = drafted, outcome

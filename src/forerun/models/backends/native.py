@@ -92,11 +92,22 @@ class NativeBackend:
         self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None
     ) -> NativeLinear:
         """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, one of WEIGHTS."""
-        return NativeLinear(self, weight, bias, quantize)
+        shape, scales = weight.shape, None
+        if quantize is not None:
+            weight, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
+        number = INT4 if quantize == "int4" else FORMATS[weight.dtype]
+        weight, bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
+        return NativeLinear(self.lib, shape, self.lib.forerun_linear(number, *shape, *addresses(weight, scales, bias)))
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> NativeLinear:
-        """A packed layer of weights in groups."""
-        return NativeLinear.of_groups(self, weight, bias)
+        """A packed layer of weights in groups; scales are held in float16 where that loses nothing."""
+        values = [weight.scales, *(() if weight.least is None else (weight.least,))]
+        wide = any(not torch.equal(value.half().float(), value) for value in values)
+        groups = CGroups(bits=weight.bits, size=weight.size, has_least=weight.least is not None, wide=wide)
+        tensors = (weight.numbers, weight.scales, weight.least, None if bias is None else bias.float())
+        kept = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        shape = weight.numbers.shape
+        return NativeLinear(self.lib, shape, self.lib.forerun_grouped(groups, *shape, *addresses(*kept)))
 
     def stacked(self, experts: Sequence[GatedMlp]) -> None:
         """None: each is asked for its rows."""
@@ -112,40 +123,14 @@ class NativeBackend:
 
 
 class NativeLinear:
-    """A weight packed for the kernels; any number of rows, each with bits of its own. The plain weight is not kept."""
+    """A weight that the library has packed, and frees with this; any number of rows, each with bits of its own."""
 
-    def __init__(
-        self, kernels: NativeBackend, weight: Tensor, bias: Tensor | None, quantize: Quantization | None
-    ) -> None:
-        self.outputs, self.inputs = weight.shape
-        self.lib = kernels.lib
-        scales = None
-        if quantize is not None:
-            weight, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
-        number = INT4 if quantize == "int4" else FORMATS[weight.dtype]
-        weight, bias = weight.contiguous(), None if bias is None else bias.float().contiguous()
-        self.own(self.lib.forerun_linear(number, self.outputs, self.inputs, *addresses(weight, scales, bias)))
-
-    @classmethod
-    def of_groups(cls, kernels: NativeBackend, weight: GroupedWeight, bias: Tensor | None) -> NativeLinear:
-        """A layer of weights in groups; scales are held in float16 where that loses nothing."""
-        layer = cls.__new__(cls)
-        layer.outputs, layer.inputs = weight.numbers.shape
-        layer.lib = kernels.lib
-        values = [weight.scales, *(() if weight.least is None else (weight.least,))]
-        wide = any(not torch.equal(value.half().float(), value) for value in values)
-        groups = CGroups(bits=weight.bits, size=weight.size, has_least=weight.least is not None, wide=wide)
-        tensors = (weight.numbers, weight.scales, weight.least, None if bias is None else bias.float())
-        kept = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-        layer.own(layer.lib.forerun_grouped(groups, layer.outputs, layer.inputs, *addresses(*kept)))
-        return layer
-
-    def own(self, pointer: int | None) -> None:
-        """Hold a layer of the library's, and free it in the end."""
+    def __init__(self, lib: ctypes.CDLL, shape: torch.Size, pointer: int | None) -> None:
+        self.outputs, self.inputs = shape
         if not pointer:
             raise MemoryError(f"no memory for a layer of {self.outputs} x {self.inputs} weights")
-        self.pointer, self.width = pointer, padded(self.outputs)
-        weakref.finalize(self, self.lib.forerun_free_linear, pointer)
+        self.lib, self.pointer, self.width = lib, pointer, padded(self.outputs)
+        weakref.finalize(self, lib.forerun_free_linear, pointer)
 
     def __call__(
         self, x: Float[Tensor, "rows inputs"], norm: Float[Tensor, " padded"] | None = None, eps: float = 0.0
@@ -278,22 +263,11 @@ class NativeExecutor:
         assert x.dtype == self.stream, f"{x.dtype} is not the stream's format"
         x, num_tokens = x.clone(memory_format=torch.contiguous_format), x.shape[0]
         read, num_experts = None if read is None else padded_to_width(read), c_int64(0)
-        self.lib.forerun_forward(
-            self.pointer,
-            self.frame(
-                cache,
-                num_tokens=num_tokens,
-                num_paths=len(tables[FIRST_SLOTS]),
-                first_layer=layers.start,
-                end_layer=layers.stop,
-                x=x.data_ptr(),
-                read=None if read is None else read.data_ptr(),
-                positions=places[0].data_ptr(),
-                slots=places[1].data_ptr(),
-                num_experts=addressof(num_experts),
-                **{name: table.buffer_info()[0] for name, table in zip(TABLES, tables, strict=True)},
-            ),
-        )
+        sizes = {"num_tokens": num_tokens, "num_paths": len(tables[FIRST_SLOTS])}
+        bounds = {"first_layer": layers.start, "end_layer": layers.stop, "num_experts": addressof(num_experts)}
+        tensors = dict(zip(("x", "read", "positions", "slots"), addresses(x, read, *places), strict=True))
+        at = {name: table.buffer_info()[0] for name, table in zip(TABLES, tables, strict=True)}
+        self.lib.forerun_forward(self.pointer, self.frame(cache, **sizes, **bounds, **tensors, **at))
         if self.parts.ranks is not None:
             self.parts.ranks.check()
         self.num_experts_read += num_experts.value
