@@ -14,12 +14,12 @@ import pytest
 from forerun.bench.material import Passage
 from forerun.prove.cells import MOST_TOKENS
 from forerun.prove.chi_square import LEVEL
+from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import RemoteAnswer, TokenChance
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.dialects import dialect_of
 from forerun.remote.law import (
     FURTHER,
-    LawWorkload,
     TokenNumbers,
     cells_of,
     compare_laws,
@@ -191,5 +191,7 @@ def test_no_two_texts_are_drawn_with_one_seed() -> None:
     Asked.server.counts = counts
     asked: Any = Asked()
     openings = [Passage(text, "") for text in "ab"]
-    asyncio.run(compare_laws(asked, asked, openings, LawWorkload(50, 2, 7), lambda *_: None))
+    asyncio.run(
+        compare_laws(asked, asked, openings, ProofWorkload(num_texts=50, num_openings=2, seed=7), lambda *_: None)
+    )
     assert len(seeds) == len(set(seeds)) == 200

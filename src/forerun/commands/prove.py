@@ -147,13 +147,12 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
         from forerun.bench.material import read_passages
         from forerun.progress import LoadingBar
         from forerun.prove.workload import ProofWorkload
-        from forerun.remote.proof import ServerProofWorkload, prove_server
+        from forerun.remote.proof import prove_server
         from forerun.remote.proof_show import server_proof_card
         from forerun.traffic.client import require_client
     require_client("forerun prove --server", "prometheus_client")
-    asked = ProofWorkload(options.num_prompts, options.max_tokens, num_texts=options.num_texts, seed=options.seed)
-    asked = asked.thorough() if options.thorough else asked
-    workload = ServerProofWorkload(asked.num_prompts, asked.max_tokens, asked.num_texts, asked.num_openings, asked.seed)
+    workload = ProofWorkload(options.num_prompts, options.max_tokens, num_texts=options.num_texts, seed=options.seed)
+    workload = workload.thorough() if options.thorough else workload
     address, plain = remote.addresses(remote.chat, remote.plain, "plain", remote.plain_model)
     prompts = read_passages(options.prompts)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:

@@ -207,18 +207,9 @@ class Scheduler:
         """Each running sequence's part; or the whole round for one. Those `held_back` have none."""
         sequences = [s for s in self.running if s.id not in held_back] if alone is None else [alone]
         unread = [len(sequence.tokens) - 1 - sequence.num_read for sequence in sequences]
-        each = zip(sequences, unread, self.chunks(unread), strict=True)
+        each = zip(sequences, unread, chunk_sizes(unread, self.chunk.tokens, self.oldest_first), strict=True)
         rows = [RowPlan(sequence, num, draws=num == num_unread) for sequence, num_unread, num in each]
         return [row for row in rows if row.num_certain]
-
-    def chunks(self, unread: Seq[int]) -> list[int]:
-        """How many tokens of each sequence the pass reads, of its `unread` ones; both are by arrival."""
-        sizes, left = [0] * len(unread), self.chunk.tokens
-        order = range(len(unread))
-        for row in order if self.oldest_first else sorted(order, key=lambda row: unread[row]):
-            sizes[row] = min(unread[row], left)
-            left -= sizes[row]
-        return sizes
 
     def left_out(self, rows: Seq[RowPlan], held_back: Set[int]) -> bool:
         """Whether the oldest sequence that has a prompt to read has no part in a pass of these rows."""
@@ -244,3 +235,13 @@ class Scheduler:
         if not self.waiting.remove(sequence) and sequence in self.running:
             self.running.remove(sequence)
         sequence.status = Status.FINISHED
+
+
+def chunk_sizes(unread: Seq[int], most: int, oldest_first: bool) -> list[int]:
+    """How many tokens of each text a pass reads, of its `unread` ones: short texts first, or those that came first."""
+    sizes = [0] * len(unread)
+    order = range(len(unread))
+    for row in order if oldest_first else sorted(order, key=unread.__getitem__):
+        sizes[row] = min(unread[row], most)
+        most -= sizes[row]
+    return sizes

@@ -19,6 +19,7 @@ from forerun.remote.measure import RemoteServer
 from forerun.traffic.plan import SpeculationMode
 from forerun.traffic.run import asked_of
 
+AT_ONCE = 8  # requests under way
 MOST_LIKELY = (20, 5, 1)  # of how many tokens servers tell the chance: what is asked for, by turns
 UNREADABLE = "\ufffd"  # in the text of a token that is a part of a character: several tokens look like that
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
-from forerun.remote.answers import Questioner, RemoteAnswer, TokenChance
+from forerun.prove.workload import ProofWorkload
+from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChance
 
 Meaning = Literal["fault", "near tie", "unsteady", "undecided"]
 NEAR_TIE = 0.25  # of a logit: two steps of bfloat16 where logits are between 16 and 32
@@ -62,26 +63,17 @@ class TextEquality:
         return sum(each.meaning == meaning for each in self.differences)
 
 
-@dataclass(frozen=True, slots=True)
-class EqualityWorkload:
-    """Requests whose answers are compared: one at a time, and `at_once` of them."""
-
-    max_tokens: int
-    at_once: int
-    seed: int
-
-
 async def compare_texts(
     speculating: Questioner,
     plain: Questioner,
     prompts: Sequence[Passage],
-    workload: EqualityWorkload,
+    workload: ProofWorkload,
     report: ProgressCallback,
 ) -> TextEquality:
-    """Ask both servers for every prompt, and compare."""
+    """Ask both servers for every prompt, one at a time and several at once, and compare."""
     seeds = [workload.seed + index for index in range(len(prompts))]
     likely = plain.most_likely or 0
-    sizes = list(dict.fromkeys((1, workload.at_once)))
+    sizes = 1, AT_ONCE
 
     async def answers(who: Questioner, at_once: int, likely: int, step: int) -> list[RemoteAnswer]:
         def told(detail: str, done: float) -> None:

@@ -19,11 +19,11 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.prove.cells import LEAST_EXPECTED, MOST_TOKENS, Cells, TokenIds, choose_cells
 from forerun.prove.chi_square import LEVEL, ChiSquare, chi_square, holm, smallest_bias, upper_tail
-from forerun.remote.answers import UNREADABLE, Questioner, RemoteAnswer
+from forerun.prove.workload import ProofWorkload
+from forerun.remote.answers import AT_ONCE, UNREADABLE, Questioner, RemoteAnswer
 
 TEMPERATURE = 1.0  # the only one whose law log-probabilities tell
 FURTHER = 2  # tokens behind those that are counted, so that guesses are drafted at the last of these too
-AT_ONCE = 8
 PILOT_TEXTS, MOST_OPENINGS = 48, 8
 LETTERS = (24, 16, 12, 8, 4)  # beginnings of texts that are counted where tokens are not named
 ENOUGH_CELLS = 8
@@ -194,20 +194,11 @@ def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare
     return ChiSquare(statistic, len(sizes) - 1, upper_tail(statistic, len(sizes) - 1))
 
 
-@dataclass(frozen=True, slots=True)
-class LawWorkload:
-    """`num_texts` texts of each server after each of `num_openings` prompts."""
-
-    num_texts: int
-    num_openings: int
-    seed: int
-
-
 async def compare_laws(
     speculating: Questioner,
     plain: Questioner,
     prompts: Sequence[Passage],
-    workload: LawWorkload,
+    workload: ProofWorkload,
     report: ProgressCallback,
 ) -> tuple[ServedLaw, ...]:
     """One test for each opening, corrected for their number."""
@@ -240,7 +231,7 @@ def corrected(result: ServedLaw, adjusted_p: float, num_tests: int) -> ServedLaw
     return replace(result, adjusted_p=adjusted_p, smallest_bias=bias)
 
 
-async def choose_openings(plain: Questioner, prompts: Sequence[Passage], workload: LawWorkload) -> list[Passage]:
+async def choose_openings(plain: Questioner, prompts: Sequence[Passage], workload: ProofWorkload) -> list[Passage]:
     """The prompts whose continuations have the most cells, by a few texts of the plain server."""
     few = prompts[:MOST_OPENINGS]
     if not plain.most_likely or len(few) <= workload.num_openings:

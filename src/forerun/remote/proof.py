@@ -16,9 +16,10 @@ from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.proof import jsonable
+from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import Questioner
-from forerun.remote.equality import EqualityWorkload, TextEquality, compare_texts
-from forerun.remote.law import AT_ONCE, LawWorkload, ServedLaw, compare_laws
+from forerun.remote.equality import TextEquality, compare_texts
+from forerun.remote.law import ServedLaw, compare_laws
 from forerun.remote.measure import PLAIN, contenders_of, reach
 from forerun.traffic.client import ServerAddress
 from forerun.traffic.run import asked_of
@@ -109,25 +110,16 @@ class ServerProof:
         return values
 
 
-@dataclass(frozen=True, slots=True)
-class ServerProofWorkload:
-    """`num_prompts` answers of `max_tokens` tokens are compared, and `num_texts` texts after each opening counted."""
-
-    num_prompts: int = 8
-    max_tokens: int = 48
-    num_texts: int = 1500
-    num_openings: int = 1
-    seed: int = 0
-
-
 async def prove_server(
     address: ServerAddress,
     plain_address: ServerAddress | None,
     prompts: Sequence[Passage],
-    workload: ServerProofWorkload,
+    workload: ProofWorkload,
     report: ProgressCallback,
 ) -> ServerProof:
     """Compare a server with the same model without speculation; one of forerun's is both, by request.
+
+    Of the workload temperatures, batches and shapes are not asked for: a server has those that it has.
 
     Raises InvalidRequest where a server does not answer, has another model, or nothing is there to compare with.
     """
@@ -149,14 +141,14 @@ async def prove_server(
             speculating,
             plain,
             asked,
-            EqualityWorkload(workload.max_tokens, AT_ONCE, workload.seed),
+            workload,
             lambda detail, done: report("equality", done),
         )
         laws = await compare_laws(
             speculating,
             plain,
             list({str(prompt.prompt): prompt for prompt in prompts}.values()),
-            LawWorkload(workload.num_texts, workload.num_openings, workload.seed),
+            workload,
             lambda detail, done: report("law", done),
         )
         return ServerProof(

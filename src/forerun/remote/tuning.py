@@ -49,16 +49,6 @@ class ServerTuning:
         """What guesses were worth at the first load; None where the server does not tell."""
         return self.cells[0].speculating.acceptance
 
-    @property
-    def hurts_from(self) -> ServedCell | None:
-        """The load from which on speculation was slower."""
-        return hurts_from(self.cells)
-
-    @property
-    def expected_to_hurt_from(self) -> float | None:
-        """The load from which on it is expected to be slower, where it was faster at all that were measured."""
-        return expected_to_hurt_from(self.cells)
-
     def advised_depth(self, cell: ServedCell) -> int | None:
         """The depth to serve at a load; that which is served, unless another is clearly expected to be faster."""
         best, served = cell.best_depth, self.served_depth(cell)
@@ -98,7 +88,7 @@ class ServerTuning:
 
     def as_object(self) -> dict[str, Any]:
         """For JSON: seconds, shares between 0 and 1, and null for what is not known."""
-        hurts = self.hurts_from
+        hurts = hurts_from(self.cells)
         values: dict[str, Any] = jsonable(
             {
                 "url": self.url,
@@ -107,7 +97,7 @@ class ServerTuning:
                 "against": self.against,
                 "plan": asdict(self.plan),
                 "hurts_from_clients": hurts and hurts.clients,
-                "expected_to_hurt_from_clients": self.expected_to_hurt_from,
+                "expected_to_hurt_from_clients": expected_to_hurt_from(self.cells),
                 "cells": [self.cell_object(cell) for cell in self.cells],
                 "unknown": self.unknown,
                 "num_busy_cores": self.num_busy,

@@ -15,7 +15,7 @@ from forerun.bench.figures import Spread
 from forerun.bench.show import medians, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
 from forerun.machine import disturbance
-from forerun.remote.forecast import ServedCell, range_at
+from forerun.remote.forecast import ServedCell, expected_to_hurt_from, hurts_from, range_at
 from forerun.remote.tuning import ServerTuning
 
 HEADS = (
@@ -150,7 +150,7 @@ def compared(tuning: ServerTuning) -> Iterator[Text]:
     for cell in tuning.cells:
         if cell.speed_up is not None:
             yield Text(*gain_line(cell))
-    hurts, expected = tuning.hurts_from, tuning.expected_to_hurt_from
+    hurts, expected = hurts_from(tuning.cells), expected_to_hurt_from(tuning.cells)
     if hurts is not None and hurts is not tuning.cells[0]:
         yield Text(f"From {counted(hurts.clients, 'client')} on it hurts.", "bold yellow")
     elif expected is not None:

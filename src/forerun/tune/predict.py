@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from forerun.engine.scheduler import chunk_sizes
+
 LEAST_SEEN = 5  # guesses, below which a share of them is not told
 RESAMPLES = 200
 LIKELY = 0.9  # of other prompts' speed-ups that lie in the interval
@@ -131,7 +133,7 @@ def played(job: DecodingJob, depth: int) -> Played:
     while waiting or running:
         while waiting and len(running) < job.batch:
             running.append(waiting.popleft())
-        chunks = chunks_of([row.unread for row in running], job.chunk_tokens, oldest_first)
+        chunks = chunk_sizes([row.unread for row in running], job.chunk_tokens, oldest_first)
         oldest_first = next((not chunk for row, chunk in zip(running, chunks, strict=True) if row.unread), False)
         drawing = [
             (row, Guessed() if chunk else row.text.guessed(row.said, depth))
@@ -152,16 +154,6 @@ def played(job: DecodingJob, depth: int) -> Played:
             row.said += guessed.accepted + 1
         running = [row for row in running if row.said < row.text.num_tokens]
     return Played(rounds, num_decoded)
-
-
-def chunks_of(unread: Sequence[int], most: int, oldest_first: bool) -> list[int]:
-    """How much of each prompt a pass reads: short ones first, as the scheduler of the engine has it."""
-    counts = [0] * len(unread)
-    order = range(len(unread))
-    for row in order if oldest_first else sorted(order, key=unread.__getitem__):
-        counts[row] = min(unread[row], most)
-        most -= counts[row]
-    return counts
 
 
 def shape_of(guessed: Sequence[Guessed], num_read: int) -> RoundShape:
