@@ -1,15 +1,16 @@
 """`forerun bench serve`: asks a running server at a known load, and says what it took.
 
-This file decides the options and the exit status: 0, or 1 where a mode of speculation changed an answer.
+This file decides the options, also those by which other commands ask a server, and the exit status: 0, or 1 where a
+mode of speculation changed an answer.
 `forerun.traffic` decides what is sent and how figures are formed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -18,6 +19,9 @@ from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
 from forerun.options import OUTPUT, OutputOptions, with_options
 from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
+
+if TYPE_CHECKING:
+    from forerun.traffic.client import ServerAddress
 
 EXAMPLES = """
 forerun bench serve
@@ -28,16 +32,50 @@ DEFAULT_CONCURRENCY = "1,4,16"
 
 
 @dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """Options that say how a server is asked."""
+
+    TITLE: ClassVar[str] = "Server"
+
+    api_key: Annotated[str, typer.Option(help="Key, if it wants one.", envvar="OPENAI_API_KEY")] = ""
+    served_model_name: Annotated[str, typer.Option(help="Model to ask; default: the first that it serves.")] = ""
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without news after which a request failed.")] = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """Options of commands that can ask a server in place of a model that is loaded."""
+
+    TITLE: ClassVar[str] = "Server"
+
+    server: Annotated[
+        str | None, typer.Option(help="Instead of a model: the address of any OpenAI-compatible server.")
+    ] = None
+    access: AccessOptions = field(default_factory=AccessOptions)
+
+    def addresses(
+        self, chat: bool, other: str | None, option: str, other_model: str
+    ) -> tuple[ServerAddress, ServerAddress | None]:
+        """The server, and the other one, whose address and model the options `option` and `option`-model name."""
+        from forerun.traffic.client import ServerAddress
+
+        assert self.server is not None, "this is asked for a server"
+        a = self.access
+        first = ServerAddress(self.server, a.api_key, a.served_model_name, chat, a.timeout_s, url_option="server")
+        if other is None:
+            return first, None
+        return first, replace(first, url=other, model=other_model, url_option=option, model_option=f"{option}_model")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Options that say which server is asked."""
 
     TITLE: ClassVar[str] = "Server"
 
     url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.")] = "http://127.0.0.1:8000"
-    api_key: Annotated[str, typer.Option(help="Key, if it wants one.", envvar="OPENAI_API_KEY")] = ""
-    served_model_name: Annotated[str, typer.Option(help="Model to ask; default: the first that it serves.")] = ""
+    access: AccessOptions = field(default_factory=AccessOptions)
     chat: Annotated[bool, typer.Option("--chat", help="Ask for chat completions: prompts become messages.")] = False
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without news after which a request failed.")] = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +175,8 @@ def bench_serve(
     )
     level = ServiceLevel(between_s, first_s, agreement.sla_percentile)
     extra = json_object("body", load.body, '{"top_p": 0.9}')
-    address = ServerAddress(server.url, server.api_key, server.served_model_name, server.chat, server.timeout_s)
+    a = server.access
+    address = ServerAddress(server.url, a.api_key, a.served_model_name, server.chat, a.timeout_s)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
         sent = measure_traffic(
             address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra

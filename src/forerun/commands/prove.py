@@ -13,9 +13,9 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from forerun.commands.bench_serve import RemoteOptions
 from forerun.commands.destination import Result
 from forerun.commands.interrupt import importing
-from forerun.commands.remote import RemoteOptions
 from forerun.config import DEFAULT_DEPTH, Speculation
 from forerun.errors import InvalidRequest
 from forerun.options import (

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from forerun.commands.bench import MeasurementOptions, json_object, numbers
+from forerun.commands.bench_serve import RemoteOptions
 from forerun.commands.destination import Destination, Result
 from forerun.commands.interrupt import importing
-from forerun.commands.remote import RemoteOptions
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import TARGET
 from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options
