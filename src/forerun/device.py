@@ -7,14 +7,16 @@ run asynchronously.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -22,10 +24,12 @@ from torch.nn.functional import pad
 from forerun.annotations import Float
 from forerun.errors import DeviceUnavailable, InvalidRequest
 
+HostArray = np.ndarray[Any, np.dtype[Any]]  # on the host, of any kind
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_NAME = re.compile("cpu|cuda(?::([0-9]{1,4}))?")
 SUM_UNITS = 2.0**52
 VECTOR = 8  # numbers that a GPU reads at once, at most
+ALIGNED_BYTES = 16  # where tables begin in a common buffer: at addresses that vectors can be read from
 DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
 
 
@@ -145,6 +149,40 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class PackedTables:
+    """Tensors of several kinds in one buffer of a device, so that they are filled in one copy.
+
+    `tables` are views of the buffer, by name; `lines` the same places on the host.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[Sequence[int], np.dtype[Any]]], device: torch.device) -> None:
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()]
+        ends = list(itertools.accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
+        self.host = np.zeros(ends[-1] if ends else 0, np.uint8)
+        self.flat = torch.empty(len(self.host), dtype=torch.uint8, device=device)  # whole fills leave nothing of it
+        self.lines: dict[str, HostArray] = {}
+        self.tables: dict[str, Tensor] = {}
+        for (name, (shape, dtype)), first, size in zip(shapes.items(), [0, *ends], sizes, strict=False):
+            self.lines[name] = self.host[first : first + size].view(dtype).reshape(shape)
+            kind = torch.from_numpy(np.zeros(0, dtype)).dtype
+            self.tables[name] = self.flat[first : first + size].view(kind).view(*shape)
+
+    def fill(self, arrays: Mapping[str, HostArray]) -> None:
+        """Set the beginning of each table, along all dimensions; the host does not wait for the copy."""
+        for name, array in arrays.items():
+            self.lines[name][tuple(map(slice, array.shape))] = array
+        overwrite(self.flat, torch.from_numpy(self.host))
+
+
+def upload_arrays(arrays: Mapping[str, HostArray], device: torch.device) -> Mapping[str, Tensor]:
+    """Host arrays on the device, in one copy, for which the host does not wait."""
+    if is_cpu(device):
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    packed = PackedTables({name: (array.shape, array.dtype) for name, array in arrays.items()}, device)
+    packed.fill(arrays)
+    return packed.tables
 
 
 def softmax(logits: Float[Tensor, "rows vocab"], log: bool = False) -> Float[Tensor, "rows vocab"]:

@@ -152,20 +152,32 @@ def test_one_synchronisation_per_round(
         assert llm.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize(("drafter", "most"), [(None, 6), ("model", 42)])
+EVERY = SamplingParams(
+    temperature=0.9, seed=6, max_tokens=24, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1,
+    frequency_penalty=0.2, logit_bias={403: -3.0}, bad_words=["the dog"], min_tokens=5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("drafter", "params", "most"),
+    [(None, PARAMS[1], 6), ("model", PARAMS[1], 42), (None, PARAMS[2], 6), (None, EVERY, 6)],
+    ids=["plain", "model", "penalised", "every"],
+)
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, drafter: str | None, most: int
+    monkeypatch: pytest.MonkeyPatch, drafter: str | None, params: SamplingParams, most: int
 ) -> None:
     """Each takes the host some microseconds: together longer than a small model's pass takes the card."""
-    sent = []
+    sent, waits = [], set()
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = make(TARGET, f"model:{SMALL}" if drafter else None, PLACEMENT, speculation=4)
-        submit(llm, PROMPTS, PARAMS[1])
+        submit(llm, PROMPTS, params)
         while llm.engine.has_work:
             seen.clear()
             llm.engine.step()
             sent.append([*seen.sent])
+            waits.add(tuple(seen.waits))
     assert statistics.median(map(len, sent)) <= most, sent[len(sent) // 2]
+    assert waits == {("tolist",)}
 
 
 def test_the_count_can_fail() -> None:

@@ -5,6 +5,7 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,17 @@ from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.drafters import plan_drafter
 from forerun.engine.memory import plan_engine, tail_tokens
 from forerun.models.backends.gpu.capture import Graphs
-from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictGraph, VerdictShape
+from forerun.models.backends.gpu.verdicts import MOST_ROWS, ROWS_AT_ONCE, VerdictGraph, verdict_bytes
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
+from forerun.sampling.draws import Draws
+from forerun.sampling.tables import RowSampling
 from forerun.shape import StaticTree
-from kit.card import PLACEMENT
+from forerun.tree import DraftTree
+from forerun.verify.verify import follow_packed
+from kit.card import CARD, PLACEMENT, Held, imagined
 from kit.checkpoints import SMALL, TARGET
+from kit.rows import RandomMasks
 
 WISHES = st.one_of(
     st.builds(Speculation, st.integers(0, 60), st.integers(1, 3), st.none() | st.integers(1, 40)),
@@ -126,20 +132,50 @@ def test_a_translated_drafter_reaches_as_far() -> None:
     assert len(llm.drafter.model.runner.decoder.rope.cos) == 400  # type: ignore[attr-defined]
 
 
-def test_a_card_keeps_the_logits_that_graphs_judge_and_unpacks_its_largest_layer() -> None:
+def test_a_card_keeps_what_graphs_judge_and_unpacks_its_largest_layer() -> None:
     host, card = (Blueprint.of(str(TARGET), device=device) for device in (None, PLACEMENT))
-    verdicts = VerdictGraph(Graphs(torch.device("cpu")), torch.device("cpu"), card.config.vocab_size)
-    verdicts.tables_of(VerdictShape(MOST_ROWS, 1, 1, 0))
-    assert verdicts.logits is not None
+    judged = verdict_bytes(card.config.vocab_size)
     assert host.scratch_bytes == 0
-    assert card.scratch_bytes == verdicts.logits.nbytes
+    assert card.scratch_bytes == judged
     assert card.memory.loaded_bytes(8) - replace(card.memory, scratch_bytes=0).loaded_bytes(8) == card.scratch_bytes
     layers = [[layer.attention.qkv, layer.mlp.every.gate_up] for layer in fixed_decoder().layers if layer.mlp.every]
     largest = max(linear.weight.nbytes for linears in [*layers, [fixed_decoder().head]] for linear in linears)  # type: ignore[attr-defined]
     halved = Blueprint.of(str(TARGET), device=PLACEMENT, quantize="int8")
-    assert halved.scratch_bytes == verdicts.logits.nbytes + largest
+    assert halved.scratch_bytes == judged + largest
     alone = Blueprint.of(str(TARGET), device=replace(PLACEMENT, one_gemm=True), quantize="int8")
-    assert alone.scratch_bytes == verdicts.logits.nbytes
+    assert alone.scratch_bytes == judged
+
+
+@pytest.mark.parametrize(
+    ("depth", "params"),
+    [
+        (5, {}),
+        (5, {"top_k": 20, "top_p": 0.9}),
+        (4, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 1.0, "logit_bias": {4: 1.0}}),
+        (16, {"presence_penalty": 1.0}),
+        (1, {"top_p": 0.9, "frequency_penalty": 0.1}),
+    ],
+    ids=["temperature", "filters", "penalties", "deep", "long"],
+)
+def test_a_verdict_takes_no_more_of_a_card_than_was_planned(
+    monkeypatch: pytest.MonkeyPatch, depth: int, params: dict[str, Any]
+) -> None:
+    """In tensors: what torch's sort takes inside, when there are few of them, is not seen here."""
+    vocab, batch = 8192, MOST_ROWS // (1 + depth)
+    said = list(range(vocab // depth))
+    rows = [
+        RowSampling(i, SamplingParams(**params), i, 0, said, 1, constraint=RandomMasks(i, vocab)) for i in range(batch)
+    ]
+    with imagined(monkeypatch), torch.inference_mode(), Held() as held:
+        graph = VerdictGraph(Graphs(CARD), CARD, vocab)
+        tree = DraftTree.of_texts([[vocab - 1, *range(depth)]] * batch).to(CARD)
+        draws = Draws(rows, vocab, device=CARD, num_ids=vocab - 8)
+        logits = torch.zeros(len(rows) * (1 + depth), vocab).to(CARD)
+        before = held.bytes
+        assert graph.judge(draws, tree, logits, follow_packed) is not None
+        (tables,) = graph.tables.values()
+    planned = verdict_bytes(vocab) + tables.packed.flat.nbytes - 5 * ROWS_AT_ONCE * vocab * 4
+    assert MOST_ROWS * vocab * 4 < held.most_bytes - before <= planned
 
 
 def fixed_decoder() -> Decoder:

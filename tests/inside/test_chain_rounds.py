@@ -16,7 +16,7 @@ from forerun.inside.chain_rounds import GREEDY, ChainRounds
 from forerun.inside.row_texts import PATIENCE, EngineRow, KnownText, RowTexts, grow
 from forerun.inside.vllm import Proposer, options_of
 from forerun.sampling.draws import Draws
-from forerun.sampling.transforms import RowSampling
+from forerun.sampling.tables import RowSampling
 from kit.checkpoints import TARGET
 
 VOCAB, LONGEST, DEPTH, MOST_ROWS = 40, 160, 4, 6

@@ -7,6 +7,8 @@ are no views, each by itself or as a graph of many.
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -128,6 +130,33 @@ class CardMode(TorchDispatchMode):
         if func._schema.is_mutable and isinstance(args[0], Tensor):
             return args[0]
         return tree_map(lambda x: OnCard(x) if isinstance(x, Tensor) else x, found) if lands else found
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of the card's memory that are held at once by tensors made while this is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tensors = Counter[int]()
+        self.bytes = self.most_bytes = 0
+
+    def drop(self, memory: int, size: int) -> None:
+        self.num_tensors[memory] -= 1
+        self.bytes -= 0 if self.num_tensors[memory] else size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        given = {x.inner.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, OnCard)}
+        for made in tree_flatten(found)[0]:
+            if isinstance(made, OnCard):
+                memory, size = made.inner.untyped_storage().data_ptr(), made.inner.untyped_storage().nbytes()
+                if not self.num_tensors[memory] and memory in given:
+                    continue  # a view of what was there before
+                self.bytes += 0 if self.num_tensors[memory] else size
+                self.num_tensors[memory] += 1
+                self.most_bytes = max(self.most_bytes, self.bytes)
+                weakref.finalize(made, self.drop, memory, size)
+        return found
 
 
 class CardFunctions(TorchFunctionMode):

@@ -13,7 +13,7 @@ from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.output import RequestOutput
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.transforms import RowSampling
+from forerun.sampling.tables import RowSampling
 from forerun.tree import DraftTree
 
 Known = tuple[SamplingParams, Sequence[int]]  # a request's parameters, and what a sample of it says

@@ -1,14 +1,23 @@
 """Rounds to be judged, at random: trees, laws of few likely tokens, and rows without a law."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import torch
 
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree, HostTree
+from kit.rows import rows_of
 
 VOCAB = 40
+NEUTRAL = {
+    field.name: field.default
+    for field in fields(SamplingParams)
+    if field.name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+                      "logit_bias", "banned_tokens", "min_tokens", "stop_token_ids")
+}  # fmt: skip
 TEMPERATURES = (0.0, 1.0, 0.7, 1e-3, 3.0)
 
 
@@ -20,13 +29,31 @@ def random_tree(dice: random.Random, width: int) -> HostTree:
     return tree
 
 
+def filtered_rows(dice: random.Random, roots: Sequence[int]) -> list[RowSampling]:
+    """Rows of which some ask for some of the transforms: in each round another choice of them."""
+    kinds = [name for name in NEUTRAL if dice.random() < dice.choice([0.2, 0.5, 0.8])]
+    words, grammars = dice.random() < 0.3, dice.random() < 0.3
+    rows = []
+    for row, root in zip(rows_of(dice, VOCAB, len(roots)), roots, strict=True):
+        rows.append(
+            replace(
+                row,
+                params=replace(row.params, **{name: NEUTRAL[name] for name in NEUTRAL if name not in kinds}),
+                tokens=[*row.tokens, root],
+                bad_words=row.bad_words if words else (),
+                constraint=row.constraint if grammars else None,
+            )
+        )
+    return rows
+
+
 def round_of(
-    dice: random.Random, width: int, batch: int, num_ids: int = VOCAB, device: str = "cpu"
+    dice: random.Random, width: int, batch: int, num_ids: int = VOCAB, device: str = "cpu", filtered: bool = False
 ) -> tuple[Draws, DraftTree, torch.Tensor]:
     """A round of few likely tokens, so that many guesses are right; now and then a row without a law."""
     hosts = [random_tree(dice, width) for _ in range(batch)]
-    rows = []
-    for i, host in enumerate(hosts):
+    rows = filtered_rows(dice, [host.tokens[0] for host in hosts]) if filtered else []
+    for i, host in enumerate(hosts[len(rows) :]):
         text = [dice.randrange(VOCAB) for _ in range(dice.randint(0, 5))] + host.tokens[:1]
         params = SamplingParams(temperature=dice.choice(TEMPERATURES), seed=dice.randrange(9))
         rows.append(RowSampling(i, params, dice.randrange(2**63), 0, text, len(text)))

@@ -9,13 +9,16 @@ import torch
 
 from forerun import LLM
 from forerun.device import CPU, Placement
+from forerun.models.backends.gpu import verdicts
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictGraph, VerdictShape
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.tables import RoundTables, RowSampling, Steps
 from forerun.tree import DraftTree, HostTree
 from forerun.verify.verify import follow_packed, verify
 from kit.checkpoints import SMALL, TARGET
+from kit.rows import RandomMasks, odd
 from models.random_rounds import VOCAB, round_of
 
 
@@ -27,25 +30,30 @@ def judged(graph: VerdictGraph, draws: Draws, tree: DraftTree, logits: torch.Ten
     return graph.judge(draws, tree, logits, follow_packed)
 
 
+@pytest.mark.parametrize("filtered", [False, True], ids=["temperature", "filtered"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int) -> None:
+def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int, filtered: bool) -> None:
     """One graph object over many rounds, so that tables hold what earlier rounds left in them."""
     dice, graph, accepted = random.Random(seed), make(), 0
     for _ in range(80):
-        draws, tree, logits = round_of(dice, width, dice.randint(1, 6), dice.choice([VOCAB, 33]))
+        batch, num_ids = dice.randint(1, 6), dice.choice([VOCAB, 33])
+        draws, tree, logits = round_of(dice, width, batch, num_ids, filtered=filtered)
         found, expected = judged(graph, draws, tree, logits), verify(tree, logits, draws, "coupled").packed
         assert found is not None
         assert torch.equal(found, expected)
         accepted += int(expected[:, 0].sum())
     assert accepted > 50
-    assert len(graph.tables) < 20, "a round is padded to a shape that is there"
+    assert len(graph.tables) < 20 * (3 if filtered else 1), "a round is padded to a shape that is there"
 
 
-def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has() -> None:
+@pytest.mark.parametrize("filtered", [False, True], ids=["temperature", "filtered"])
+def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has(filtered: bool) -> None:
     dice, graph = random.Random(0), make()
     for _ in range(40):
-        draws, tree, logits = round_of(dice, 1, dice.randint(1, 4))
+        draws, tree, logits = round_of(dice, 1, dice.randint(1, 4), filtered=filtered)
+        if draws.constrained:
+            continue  # guesses that a grammar judges are fetched
         hosts = [HostTree.unseen(len(host.tokens) - 1) for host in tree.host()]
         tokens = tree.tokens.clone()
         for row in tokens:  # a device may have drawn nothing at some place
@@ -57,12 +65,22 @@ def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has() ->
         assert torch.equal(found, verify(unseen, logits, draws, "coupled").packed)
 
 
-def test_what_the_graph_cannot_judge_is_left_to_the_rules() -> None:
+def test_what_the_graph_cannot_judge_is_left_to_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, tree, logits = round_of(random.Random(1), 1, 2)
     assert judged(make(), Draws(draws.rows, VOCAB, rejection=True), tree, logits) is None
-    for params in (SamplingParams(top_k=3), SamplingParams(repetition_penalty=1.1), SamplingParams(min_tokens=2)):
-        other = Draws([draws.rows[0], replace(draws.rows[1], params=params)], VOCAB)
-        assert judged(make(), other, tree, logits) is None
+    unseen = replace(tree, known=[HostTree.unseen(len(host.tokens) - 1) for host in tree.host()])
+    others = {"logits_processors": (odd,)}, {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}
+    monkeypatch.setattr(verdicts, "MOST_IDS", VOCAB - 1)
+    for row in ({"params": SamplingParams(**params)} for params in others):
+        assert judged(make(), Draws([draws.rows[0], replace(draws.rows[1], **row)], VOCAB), tree, logits) is None
+    grammar = Draws([draws.rows[0], replace(draws.rows[1], constraint=RandomMasks(0, VOCAB))], VOCAB)
+    assert judged(make(), grammar, tree, logits) is not None
+    assert judged(make(), grammar, unseen, logits) is None
+    monkeypatch.setattr(verdicts, "LEAST_PAIRS", 2 * 512)
+    monkeypatch.setattr(verdicts, "MOST_PAIRS", 0)
+    counted = Draws([replace(row, params=SamplingParams(presence_penalty=1)) for row in draws.rows], VOCAB)
+    assert tree.depth > 1
+    assert judged(make(), counted, tree, logits) is None
     assert judged(make(), draws, tree, logits.double()) is None
     assert judged(make(), draws, tree, torch.zeros(MOST_ROWS + 1, VOCAB)) is None
 
@@ -75,17 +93,34 @@ def test_rounds_that_shrink_take_the_shape_that_is_there() -> None:
     assert graph.shape_of(VerdictShape(1, 1, 1, 0)) not in graph.tables, "a plain round is not padded so far"
 
 
+def test_a_graph_makes_no_costly_transforms_that_no_row_asks_for_and_few_graphs_serve_all_others() -> None:
+    def steps_of(**params: Any) -> Steps:
+        return RoundTables([RowSampling(0, SamplingParams(**params), 0, 0, [1, 2, 3], 1, (0,))], VOCAB).steps
+
+    graph = make()
+    several = [{"presence_penalty": 1, "top_p": 0.5}, {"presence_penalty": 1}, {"top_p": 0.5}, {"top_k": 3}, {}]
+    for params in several:
+        shape = graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(**params)))
+        assert shape is not None
+        assert shape not in graph.tables, params
+        assert not shape.steps.top_p or "top_p" in params
+        graph.tables_of(shape)
+    edits: list[dict[str, Any]] = [{"logit_bias": {3: 1}}, {"min_tokens": 9}, {"repetition_penalty": 2}]
+    for params in [{"temperature": 0}, {"temperature": 2}, {"min_p": 0.5}, {"top_p": 0.9}, *edits]:
+        assert graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(**params))) in graph.tables, params
+
+
 def test_an_engines_rounds_are_judged_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = []
+    judgements = []
     judge = VerdictGraph.judge
 
     def noted(*words: Any) -> torch.Tensor | None:
-        verdicts.append(judge(*words))
-        return verdicts[-1]
+        judgements.append(judge(*words))
+        return judgements[-1]
 
     monkeypatch.setattr(VerdictGraph, "judge", noted)
     fixed = Placement(torch.device("cpu"), fixed=True)
     llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", device=fixed, max_model_len=128, speculation=3)
     llm.generate(["Once upon", "The dog"], SamplingParams(temperature=1, seed=2, max_tokens=12))
-    assert len(verdicts) > 3
-    assert all(packed is not None for packed in verdicts)
+    assert len(judgements) > 3
+    assert all(packed is not None for packed in judgements)

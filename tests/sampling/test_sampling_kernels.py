@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +20,6 @@ from logits import SHAPES, logits_of
 from torch import Tensor
 
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, RowLaws, SamplingKernels
-from forerun.sampling.constraint import Allowed, Constraint
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.noise import Purpose, absorb, gumbel
 from forerun.sampling.params import SamplingParams
@@ -31,9 +29,9 @@ from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
 from kit.compiled import LEVELS, compiled_for
 from kit.reading import threads
+from kit.rows import FEW, odd, rows_of
 from kit.unchecked import unchecked
 
-FEW = 12  # ids that texts and lists are made of, so that they meet
 NUM_TEXTS = 3
 
 
@@ -47,76 +45,6 @@ class Unsure(SamplingKernels):
     """Kernels that are certain of little, so that torch decides many draws."""
 
     slack = 2.0**-4
-
-
-def odd(tokens: Sequence[int], logits: Tensor) -> Tensor:
-    """A request's own processor."""
-    return logits.index_fill(0, torch.arange(tokens[-1] % 2, len(logits), 2), -math.inf)
-
-
-class RandomMasks(Constraint):
-    """A grammar of no sense: what it allows is drawn by path. Here and there it is everything, one id or none."""
-
-    def __init__(self, seed: int, vocab: int) -> None:
-        self.seed, self.vocab = seed, vocab
-
-    def behind(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(tokens)
-
-    def after(self, behind: tuple[int, ...]) -> Allowed:
-        rng = np.random.default_rng([self.seed, *behind])
-        share = rng.choice([0.0, 1 / self.vocab, 0.1, 0.5, 1.0, -1.0], p=[0.05, 0.2, 0.25, 0.3, 0.1, 0.1])
-        if share < 0:
-            return Allowed()
-        size = 32 * -(
-            -(self.vocab + rng.integers(-40, 40).clip(1 - self.vocab)) // 32
-        )  # a tokenizer's, not the model's
-        bits = np.packbits(rng.random(size) < share, bitorder="little")
-        return Allowed(bits.view(np.uint32))
-
-
-def params_of(rng: random.Random, vocab: int, *, processors: bool = False) -> SamplingParams:
-    """A few transforms of any strength."""
-
-    def some(*values: Any) -> Any:
-        return rng.choice(values) if rng.random() < 0.4 else values[0]
-
-    bias = {rng.randrange(min(vocab, FEW)): rng.choice([2.0, -5.0, 3e38, -math.inf, 1e-30]) for _ in range(4)}
-    return SamplingParams(
-        temperature=rng.choice([0.0, 1.0, 0.7, 1e-3, 3.0]),
-        top_k=some(0, 1, 2, 20, vocab - 1, vocab, 10**6),
-        top_p=some(1.0, 0.01, 0.5, 0.9, 0.95, 0.999, 0.9999999, 1 - 1e-9),
-        min_p=some(0.0, 1e-3, 0.05, 0.5, 1.0),
-        repetition_penalty=some(1.0, 1.1, 0.8, 3e38, 1.2e-38),
-        presence_penalty=some(0.0, 0.5, -1.0, 2.0),
-        frequency_penalty=some(0.0, 0.5, -1.0, 0.1),
-        logit_bias=some(None, bias),
-        banned_tokens=some((), tuple(rng.randrange(min(vocab, FEW)) for _ in range(3))),
-        min_tokens=some(0, 1, 4, 9),
-        stop_token_ids=some((), (rng.randrange(min(vocab, FEW)),)),
-        logits_processors=(odd,) if processors and rng.random() < 0.3 else (),
-        max_tokens=None,
-    )
-
-
-def rows_of(rng: random.Random, vocab: int, count: int, *, processors: bool = False) -> list[RowSampling]:
-    """Texts of few ids, so that words are met and counts grow."""
-
-    def text(least: int, most: int) -> list[int]:
-        return [rng.randrange(min(vocab, FEW)) for _ in range(rng.randint(least, most))]
-
-    rows = []
-    for seq_id in range(count):
-        tokens, words = text(1, 12), [text(2, 3) for _ in range(rng.choice([0, 0, 20]))]
-        params, num_prompt, ends = (
-            params_of(rng, vocab, processors=processors),
-            rng.randint(1, len(tokens)),
-            (vocab // 8,),
-        )
-        masks = RandomMasks(rng.getrandbits(32), vocab) if rng.random() < 0.4 else None
-        seed = rng.getrandbits(64)
-        rows.append(RowSampling(seq_id, params, seed, 0, tokens, num_prompt, ends, words, constraint=masks))
-    return rows
 
 
 def states(draws: Draws, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> PathState:

@@ -22,7 +22,7 @@ from forerun.guard import attempt
 from forerun.inside.row_texts import EngineRow, KnownText, RowTexts, grow
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.transforms import RowSampling
+from forerun.sampling.tables import RowSampling
 from forerun.tree import HostTree
 
 PLENTY = 1 << 30  # of the other engine's cache, whose room it minds itself

@@ -28,7 +28,7 @@ from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.backends.gpu.verdicts import MOST_ROWS
+from forerun.models.backends.gpu.verdicts import verdict_bytes
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
@@ -188,10 +188,10 @@ class Blueprint:
 
     @property
     def scratch_bytes(self) -> int:
-        """On a GPU the logits that graphs judge, and the largest layer where long reads unpack its weights."""
+        """On a GPU what graphs of verdicts keep, and the largest layer where long reads unpack its weights."""
         if not self.placement.graphs:
             return 0
-        c, judged = self.config, MOST_ROWS * self.config.vocab_size * torch.float32.itemsize
+        c, judged = self.config, verdict_bytes(self.config.vocab_size)
         unpacks = (self.quantize or self.as_stored) and not self.placement.one_gemm
         outputs = max(c.vocab_size, 2 * c.intermediate, (c.heads + 2 * c.kv_heads) * c.head_dim)
         return judged + (outputs * c.hidden * self.dtype.itemsize if unpacks else 0)

@@ -22,7 +22,8 @@ from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, Sampl
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
 from forerun.sampling.params import GREEDY_BELOW
-from forerun.sampling.transforms import Children, HostChildren, Logits, PathState, RowSampling, Transforms, masks_of
+from forerun.sampling.tables import RowSampling
+from forerun.sampling.transforms import Children, HostChildren, Logits, PathState, Transforms, masks_of
 from forerun.sampling.winners import RoundNoise, all_on_largest, first_largest, largest, tamed
 from forerun.tree import DraftTree
 
@@ -59,10 +60,17 @@ class Draws:
         self.kernels = kernels if self.on_host else None
         self._keys: dict[Purpose, Tensor] = {}
 
+    @classmethod
+    def of_tables(cls, transforms: Transforms, keys: Int[Tensor, " batch"]) -> Draws:
+        """Coupled draws whose rows are known by tensors alone: their transforms' tables, and `row_keys`."""
+        draws = cls((), transforms.vocab, device=keys.device, num_ids=transforms.num_ids)
+        draws.transforms, draws._keys[Purpose.COUPLED] = transforms, keys
+        return draws
+
     @cached_property
     def transforms(self) -> Transforms:
         """From logits to what is drawn from."""
-        return Transforms(self.rows, self.vocab, self.num_ids, self.device)
+        return Transforms.of(self.rows, self.vocab, self.num_ids, self.device)
 
     @cached_property
     def _noise(self) -> RoundNoise:

@@ -15,44 +15,19 @@ its law is then that of its largest logits. Noise and draws are in `noise.py` an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.device import is_cpu, running_sum, softmax, upload, upload_tensor
+from forerun.device import is_cpu, running_sum, softmax, upload_arrays, upload_tensor
 from forerun.errors import InvalidRequest, RequestFailed
 from forerun.guard import no_interrupt
-from forerun.sampling.constraint import ANYTHING, Allowed, Constraint, constrained, packed
-from forerun.sampling.edits import TextEdits
-from forerun.sampling.params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """What one sequence brings to a round.
-
-    `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
-    `bad_words` are words of two tokens or more that must not be completed; those of one token are banned tokens.
-    `seed` is the resolved one (64 bits). `edits` are those of the text or of its beginning, if somebody keeps them.
-    `constraint` is the grammar's, and follows this text or its beginning.
-    """
-
-    seq_id: int
-    params: SamplingParams
-    seed: int
-    sample: int
-    tokens: Sequence[int]
-    num_prompt: int
-    eos_ids: tuple[int, ...] = ()
-    bad_words: Sequence[Sequence[int]] = ()
-    edits: TextEdits | None = None
-    constraint: Constraint | None = None
+from forerun.sampling.constraint import ANYTHING, Allowed, constrained, packed
+from forerun.sampling.tables import ANY, NUMBERS, RoundTables, RowSampling, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +36,14 @@ class PathState:
 
     `row` is the sequence's place in the batch, `drawn` the guessed tokens from below the root down to the node
     (-1 after its end), `position` the absolute position of the token that is drawn after the node. `known` is each
-    node's row and guesses where the host has them.
+    node's row and guesses where the host has them, `masks` what grammars allow there, if that was settled before.
     """
 
     row: Int[Tensor, " nodes"]
     drawn: Int[Tensor, "nodes depth"]
     position: Int[Tensor, " nodes"]
     known: Sequence[tuple[int, Sequence[int]]] | None = None
+    masks: Int[Tensor, "nodes words"] | None = None
 
     def host(self) -> Sequence[tuple[int, Sequence[int]]]:
         """Each node's row and guesses; read from the device, which is waited for, where they are not known."""
@@ -99,95 +75,106 @@ class HostChildren:
 
 Logits = Float[Tensor, "nodes vocab"]
 _PREFIX = 1024
-ANY, NEVER = -2, -3  # in the place of a token: what every text has there, and what none has
 
 
 class Transforms:
-    """The transforms that the rows of one round ask for, their tables built at first use."""
+    """The transforms of a round: `steps` says which there are, `tables` (RoundTables.arrays) hold what rows ask for.
 
-    def __init__(self, rows: Sequence[RowSampling], vocab: int, num_ids: int, device: torch.device) -> None:
-        self.rows, self.vocab, self.num_ids, self.device = rows, vocab, num_ids, device
-        self._short = any(len(r.tokens) - r.num_prompt < r.params.min_tokens for r in rows)
-        self._tables: dict[str, tuple[Tensor, ...]] = {}
+    All of it is tensor code without a wait for the device but for processors, and for grammars whose masks the nodes do
+    not bring along, which alone ask `rows`.
+    """
+
+    def __init__(
+        self, steps: Steps, tables: Callable[[], Mapping[str, Tensor]], vocab: int, num_ids: int,
+        rows: Sequence[RowSampling] = (),
+    ) -> None:  # fmt: skip
+        self.steps, self.vocab, self.num_ids, self.rows = steps, vocab, num_ids, rows
+        self._tables = tables
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab: int, num_ids: int, device: torch.device) -> Transforms:
+        """Those that these rows ask for; their tables are copied to the device at first use, in one copy."""
+        host = RoundTables(rows, vocab)
+        return cls(host.steps, lambda: upload_arrays(host.arrays(host.steps), device), vocab, num_ids, rows)
 
     @cached_property
+    def tables(self) -> Mapping[str, Tensor]:
+        """The tables on the device."""
+        return self._tables()
+
+    @property
     def all_greedy(self) -> bool:
-        return all(row.params.greedy for row in self.rows)
+        return not self.steps.sampled
 
-    @cached_property
+    @property
     def any_greedy(self) -> bool:
-        return any(row.params.greedy for row in self.rows)
-
-    @cached_property
-    def _sampled(self) -> list[SamplingParams]:
-        return [row.params for row in self.rows if not row.params.greedy]
+        return self.steps.greedy
 
     def shape(self, logits: Logits, at: PathState, *, guessing: bool = False) -> Logits:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone.
 
         `guessing` leaves grammars out where the host would have to wait for the guesses that a device has drawn.
         """
-        rows, kept = self.rows, logits
-        biased = any(row.params.banned_tokens or row.params.logit_bias for row in rows)
-        worded = any(row.bad_words for row in rows)
-        logits = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
-        if logits is kept and (self.num_ids < self.vocab or biased or self._short or worded):
+        steps, kept = self.steps, logits
+        logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.to(torch.float32)
+        if logits is kept and (self.num_ids < self.vocab or steps.fixed or steps.ends or steps.words):
             logits = logits.clone()
         if self.num_ids < self.vocab:
             logits[:, self.num_ids :] = -math.inf
-        if biased:
+        if steps.fixed:
             self._bias(logits, at)
-        if self._short:
-            ids, until = self._table("short", self._short_table)
-            still, ids = at.position[:, None] < until[at.row], ids[at.row]
+        if steps.ends:
+            until, ids = self.tables["ends_from"][at.row], self.tables["ends"][at.row]
+            still = at.position[:, None] < until
             logits.scatter_(1, ids, torch.where(still, -math.inf, logits.gather(1, ids)))
-        if worded:
+        if steps.words:
             self._ban_words(logits, at)
-        if any(row.params.logits_processors for row in rows):
+        if steps.processors:
             logits = self._process(logits, at)
-        unseen = guessing and at.known is None and not is_cpu(self.device)
-        if not unseen and any(row.constraint is not None for row in rows):
-            masks = masks_of(rows, at.host(), logits.shape[1])
-            logits = constrained(logits, upload_tensor(masks, self.device))
-        if any(row.params.repetition_penalty != 1 for row in rows):
+        unseen = guessing and at.known is None and not is_cpu(logits.device)
+        if steps.masks and not unseen:
+            masks = masks_of(self.rows, at.host(), logits.shape[1]) if at.masks is None else at.masks
+            logits = constrained(logits, upload_tensor(masks, logits.device))
+        if steps.repeats:
             logits = self._penalise_repeats(logits, at)
-        if any(row.params.presence_penalty != 0 or row.params.frequency_penalty != 0 for row in rows):
+        if steps.counts:
             logits = self._penalise_counts(logits, at)
         return logits
 
     def narrow(self, logits: Logits, at: PathState) -> Logits:
         """Temperature and the filters, on shaped logits, of rows that are not greedy."""
-        if any(p.temperature != 1 for p in self._sampled):
-            temperature = self._column("temperature", lambda p: p.temperature, 1.0, logits)[at.row]
+        steps = self.steps
+        if steps.heat:
+            temperature = self._number("temperature", at, logits.dtype)
             logits = centred(logits, temperature) / temperature
         else:
             logits = centred(logits)
-        if any(p.min_p > 0 for p in self._sampled):
-            reach = self._column("min_p", lambda p: math.log(p.min_p) if p.min_p else -math.inf, -math.inf, logits)
-            logits = mask_below(logits, logits.amax(1, keepdim=True) + reach[at.row])
-        widest = max((p.top_k for p in self._sampled), default=0)
-        if widest > 0:
-            (top_k,) = self._table("top_k", self._top_k_table)
-            logits = mask_below(logits, kth_largest(logits, top_k[at.row], min(widest, self.vocab)))
-        if any(p.top_p < 1 for p in self._sampled):
-            top_p = self._column("top_p", lambda p: p.top_p if p.top_p < 1 else math.inf, math.inf, logits)
-            logits = keep_nucleus(logits, top_p[at.row])
+        if steps.min_p:
+            logits = mask_below(logits, logits.amax(1, keepdim=True) + self._number("min_p", at, logits.dtype))
+        if steps.top_k:
+            logits = mask_below(logits, kth_largest(logits, self._number("top_k", at, torch.int64), steps.top_k))
+        if steps.top_p:
+            logits = keep_nucleus(logits, self._number("top_p", at, logits.dtype))
         return logits
 
     def greedy_nodes(self, at: PathState) -> Bool[Tensor, "nodes 1"]:
         """Which nodes belong to greedy sequences."""
-        (greedy,) = self._table("greedy", lambda: (self._tensor([r.params.greedy for r in self.rows], torch.bool),))
-        return greedy[at.row][:, None]
+        return self._number("greedy", at, torch.bool)
+
+    def _number(self, name: str, at: PathState, dtype: torch.dtype) -> Tensor:
+        """One of the numbers of each node's row, [nodes, 1]."""
+        column = NUMBERS.index(name)
+        return self.tables["numbers"][:, column : column + 1][at.row].to(dtype)
 
     def _bias(self, logits: Logits, at: PathState) -> None:
         """Add biases and ban ids, in place."""
-        ids, values = (table[at.row] for table in self._table("bias", self._bias_table))
+        ids, values = self.tables["fixed"][at.row], self.tables["added"][at.row]
         old = logits.gather(1, ids)
         logits.scatter_(1, ids, torch.where(values.isneginf(), values, bounded(old + values, old)).to(logits.dtype))
 
     def _ban_words(self, logits: Logits, at: PathState) -> None:
         """Ban, in place, the last token of each word whose other tokens the answer up to a node ends with."""
-        heads, lasts, ends = (table[at.row] for table in self._table("words", self._word_table))
+        heads, lasts, ends = (self.tables[name][at.row] for name in ("heads", "lasts", "endings"))
         text = torch.cat([ends, at.drawn], dim=1)
         reach = torch.arange(ends.shape[1], device=text.device)
         behind = text.gather(1, (at.drawn >= 0).sum(1, keepdim=True) + reach)
@@ -209,92 +196,22 @@ class Transforms:
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
-        ids, seen = self._table("seen", lambda: self._counts([row.tokens for row in self.rows]))
-        ids, seen = _with_path(ids, seen, at)
-        by = self._column("repetition", lambda p: p.repetition_penalty, 1.0, logits, greedy_too=True)[at.row]
+        ids, said = self._counted(at)
+        ids, seen = _with_path(ids, (said >= 0).float(), at)
+        by = self._number("repetition", at, logits.dtype)
         old = logits.gather(1, ids)
         new = torch.where(seen > 0, torch.where(old > 0, old / by, old * by), old)
         return logits.scatter(1, ids, bounded(new, old))
 
     def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
-        ids, counts = self._table("said", lambda: self._counts([row.tokens[row.num_prompt :] for row in self.rows]))
-        ids, counts = _with_path(ids, counts, at)
-        frequency = self._column("frequency", lambda p: p.frequency_penalty, 0.0, logits, greedy_too=True)[at.row]
-        presence = self._column("presence", lambda p: p.presence_penalty, 0.0, logits, greedy_too=True)[at.row]
+        ids, said = self._counted(at)
+        ids, counts = _with_path(ids, said.clamp_min(0).float(), at)
+        frequency, presence = (self._number(name, at, logits.dtype) for name in ("frequency", "presence"))
         return logits.scatter(1, ids, logits.gather(1, ids) - frequency * counts - presence * (counts > 0))
 
-    @cached_property
-    def _edits(self) -> list[TextEdits]:
-        """What each row's request changes of its laws."""
-        return [
-            row.edits or TextEdits.of(row.params, row.tokens, row.num_prompt, row.eos_ids, row.bad_words)
-            for row in self.rows
-        ]
-
-    def _bias_table(self) -> tuple[Tensor, ...]:
-        """(ids, what is added to each) per row: -inf for what is banned, the request's own numbers otherwise."""
-        ids, values = [[*edits.fixed] for edits in self._edits], [[*edits.added] for edits in self._edits]
-        return self._tensor(self._padded(ids, 0), torch.int64), self._tensor(self._padded(values, 0.0), torch.float32)
-
-    def _word_table(self) -> tuple[Tensor, ...]:
-        """(each word but its last token, its last token, the answer's end) per row, the first and third aligned."""
-        reach = max(len(word) - 1 for row in self.rows for word in row.bad_words)
-        count = max(len(row.bad_words) for row in self.rows)
-        heads = [
-            [[*[ANY] * (reach + 1 - len(word)), *word[:-1]] for word in row.bad_words]
-            + [[NEVER] * reach] * (count - len(row.bad_words))
-            for row in self.rows
-        ]
-        lasts = [[word[-1] for word in row.bad_words] + [0] * (count - len(row.bad_words)) for row in self.rows]
-        endings = [row.tokens[max(row.num_prompt, len(row.tokens) - reach) :] for row in self.rows]
-        ends = [[*[-1] * (reach - len(ending)), *ending] for ending in endings]
-        return tuple(self._tensor(table, torch.int64) for table in (heads, lasts, ends))
-
-    def _short_table(self) -> tuple[Tensor, ...]:
-        """(ids that end a text, the position from which they are allowed) per row."""
-        ends = [[*edits.ends] for edits in self._edits]
-        until = [[edits.ends_from if edits.ends else 0] for edits in self._edits]
-        return self._tensor(self._padded(ends, 0), torch.int64), self._tensor(until, torch.int64)
-
-    def _top_k_table(self) -> tuple[Tensor, ...]:
-        """How many tokens each row keeps; 0 keeps all."""
-        top_k = [0 if r.params.greedy else max(r.params.top_k, 0) for r in self.rows]
-        return (self._tensor([[k if k < self.vocab else 0] for k in top_k], torch.int64),)
-
-    def _column(
-        self, name: str, of: Callable[[SamplingParams], float], off: float, like: Logits, *, greedy_too: bool = False
-    ) -> Float[Tensor, "batch 1"]:
-        """One number per row, in the logits' own precision; `off` for greedy rows unless they want it too."""
-
-        def build() -> tuple[Tensor, ...]:
-            values = [of(r.params) if greedy_too or not r.params.greedy else off for r in self.rows]
-            return (self._tensor(values, like.dtype)[:, None],)
-
-        return self._table(f"{name} {like.dtype}", build)[0]
-
-    def _counts(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """(the ids of each text, how often each occurs), padded by repeating a pair; id 0, no times, for no text."""
-        counted = [np.unique(np.array(text, dtype=np.int64), return_counts=True) for text in texts]
-        width = max([1, *(len(ids) for ids, _ in counted)])
-        ids, counts = np.zeros((len(texts), width), np.int64), np.zeros((len(texts), width), np.float32)
-        for row, (own, times) in enumerate(counted):
-            if len(own):
-                ids[row], counts[row] = own[0], times[0]
-                ids[row, : len(own)], counts[row, : len(own)] = own, times
-        return upload_tensor(torch.from_numpy(ids), self.device), upload_tensor(torch.from_numpy(counts), self.device)
-
-    def _padded(self, entries: Sequence[list[Any]], none: Any) -> list[list[Any]]:
-        """Lists of one length: the first entry is repeated, so that what is written twice is the same."""
-        width = max(1, *map(len, entries))
-        return [entry + [entry[0] if entry else none] * (width - len(entry)) for entry in entries]
-
-    def _table(self, name: str, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        if name not in self._tables:
-            self._tables[name] = build()
-        return self._tables[name]
-
-    def _tensor(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        return upload(values, dtype, self.device)
+    def _counted(self, at: PathState) -> tuple[Int[Tensor, "nodes ids"], Int[Tensor, "nodes ids"]]:
+        """(the distinct ids of each node's text, how often they stand in the answer)."""
+        return self.tables["counted"][at.row].long(), self.tables["said"][at.row]
 
 
 def _run_processors(
@@ -322,10 +239,10 @@ def _run_processors(
 
 
 def _with_path(
-    ids: Int[Tensor, "batch texts"], counts: Float[Tensor, "batch texts"], at: PathState
+    ids: Int[Tensor, "nodes texts"], counts: Float[Tensor, "nodes texts"], at: PathState
 ) -> tuple[Int[Tensor, "nodes ids"], Float[Tensor, "nodes ids"]]:
     """All ids of each node's text, its path included, and how often each occurs; an id may stand there twice."""
-    ids, counts, path = ids[at.row], counts[at.row], at.drawn.clamp_min(0)
+    path = at.drawn.clamp_min(0)
     before = ((path[:, :, None] == ids[:, None]) * counts[:, None]).amax(2)
     ids, counts = torch.cat([ids, path], dim=1), torch.cat([counts, before], dim=1)
     return ids, counts + (ids[:, :, None] == at.drawn[:, None]).sum(2)

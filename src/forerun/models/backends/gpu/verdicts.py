@@ -1,38 +1,53 @@
-"""VerdictGraph: a round's draws and verdict as one captured graph, where draws depend on temperature alone.
+"""VerdictGraph: a round's draws and verdict as one captured graph, for every parameter of sampling but processors.
 
 This module decides which rounds are judged so, and in which sizes. Launched one by one, the small kernels of a verdict
 take the host longer than a small target takes to compute. The graph gives to the bit what `verify` gives: it runs the
-same functions of tensors, over tables that are filled in one copy.
+same functions of tensors, `Draws.draw` and the rule, over tables that are filled in one copy.
+
+It leaves to `verify`: requests with their own logits processors, which are Python; laws to reject by; grammars over
+guesses that the host has not seen; rounds of more than MOST_ROWS nodes; and tables that would be too large: more than
+MOST_IDS biased or counted ids, or end tokens, in a row, more than that many tokens in its banned words, or deep drafts
+behind so many counted ids that comparing them takes more than MOST_PAIRS rows of logits for each node.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.device import overwrite
+from forerun.device import PackedTables
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.rows import power_of_two
 from forerun.models.runner import TreeRule
 from forerun.sampling.draws import Draws
-from forerun.sampling.noise import Purpose, absorb, gumbel, signed
+from forerun.sampling.noise import Purpose, signed
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.transforms import centred
-from forerun.sampling.winners import first_largest
-from forerun.tree import DraftTree, HostTree
+from forerun.sampling.tables import RoundTables, Steps
+from forerun.sampling.transforms import PathState, Transforms, masks_of
+from forerun.tree import DraftTree
 
 MOST_ROWS = 192  # of logits that are set aside: 98 MB of a vocabulary of 128,000
+ROWS_AT_ONCE = 32  # are drawn, so that what that takes is bounded:
+WORK = 16  # times their logits: at most 11 in tensors; as torch sorts it is 4, and the rest is for its inside
 SPARE = 4  # how many times its rows a round may be padded to, rather than that another graph is captured
+MOST_IDS = 16_384  # of a row, in any table
+MOST_PAIRS = 4  # of ids and guesses that are compared for each node, in parts of the vocabulary,
+LEAST_PAIRS = 2**15  # or so many where it is small
+HEAT = Steps(greedy=True, sampled=True, heat=True)
 PLAIN = SamplingParams()
 FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
            "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
+
+
+def verdict_bytes(vocab: int) -> int:
+    """What the graphs of a model keep: the logits that they judge, and room for work; tables take some MB beside."""
+    work = WORK * ROWS_AT_ONCE * max(vocab, LEAST_PAIRS // MOST_PAIRS)
+    return (MOST_ROWS * vocab + work) * torch.float32.itemsize
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -41,31 +56,72 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 class VerdictShape(NamedTuple):
-    """The sizes of a graph: rows of logits, sequences, columns of the tree, and its depth."""
+    """The sizes of a graph: rows of logits, sequences, columns of the tree, its depth, and the transforms' tables."""
 
     rows: int
     batch: int
     nodes: int
     depth: int
+    steps: Steps = HEAT
 
     def holds(self, other: VerdictShape) -> bool:
-        """Whether such a round fits, without too much padding."""
-        large = all(mine >= needed for mine, needed in zip(self, other, strict=True))
-        return large and self.rows <= SPARE * other.rows and self.batch * self.nodes <= SPARE**2 * other.rows
+        """Whether such a round fits, without too much padding or transforms that take time and are not needed."""
+        large = all(mine >= needed for mine, needed in zip(self[:4] + self.steps, other[:4] + other.steps, strict=True))
+        small = self.rows <= SPARE * other.rows and self.batch * self.nodes <= SPARE**2 * other.rows
+        return large and small and self.kinds == other.kinds
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Which groups of transforms there are: few, so that there are few graphs."""
+        steps = self.steps
+        edits = steps.counted + steps.fixed + steps.ends + steps.words
+        return edits > 0, steps.masks > 0, steps.min_p or steps.top_k > 0, steps.top_p
+
+    def rounded(self, vocab: int) -> VerdictShape:
+        """The shape of a new graph for such a round."""
+        (edits, _, cuts, _), needed = self.kinds, self.steps
+        kept = min(rounded(needed.top_k, 64), vocab) if cuts else 0
+        steps = needed._replace(greedy=True, sampled=True, heat=True, min_p=cuts, top_k=kept)
+        if edits:
+            steps = steps._replace(
+                repeats=True,
+                counts=True,
+                counted=rounded(needed.counted, 512),
+                fixed=rounded(needed.fixed, 16),
+                ends=rounded(needed.ends, 4),
+                words=rounded(needed.words, 8),
+                reach=rounded(needed.reach, 4),
+            )
+        nodes = 1 + power_of_two(self.nodes - 1) if self.nodes > 1 else 1
+        return VerdictShape(
+            min(power_of_two(self.rows), MOST_ROWS),
+            power_of_two(self.batch),
+            nodes,
+            power_of_two(self.depth) if self.depth else 0,
+            steps,
+        )
+
+
+def rounded(width: int, least: int) -> int:
+    """The width of a graph's table: a power of two, and not the smallest ones."""
+    return max(least, power_of_two(width))
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The static tensors of one graph; all but logits and tokens are views of `flat`, which is filled in one copy."""
+    """The static tensors of one graph; all but logits and tokens are filled in one copy.
 
-    flat: Int[Tensor, " numbers"]
+    By name: the transforms' (`RoundTables.arrays`); of each sequence `keys` of its noise; of each row of logits its
+    sequence `seq`, its `positions` and its `node` among those of all sequences; of each node its `parents` and the
+    `row` of its logits, one past the last where none were read; and `masks` of rows.
+    """
+
+    packed: PackedTables
     logits: Float[Tensor, "rows vocab"]
     tokens: Int[Tensor, "batch nodes"]
-    keys: Int[Tensor, " rows"]  # of each row's noise, without its position
-    positions: Int[Tensor, " rows"]
-    temperatures: Float[Tensor, "rows 1"]  # 0: greedy
-    parents: Int[Tensor, "batch nodes"]
-    row: Int[Tensor, "batch nodes"]  # of a node's logits; one past the last where none were read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.packed.tables[name]
 
 
 class VerdictGraph:
@@ -81,91 +137,96 @@ class VerdictGraph:
     ) -> Int[Tensor, "batch verdict"] | None:
         """What `rule` says of the target's own token after each node; None for rounds that no graph can judge.
 
-        Rounds with filters, penalties, grammars or laws to reject by are such, and those of more than MOST_ROWS nodes.
-        The result holds until the next verdict.
+        The result holds until the next verdict. Raises RequestFailed where a grammar fails.
         """
-        plain = type(draws) is Draws and not draws.rejection and not draws.constrained
-        if not plain or not 0 < len(logits) <= MOST_ROWS or logits.dtype == torch.float64:
+        if type(draws) is not Draws or draws.rejection or (draws.constrained and tree.unseen):
             return None
-        if not all(is_plain(row.params) for row in draws.rows):
+        if not 0 < len(logits) <= MOST_ROWS or logits.dtype == torch.float64:
             return None
         batch, nodes = tree.tokens.shape
-        shape = self.shape_of(VerdictShape(len(logits), batch, nodes, tree.depth))
+        host = RoundTables(draws.rows, self.vocab)
+        shape = self.shape_of(VerdictShape(len(logits), batch, nodes, tree.depth, host.steps))
+        if shape is None:
+            return None
         tables = self.tables_of(shape)
         tables.logits[: len(logits)] = logits
         tables.tokens[:batch, :nodes] = tree.tokens
-        self.fill(tables, shape, draws, tree.host())
+        self.fill(tables, shape, draws, tree, host)
         packed = self.graphs.run(("verdict", shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
         return packed[:batch, : 3 + tree.depth]
 
-    def shape_of(self, needed: VerdictShape) -> VerdictShape:
-        """A shape that holds the round: one that is there, else a new one."""
+    def shape_of(self, needed: VerdictShape) -> VerdictShape | None:
+        """A shape that holds the round: one that is there, else a new one; None where no graph can judge it."""
         there = [shape for shape in self.tables if shape.holds(needed)]
         if there:
             return min(there)
-        depth = power_of_two(needed.depth) if needed.depth else 0
-        nodes = 1 + power_of_two(needed.nodes - 1) if needed.nodes > 1 else 1
-        return VerdictShape(min(power_of_two(needed.rows), MOST_ROWS), power_of_two(needed.batch), nodes, depth)
+        shape, steps = needed.rounded(self.vocab), needed.steps
+        widest = max(steps.fixed, steps.counted, steps.ends, steps.words * steps.reach)
+        pairs = shape.depth * shape.steps.counted
+        fits = widest <= MOST_IDS and pairs <= max(LEAST_PAIRS, MOST_PAIRS * self.vocab)
+        return shape if fits and not steps.processors else None
 
     def tables_of(self, shape: VerdictShape) -> Tables:
         """The tensors of this shape, always the same."""
         if shape not in self.tables:
             if self.logits is None:
                 self.logits = torch.zeros(MOST_ROWS, self.vocab, device=self.device)
-            rows, grid = shape.rows, shape.batch * shape.nodes
-            flat = torch.zeros(3 * rows + 2 * grid, dtype=torch.int64, device=self.device)
-            keys, positions, heat, parents, row = flat.split([rows, rows, rows, grid, grid])
-            self.tables[shape] = Tables(
-                flat,
-                logits=self.logits[:rows],
-                tokens=torch.zeros(shape.batch, shape.nodes, dtype=torch.int64, device=self.device),
-                keys=keys,
-                positions=positions,
-                temperatures=heat.view(torch.float64)[:, None],
-                parents=parents.view(shape.batch, shape.nodes),
-                row=row.view(shape.batch, shape.nodes),
-            )
+            grid = shape.batch, shape.nodes
+            wanted = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
+            of_nodes = dict.fromkeys(("parents", "row"), grid)
+            sizes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+                name: (size, np.dtype(np.int64)) for name, size in (wanted | of_nodes).items()
+            }
+            for name, array in RoundTables((), self.vocab).arrays(shape.steps).items():
+                sizes[name] = (shape.batch, *array.shape[1:]), array.dtype
+            if shape.steps.masks:
+                sizes["masks"] = (shape.rows, shape.steps.masks), np.dtype(np.int32)
+            tokens = torch.zeros(grid, dtype=torch.int64, device=self.device)
+            self.tables[shape] = Tables(PackedTables(sizes, self.device), self.logits[: shape.rows], tokens)
         return self.tables[shape]
 
-    def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, trees: Sequence[HostTree]) -> None:
+    def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
         """What the host knows of the round: all but logits and tokens."""
-        heat = np.ones(shape.rows)
-        keys, positions = np.zeros((2, shape.rows), dtype=np.int64)
+        arrays = rows.arrays(shape.steps)
+        seq, positions, node = np.zeros((3, shape.rows), dtype=np.int64)
         parents = np.full((shape.batch, shape.nodes), -1)
         row = np.full((shape.batch, shape.nodes), shape.rows)
         end = 0
-        noise = draws.host_keys(Purpose.COUPLED)
-        for i, (sampled, tree) in enumerate(zip(draws.rows, trees, strict=True)):
-            first, end = end, end + len(tree.tokens)
-            places = list(tree.places)
-            keys[first:end] = signed(noise[i])
-            positions[first:end] = draws.root_places[i] + 1 + np.array(tree.depths())
-            heat[first:end] = 0.0 if sampled.params.greedy else sampled.params.temperature
-            parents[i, places] = [-1 if parent < 0 else places[parent] for parent in tree.parents]
+        for i, host in enumerate(tree.host()):
+            first, end = end, end + len(host.tokens)
+            places = list(host.places)
+            seq[first:end] = i
+            positions[first:end] = draws.root_places[i] + 1 + np.array(host.depths())
+            node[first:end] = i * shape.nodes + np.array(places)
+            parents[i, places] = [-1 if parent < 0 else places[parent] for parent in host.parents]
             row[i, places] = range(first, end)
-        flat = np.concatenate([keys, positions, heat.view(np.int64), parents.ravel(), row.ravel()])
-        overwrite(tables.flat, torch.from_numpy(flat))
+        arrays |= {"seq": seq, "positions": positions, "node": node, "parents": parents, "row": row}
+        arrays["keys"] = np.array([signed(key) for key in draws.host_keys(Purpose.COUPLED)])
+        if shape.steps.masks:
+            arrays["masks"] = masks_of(draws.rows, tree.seen_paths() or (), self.vocab).numpy()
+        tables.packed.fill(arrays)
 
 
 def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Int[Tensor, "batch verdict"]:
     """The rule, of what is drawn. Tensor code alone."""
-    drawn = draw(tables, num_ids)
-    after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[tables.row]
-    read = (tables.row < shape.rows) & (tables.tokens >= 0)
-    tokens = torch.where(read, tables.tokens, -1)
-    tree = DraftTree(tokens, torch.where(read, tables.parents, -1), shape.depth)
+    read = (tables["row"] < shape.rows) & (tables.tokens >= 0)
+    tree = DraftTree(torch.where(read, tables.tokens, -1), torch.where(read, tables["parents"], -1), shape.depth)
+    drawn = draw(tables, shape, num_ids, tree)
+    after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[tables["row"]]
     return rule(tree, torch.where(read, after, -1))
 
 
-def draw(tables: Tables, num_ids: int) -> Int[Tensor, " rows"]:
-    """What `Draws.draw` gives for rows without filters."""
-    logits, temperatures = tables.logits, tables.temperatures.to(torch.float32)
-    vocab = logits.shape[1]
-    shaped = logits.masked_fill(torch.arange(vocab, device=logits.device) >= num_ids, -math.inf)
-    greedy = temperatures == 0
-    heat = torch.where(greedy, 1.0, temperatures)
-    narrowed = centred(shaped, heat) / heat
-    noise = gumbel(absorb(tables.keys, tables.positions), vocab)
-    tokens = torch.where(greedy, first_largest(shaped), first_largest(narrowed + noise))
-    reached = torch.where(greedy, shaped.gather(1, tokens), narrowed.gather(1, tokens))
-    return torch.where(reached > -math.inf, tokens, -1)[:, 0]
+def draw(tables: Tables, shape: VerdictShape, num_ids: int, tree: DraftTree) -> Int[Tensor, " rows"]:
+    """What `Draws.draw` gives after the nodes of these rows, some at a time."""
+    steps, seq, positions = shape.steps, tables["seq"], tables["positions"]
+    transforms = Transforms(steps, lambda: tables.packed.tables, tables.logits.shape[1], num_ids)
+    draws = Draws.of_tables(transforms, tables["keys"])
+    reads_paths = steps.words or steps.counted
+    paths = tree.path_tokens().flatten(0, 1)[tables["node"]] if reads_paths else seq.new_empty(shape.rows, 0)
+    drawn = []
+    for first in range(0, shape.rows, ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        masks = tables["masks"][part] if steps.masks else None
+        at = PathState(seq[part], paths[part], positions[part], masks=masks)
+        drawn.append(draws.draw(tables.logits[part], at))
+    return torch.cat(drawn)
