@@ -4,6 +4,7 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, Grammar, SamplingParams
 from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model.model import ModelDrafter
@@ -160,8 +161,14 @@ EVERY = SamplingParams(
 
 @pytest.mark.parametrize(
     ("drafter", "params", "most"),
-    [(None, PARAMS[1], 6), ("model", PARAMS[1], 42), (None, PARAMS[2], 6), (None, EVERY, 6)],
-    ids=["plain", "model", "penalised", "every"],
+    [
+        (None, PARAMS[1], 6),
+        ("model", PARAMS[1], 42),
+        (None, PARAMS[2], 6),
+        (None, EVERY, 6),
+        (None, replace(EVERY, logprobs=3), 7),
+    ],
+    ids=["plain", "model", "penalised", "every", "logprobs"],
 )
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     monkeypatch: pytest.MonkeyPatch, drafter: str | None, params: SamplingParams, most: int
@@ -178,6 +185,28 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
             waits.add(tuple(seen.waits))
     assert statistics.median(map(len, sent)) <= most, sent[len(sent) // 2]
     assert waits == {("tolist",)}
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_log_probabilities_of_a_graph_are_those_that_are_ranked_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Of drafted tokens too, in every row as many as were asked for, and cut where a stop string cuts an answer."""
+    grammar = Grammar.regex("[A-Z][a-z ,]*[.]")
+    wanted = [
+        replace(EVERY, logprobs=3), replace(PARAMS[1], logprobs=0, grammar=grammar), PARAMS[0],
+        replace(PARAMS[0], logprobs=12, stop=("the", "and")),
+    ]  # fmt: skip
+    answers = []
+    for judged in (True, False):
+        if not judged:
+            monkeypatch.setattr(GraphRunner, "judge", lambda *_: None)
+        llm = make(TARGET, f"model:{SMALL}" if drafter == "model" else drafter, speculation=4)
+        outputs = [result.outputs[0] for result in llm.generate(PROMPTS, wanted)]
+        answers.append([(output.token_ids, output.logprobs) for output in outputs])
+        assert llm.stats.num_accepted > 0
+    assert answers[0] == answers[1]
+    assert all(answer[1] for answer in (answers[0][i] for i in (0, 1, 3)))
 
 
 def test_the_count_can_fail() -> None:

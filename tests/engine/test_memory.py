@@ -150,7 +150,7 @@ def test_a_card_keeps_what_graphs_judge_and_unpacks_its_largest_layer() -> None:
     ("depth", "params"),
     [
         (5, {}),
-        (5, {"top_k": 20, "top_p": 0.9}),
+        (5, {"top_k": 20, "top_p": 0.9, "logprobs": 20}),
         (4, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 1.0, "logit_bias": {4: 1.0}}),
         (16, {"presence_penalty": 1.0}),
         (1, {"top_p": 0.9, "frequency_penalty": 0.1}),

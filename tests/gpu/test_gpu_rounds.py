@@ -190,7 +190,7 @@ def test_a_verdict_by_a_graph_is_that_of_the_rules(width: int, filtered: bool) -
         draws, tree, logits = round_of(dice, width, batch, num_ids, "cuda:0", filtered)
         found, expected = graph.judge(draws, tree, logits, follow_packed), verify(tree, logits, draws, "coupled").packed
         assert found is not None
-        assert torch.equal(found, expected)
+        assert torch.equal(found.packed, expected)
     assert graph.graphs.num_replays == 60
     assert not graph.graphs.refused
 
@@ -204,21 +204,24 @@ def test_a_verdict_by_a_graph_is_that_of_the_rules(width: int, filtered: bool) -
         SamplingParams(temperature=0.9, seed=6, max_tokens=64, min_p=0.02, logit_bias={403: -3.0}, min_tokens=20,
                        bad_words=["the dog"], presence_penalty=0.5, frequency_penalty=0.2),
         SamplingParams(temperature=1, seed=7, max_tokens=64, top_p=0.9, grammar=Grammar.regex("[A-Z][a-z ]*[.]")),
+        SamplingParams(temperature=1, seed=8, max_tokens=64, top_k=50, logprobs=12),
     ],
-    ids=["penalised", "nucleus", "edited", "grammar"],
+    ids=["penalised", "nucleus", "edited", "grammar", "logprobs"],
 )  # fmt: skip
 def test_rounds_of_every_parameter_are_judged_by_graphs_as_plain_decoding_has_it(
     target_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, params: SamplingParams
 ) -> None:
     """The reference is judged by the same operations one by one, and drafts nothing."""
     drafted = make(target_dir, f"model:{draft_dir}" if drafter == "model" else drafter, one_gemm=True, speculation=4)
-    found = texts_of(drafted.generate(PROMPTS, params))
+    results = drafted.generate(PROMPTS, params)
     runner = drafted.engine.runner
     assert isinstance(runner, GraphRunner)
     assert any(key[0] == "verdict" for key in runner.graphs.captured if isinstance(key, tuple))
     assert not runner.graphs.refused
     monkeypatch.setattr(VerdictGraph, "judge", lambda *_: None)
-    assert found == texts_of(make(target_dir, one_gemm=True).generate(PROMPTS, params))
+    plain = make(target_dir, one_gemm=True).generate(PROMPTS, params)
+    assert texts_of(results) == texts_of(plain)
+    assert [r.outputs[0].logprobs for r in results] == [r.outputs[0].logprobs for r in plain]
 
 
 def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:

@@ -12,9 +12,13 @@ from forerun.device import CPU, Placement
 from forerun.models.backends.gpu import verdicts
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictGraph, VerdictShape
+from forerun.models.runner import Judged
+from forerun.sampling.constraint import constrained
 from forerun.sampling.draws import Draws
+from forerun.sampling.logprobs import TokenLogprobs, token_logprobs
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.tables import RoundTables, RowSampling, Steps
+from forerun.sampling.transforms import masks_of
 from forerun.tree import DraftTree, HostTree
 from forerun.verify.verify import follow_packed, verify
 from kit.checkpoints import SMALL, TARGET
@@ -27,7 +31,8 @@ def make() -> VerdictGraph:
 
 
 def judged(graph: VerdictGraph, draws: Draws, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor | None:
-    return graph.judge(draws, tree, logits, follow_packed)
+    found = graph.judge(draws, tree, logits, follow_packed)
+    return None if found is None else found.packed
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["temperature", "filtered"])
@@ -45,6 +50,28 @@ def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int, filtered: 
         accepted += int(expected[:, 0].sum())
     assert accepted > 50
     assert len(graph.tables) < 20 * (3 if filtered else 1), "a round is padded to a shape that is there"
+
+
+@pytest.mark.parametrize("most", [0, 3, 20], ids=["alone", "few", "many"])
+def test_log_probabilities_come_along(most: int) -> None:
+    """Of as many alternatives as each request wants, under its own grammar."""
+    dice, graph, compared = random.Random(most), make(), 0
+    for _ in range(40):
+        draws, tree, logits = round_of(dice, 2, dice.randint(1, 4), num_ids := dice.choice([VOCAB, 33]), filtered=True)
+        tops = [dice.randint(0, most) for _ in draws.rows]
+        rows = [replace(r, params=replace(r.params, logprobs=k)) for r, k in zip(draws.rows, tops, strict=True)]
+        found = graph.judge(Draws(rows, VOCAB, num_ids=num_ids), tree, logits, follow_packed)
+        assert found is not None
+        assert found.ranked is not None
+        at = draws.nodes(tree)
+        masks, drawn = masks_of(rows, tree.seen_paths() or (), VOCAB), draws.draw(logits, at)
+        allowed = constrained(logits[:, :num_ids], masks)
+        for node, (row, token) in enumerate(zip(at.row.tolist(), drawn.tolist(), strict=True)):
+            if token >= 0:
+                (expected,) = token_logprobs(allowed[node : node + 1], [token], tops[row])
+                assert repr(TokenLogprobs.of(found.ranked[node].tolist(), tops[row])) == repr(expected)
+                compared += 1
+    assert compared > 200
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["temperature", "filtered"])
@@ -106,15 +133,16 @@ def test_a_graph_makes_no_costly_transforms_that_no_row_asks_for_and_few_graphs_
         assert not shape.steps.top_p or "top_p" in params
         graph.tables_of(shape)
     edits: list[dict[str, Any]] = [{"logit_bias": {3: 1}}, {"min_tokens": 9}, {"repetition_penalty": 2}]
+    assert graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(), 1)) not in graph.tables, "log-probabilities"
     for params in [{"temperature": 0}, {"temperature": 2}, {"min_p": 0.5}, {"top_p": 0.9}, *edits]:
         assert graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(**params))) in graph.tables, params
 
 
 def test_an_engines_rounds_are_judged_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    judgements = []
+    judgements: list[Judged | None] = []
     judge = VerdictGraph.judge
 
-    def noted(*words: Any) -> torch.Tensor | None:
+    def noted(*words: Any) -> Judged | None:
         judgements.append(judge(*words))
         return judgements[-1]
 
@@ -123,4 +151,4 @@ def test_an_engines_rounds_are_judged_by_the_graph(monkeypatch: pytest.MonkeyPat
     llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", device=fixed, max_model_len=128, speculation=3)
     llm.generate(["Once upon", "The dog"], SamplingParams(temperature=1, seed=2, max_tokens=12))
     assert len(judgements) > 3
-    assert all(packed is not None for packed in judgements)
+    assert all(judgement is not None for judgement in judgements)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.accept.outcome import RowOutcome
 from forerun.annotations import Int
+from forerun.device import Download
 from forerun.tree import HostTree
 from forerun.verify.rules import Verdict
 
@@ -34,11 +35,15 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """One sequence's run: the nodes of its tree that are final (root first), and the tokens that it emits."""
+    """One sequence's run: the nodes of its tree that are final (root first), and the tokens that it emits.
+
+    `ranked` are the log-probabilities of all nodes' tokens, where the verdict has brought them along.
+    """
 
     tree: HostTree
     nodes: list[int]
     tokens: list[int]
+    ranked: Sequence[Sequence[float]] = ()
 
     @property
     def length(self) -> int:
@@ -86,10 +91,14 @@ def accept(
     verdict: Verdict, trees: Sequence[HostTree], drawn: Int[Tensor, "batch nodes"] | None = None
 ) -> list[Accepted]:
     """Bring the verdict to the host: the round's one synchronisation. `drawn` are guesses that it has not seen yet."""
+    download = None if verdict.ranked is None else Download(verdict.ranked)
     packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
-    runs = []
+    ranked = [] if download is None else download.values()
+    runs, first = [], 0
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
         whole = tree if drawn is None else tree.with_tokens(rest[verdict.path.shape[1] :])
         nodes = whole.numbers(rest[: length + 1])
-        runs.append(Accepted(whole, nodes, [*(whole.tokens[node] for node in nodes[1:]), next_token]))
+        tokens = [*(whole.tokens[node] for node in nodes[1:]), next_token]
+        runs.append(Accepted(whole, nodes, tokens, ranked[first : first + len(tree.tokens)]))
+        first += len(tree.tokens)
     return runs

@@ -117,7 +117,10 @@ class Sequence:
         tokens = run.tokens[: stop.num_kept]
         origins, num_before = run.origins[: stop.num_kept], len(self.origins)
         logprobs: list[TokenLogprobs] = []
-        if self.params.logprobs is not None:
+        if self.params.logprobs is not None and run.ranked:
+            nodes = run.nodes[: len(tokens)]
+            logprobs = [TokenLogprobs.of(run.ranked[node], self.params.logprobs) for node in nodes]
+        elif self.params.logprobs is not None:
             rows = logits[[first + node for node in run.nodes[: len(tokens)]]]
             if self.constraint is not None:
                 allowed = packed([self.constraint.after(tuple(tokens[:i])) for i in range(len(tokens))], rows.shape[1])

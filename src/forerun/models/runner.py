@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -118,6 +118,13 @@ class Tail:
 TreeRule = Callable[[DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch verdict"]]
 
 
+class Judged(NamedTuple):
+    """A verdict, and where requests want log-probabilities those of the token drawn after each node (`ranked`)."""
+
+    packed: Int[Tensor, "batch verdict"]
+    ranked: Float[Tensor, "nodes numbers"] | None
+
+
 class Runner:
     """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read.
 
@@ -211,7 +218,7 @@ class Runner:
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
-    ) -> Int[Tensor, "batch verdict"] | None:
+    ) -> Judged | None:
         """What a rule says of the tokens that `draws` draw after all nodes, in one call; None but on a GPU."""
         return None
 

@@ -34,6 +34,14 @@ class TokenLogprobs:
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
+    @classmethod
+    def of(cls, numbers: Sequence[float], top: int) -> TokenLogprobs:
+        """A row of `ranked`, with as many alternatives as were asked for; it may have more."""
+        (token, logprob, rank, possible), tops = numbers[:4], numbers[4:]
+        count, width = min(int(possible), top), len(tops) // 2
+        top_ids = tuple(int(token) for token in tops[:count])
+        return cls(int(token), logprob, int(rank), top_ids, tuple(tops[width : width + count]))
+
 
 def token_logprobs(
     logits: Float[Tensor, "rows vocab"],
@@ -44,18 +52,27 @@ def token_logprobs(
     """The log-probability and rank of each row's `chosen` token, and its `top` likeliest tokens; in float32.
 
     `logits` are the model's own, of real ids alone, those that a grammar forbids at -inf; `top` is at most their number
-    and may be 0. `kernels` rank faster, not differently.
+    and may be 0. `kernels` rank faster, not differently. A device is waited for once.
+    """
+    picked = torch.as_tensor(chosen, dtype=torch.int64, device=logits.device)
+    return [TokenLogprobs.of(row, top) for row in ranked(logits, picked, top, kernels).tolist()]
+
+
+def ranked(
+    logits: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"], top: int, kernels: SamplingKernels | None = None
+) -> Float[Tensor, "rows numbers"]:
+    """What `TokenLogprobs.of` reads, in float64, which holds all of it. By tensor code alone unless there are kernels.
+
+    By row: the token, its log-probability and rank, how many of the likeliest are possible, their ids, their
+    log-probabilities.
     """
     law = softmax(logits.to(torch.float32), log=True)
-    picked = torch.as_tensor(chosen, dtype=torch.int64, device=law.device)
-    ranked = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
-    ranks, top_ids = (rank_of(law, picked), largest(law, top)) if ranked is None else ranked
+    found = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
+    ranks, top_ids = (rank_of(law, picked), largest(law, top)) if found is None else found
     tops = law.gather(1, top_ids)
-    columns = (picked, law.gather(1, picked[:, None])[:, 0], ranks, top_ids, tops, (tops > -math.inf).sum(1))
-    return [
-        TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(logprobs[:count]))
-        for token, logprob, rank, ids, logprobs, count in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    of_token = law.gather(1, picked[:, None])[:, 0]
+    columns = [column.double()[:, None] for column in (picked, of_token, ranks, (tops > -math.inf).sum(1))]
+    return torch.cat([*columns, top_ids.double(), tops.double()], dim=1)
 
 
 def rank_of(law: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:

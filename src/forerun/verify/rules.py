@@ -25,10 +25,12 @@ class Verdict:
     """What one round makes final: the accepted path and the token after it. One tensor, so that it is fetched at once.
 
     `path` holds the accepted nodes from the root down, -1 beyond; `length` counts the accepted guesses (the root
-    is not one); `next_token` is the recovered token after a rejection, the bonus token after a full path.
+    is not one); `next_token` is the recovered token after a rejection, the bonus token after a full path. `ranked` are
+    the log-probabilities (`sampling.logprobs`) of the token after each node that was read, where that came along.
     """
 
     packed: Int[Tensor, "batch verdict"]  # length, next token, path
+    ranked: Float[Tensor, "rows numbers"] | None = None
 
     @classmethod
     def of(

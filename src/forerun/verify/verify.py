@@ -16,12 +16,12 @@ from torch import Tensor
 from forerun.annotations import Bool, Float, Int
 from forerun.config import Verification
 from forerun.device import upload
-from forerun.models.runner import TreeRule
+from forerun.models.runner import Judged, TreeRule
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftTree
 from forerun.verify.rules import AcceptLaw, Verdict, block_law, follow, token_law, walk
 
-TreeJudge = Callable[[Draws, DraftTree, Float[Tensor, "rows vocab"], TreeRule], Int[Tensor, "batch verdict"] | None]
+TreeJudge = Callable[[Draws, DraftTree, Float[Tensor, "rows vocab"], TreeRule], Judged | None]
 
 
 def verify(
@@ -42,8 +42,8 @@ def verify(
     lawful = None if rule == "coupled" else tree.rows_with_law()
     if lawful is None and (judged := draws.verdict(tree, logits)) is not None:  # `follow`, compiled with its draws
         return Verdict(judged)
-    if lawful is None and judge is not None and (judged := judge(draws, tree, logits, follow_packed)) is not None:
-        return Verdict(judged)
+    if lawful is None and judge is not None and (found := judge(draws, tree, logits, follow_packed)) is not None:
+        return Verdict(found.packed, found.ranked)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid

@@ -35,7 +35,7 @@ from forerun.models.backends.gpu.verdicts import VerdictGraph, is_plain
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
 from forerun.models.rows import power_of_two
-from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail, TreeRule
+from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runner, Tail, TreeRule
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, absorb, gumbel, signed
 from forerun.tree import DraftTree, HostTree
@@ -123,8 +123,8 @@ class GraphRunner(Runner):
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
-    ) -> Int[Tensor, "batch verdict"] | None:
-        """The verdict by one graph; None for rounds whose draws need more than a temperature."""
+    ) -> Judged | None:
+        """The verdict by one graph; None for the few rounds that no graph can judge."""
         return self.verdicts.judge(draws, tree, logits, rule)
 
     def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:

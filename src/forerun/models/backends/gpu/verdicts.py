@@ -23,12 +23,15 @@ from forerun.annotations import Float, Int
 from forerun.device import PackedTables
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.rows import power_of_two
-from forerun.models.runner import TreeRule
+from forerun.models.runner import Judged, TreeRule
+from forerun.sampling.constraint import constrained
 from forerun.sampling.draws import Draws
+from forerun.sampling.logprobs import ranked
 from forerun.sampling.noise import Purpose, signed
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import MOST_LOGPROBS, SamplingParams
 from forerun.sampling.tables import RoundTables, Steps
 from forerun.sampling.transforms import PathState, Transforms, masks_of
+from forerun.sampling.winners import FEW
 from forerun.tree import DraftTree
 
 MOST_ROWS = 192  # of logits that are set aside: 98 MB of a vocabulary of 128,000
@@ -63,10 +66,12 @@ class VerdictShape(NamedTuple):
     nodes: int
     depth: int
     steps: Steps = HEAT
+    ranked: int = 0  # how many log-probabilities are wanted of a token, itself among them
 
     def holds(self, other: VerdictShape) -> bool:
         """Whether such a round fits, without too much padding or transforms that take time and are not needed."""
-        large = all(mine >= needed for mine, needed in zip(self[:4] + self.steps, other[:4] + other.steps, strict=True))
+        sizes = zip(self[:4] + self.steps, other[:4] + other.steps, strict=True)
+        large = self.ranked >= other.ranked and all(mine >= needed for mine, needed in sizes)
         small = self.rows <= SPARE * other.rows and self.batch * self.nodes <= SPARE**2 * other.rows
         return large and small and self.kinds == other.kinds
 
@@ -75,11 +80,11 @@ class VerdictShape(NamedTuple):
         """Which groups of transforms there are: few, so that there are few graphs."""
         steps = self.steps
         edits = steps.counted + steps.fixed + steps.ends + steps.words
-        return edits > 0, steps.masks > 0, steps.min_p or steps.top_k > 0, steps.top_p
+        return edits > 0, steps.masks > 0, steps.min_p or steps.top_k > 0, steps.top_p, self.ranked > 0
 
     def rounded(self, vocab: int) -> VerdictShape:
         """The shape of a new graph for such a round."""
-        (edits, _, cuts, _), needed = self.kinds, self.steps
+        (edits, _, cuts, _, ranks), needed = self.kinds, self.steps
         kept = min(rounded(needed.top_k, 64), vocab) if cuts else 0
         steps = needed._replace(greedy=True, sampled=True, heat=True, min_p=cuts, top_k=kept)
         if edits:
@@ -99,6 +104,7 @@ class VerdictShape(NamedTuple):
             nodes,
             power_of_two(self.depth) if self.depth else 0,
             steps,
+            (1 + FEW if self.ranked <= 1 + FEW else 1 + MOST_LOGPROBS) if ranks else 0,
         )
 
 
@@ -134,10 +140,11 @@ class VerdictGraph:
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
-    ) -> Int[Tensor, "batch verdict"] | None:
+    ) -> Judged | None:
         """What `rule` says of the target's own token after each node; None for rounds that no graph can judge.
 
-        The result holds until the next verdict. Raises RequestFailed where a grammar fails.
+        Where requests want log-probabilities, it brings them along. The result holds until the next verdict. Raises
+        RequestFailed where a grammar fails.
         """
         if type(draws) is not Draws or draws.rejection or (draws.constrained and tree.unseen):
             return None
@@ -145,15 +152,19 @@ class VerdictGraph:
             return None
         batch, nodes = tree.tokens.shape
         host = RoundTables(draws.rows, self.vocab)
-        shape = self.shape_of(VerdictShape(len(logits), batch, nodes, tree.depth, host.steps))
+        wanted = [row.params.logprobs for row in draws.rows]
+        width = max((1 + top for top in wanted if top is not None), default=0)
+        shape = self.shape_of(VerdictShape(len(logits), batch, nodes, tree.depth, host.steps, width))
         if shape is None:
             return None
         tables = self.tables_of(shape)
         tables.logits[: len(logits)] = logits
         tables.tokens[:batch, :nodes] = tree.tokens
         self.fill(tables, shape, draws, tree, host)
-        packed = self.graphs.run(("verdict", shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
-        return packed[:batch, : 3 + tree.depth]
+        found = self.graphs.run(("verdict", shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
+        return Judged(
+            found.packed[:batch, : 3 + tree.depth], None if found.ranked is None else found.ranked[: len(logits)]
+        )
 
     def shape_of(self, needed: VerdictShape) -> VerdictShape | None:
         """A shape that holds the round: one that is there, else a new one; None where no graph can judge it."""
@@ -207,26 +218,33 @@ class VerdictGraph:
         tables.packed.fill(arrays)
 
 
-def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Int[Tensor, "batch verdict"]:
+def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Judged:
     """The rule, of what is drawn. Tensor code alone."""
-    read = (tables["row"] < shape.rows) & (tables.tokens >= 0)
+    row = tables["row"]
+    read = (row < shape.rows) & (tables.tokens >= 0)
     tree = DraftTree(torch.where(read, tables.tokens, -1), torch.where(read, tables["parents"], -1), shape.depth)
-    drawn = draw(tables, shape, num_ids, tree)
-    after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[tables["row"]]
-    return rule(tree, torch.where(read, after, -1))
+    drawn, ranks = draw(tables, shape, num_ids, tree)
+    after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[row]
+    return Judged(rule(tree, torch.where(read, after, -1)), ranks)
 
 
-def draw(tables: Tables, shape: VerdictShape, num_ids: int, tree: DraftTree) -> Int[Tensor, " rows"]:
-    """What `Draws.draw` gives after the nodes of these rows, some at a time."""
+def draw(
+    tables: Tables, shape: VerdictShape, num_ids: int, tree: DraftTree
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows numbers"] | None]:
+    """What `Draws.draw` gives after the nodes of these rows, some at a time, and the ranks of these tokens."""
     steps, seq, positions = shape.steps, tables["seq"], tables["positions"]
     transforms = Transforms(steps, lambda: tables.packed.tables, tables.logits.shape[1], num_ids)
     draws = Draws.of_tables(transforms, tables["keys"])
     reads_paths = steps.words or steps.counted
     paths = tree.path_tokens().flatten(0, 1)[tables["node"]] if reads_paths else seq.new_empty(shape.rows, 0)
-    drawn = []
+    drawn, ranks = [], []
     for first in range(0, shape.rows, ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
-        masks = tables["masks"][part] if steps.masks else None
+        logits, masks = tables.logits[part], tables["masks"][part] if steps.masks else None
         at = PathState(seq[part], paths[part], positions[part], masks=masks)
-        drawn.append(draws.draw(tables.logits[part], at))
-    return torch.cat(drawn)
+        drawn.append(draws.draw(logits, at))
+        if shape.ranked:
+            real = logits[:, :num_ids]
+            real = real if masks is None else constrained(real, masks)
+            ranks.append(ranked(real, drawn[-1].clamp_min(0), min(shape.ranked - 1, num_ids)))
+    return torch.cat(drawn), torch.cat(ranks) if ranks else None
