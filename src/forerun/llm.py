@@ -38,7 +38,7 @@ from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.calibration import calibrate
 from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine
-from forerun.engine.memory import plan_engine
+from forerun.engine.memory import pass_sizes, plan_engine
 from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, UnknownDrafter
@@ -122,7 +122,7 @@ class LLM:
         seed = SamplingParams(seed=seed).seed
         apply_limits(threads, max_model_len, memory_bytes)
         with reporting(progress, use_tqdm_on_load) as report:
-            target = Blueprint.of(spec, report).for_texts(max_model_len)
+            target = Blueprint.of(spec, report).for_texts(max_model_len, pass_sizes(options, draft is not None))
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
             self.tokenizer: Tokenizer = target.tokenizer()
             self.generation_defaults = generation_defaults(generation_config, target.folder)

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 
 from forerun import LLM, SamplingParams
 from forerun.cache.plan import MemoryPlan
-from forerun.config import Speculation
+from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import slots_of
-from forerun.device import Placement
 from forerun.draft.base import Budget
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftContext, DraftPlan
 from forerun.drafters import plan_drafter
-from forerun.engine.memory import plan_engine, tail_tokens
+from forerun.engine.memory import pass_sizes, plan_engine, tail_tokens
 from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.memory import PassSizes, pass_bytes
 from forerun.models.backends.gpu.verdicts import MOST_ROWS, ROWS_AT_ONCE, VerdictGraph, verdict_bytes
-from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws
 from forerun.sampling.tables import RowSampling
@@ -132,18 +131,16 @@ def test_a_translated_drafter_reaches_as_far() -> None:
     assert len(llm.drafter.model.runner.decoder.rope.cos) == 400  # type: ignore[attr-defined]
 
 
-def test_a_card_keeps_what_graphs_judge_and_unpacks_its_largest_layer() -> None:
+def test_passes_take_memory_of_a_card_alone_and_unpack_its_largest_layer() -> None:
     host, card = (Blueprint.of(str(TARGET), device=device) for device in (None, PLACEMENT))
-    judged = verdict_bytes(card.config.vocab_size)
-    assert host.scratch_bytes == 0
-    assert card.scratch_bytes == judged
-    assert card.memory.loaded_bytes(8) - replace(card.memory, scratch_bytes=0).loaded_bytes(8) == card.scratch_bytes
-    layers = [[layer.attention.qkv, layer.mlp.every.gate_up] for layer in fixed_decoder().layers if layer.mlp.every]
-    largest = max(linear.weight.nbytes for linears in [*layers, [fixed_decoder().head]] for linear in linears)  # type: ignore[attr-defined]
-    halved = Blueprint.of(str(TARGET), device=PLACEMENT, quantize="int8")
-    assert halved.scratch_bytes == judged + largest
+    assert host.memory.scratch_bytes == 0
+    assert "passes" not in planned(TARGET).lines()[0]
+    config, size = card.config, card.dtype.itemsize
+    largest = max(config.vocab_size, 2 * config.intermediate) * config.hidden * size
+    whole, unpacking = (pass_bytes(config, size, 512, 256, config.vocab_size, unpacks) for unpacks in (False, True))
+    assert unpacking == whole + largest
     alone = Blueprint.of(str(TARGET), device=replace(PLACEMENT, one_gemm=True), quantize="int8")
-    assert alone.scratch_bytes == judged
+    assert alone.memory.scratch_bytes == replace(alone, spec=card.spec).memory.scratch_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -174,9 +171,18 @@ def test_a_verdict_takes_no_more_of_a_card_than_was_planned(
         before = held.bytes
         assert graph.judge(draws, tree, logits, follow_packed) is not None
         (tables,) = graph.tables.values()
-    planned = verdict_bytes(vocab) + tables.packed.flat.nbytes - 5 * ROWS_AT_ONCE * vocab * 4
+    planned = MOST_ROWS * vocab * 4 + verdict_bytes(vocab) + tables.packed.flat.nbytes - 5 * ROWS_AT_ONCE * vocab * 4
     assert MOST_ROWS * vocab * 4 < held.most_bytes - before <= planned
 
 
-def fixed_decoder() -> Decoder:
-    return Blueprint.of(str(TARGET), device=Placement(torch.device("cpu"), fixed=True)).decoder()
+@pytest.mark.parametrize(
+    ("options", "drafts", "sizes"),
+    [
+        (EngineOptions(), True, PassSizes(784, 272, 16)),
+        (EngineOptions(), False, PassSizes(528, 16, 16)),
+        (EngineOptions(2, 100, speculation=Speculation(8, 4)), True, PassSizes(100 + 66, 66, 66)),
+        (EngineOptions(2, "auto", speculation=Speculation(8)), True, PassSizes(512 + 18, 18, 2)),
+    ],
+)
+def test_passes_are_as_large_as_the_options_say(options: EngineOptions, drafts: bool, sizes: PassSizes) -> None:
+    assert pass_sizes(options, drafts) == sizes

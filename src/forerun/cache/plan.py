@@ -23,7 +23,7 @@ USUAL_LEN = 4096  # a context that the user did not set is not cut below this fo
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """What one model takes: its weights, a token in its cache, a position in its tables of rotations, and what passes
-    keep for good.
+    take while they are computed, where that is counted.
 
     A drafter that reads the text in tokens of its own needs `stretch` positions for each position of the target.
     """
@@ -40,8 +40,8 @@ class ModelMemory:
         return min(self.max_positions, self.stretch * max_model_len)
 
     def loaded_bytes(self, max_model_len: int) -> int:
-        """What it takes once loaded for texts of that length, its cache aside."""
-        return self.weights_bytes + self.scratch_bytes + self.positions(max_model_len) * self.bytes_per_position
+        """What it takes once loaded for texts of that length, its cache and passes aside."""
+        return self.weights_bytes + self.positions(max_model_len) * self.bytes_per_position
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class MemoryPlan:
     `num_sequences_plain` sequences of `max_model_len` tokens fit into the target's cache. So many of them as
     `num_sequences_speculative` can at the same time have guesses in flight and a full row in every drafter's cache;
     the others are decoded all the same. `remembered_bytes` is how much each thing that a drafter remembers may grow to.
-    `alone` is the plan without the drafters' caches, where that gives the target more.
+    `scratch_bytes` is for passes and verdicts, where they are counted: on GPUs. `alone` is the plan without the
+    drafters' caches, where that gives the target more.
     """
 
     budget_bytes: int
@@ -66,6 +67,7 @@ class MemoryPlan:
     key_pad: int
     remembered_bytes: Mapping[str, int] = field(default_factory=dict)
     alone: MemoryPlan | None = None
+    scratch_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -83,9 +85,9 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        """All that is planned: weights, caches, and what may be remembered."""
+        """All that is planned: weights, passes, caches, and what may be remembered."""
         caches = self.cache_bytes + sum(self.drafter_cache_bytes.values())
-        return self.weights_bytes + caches + sum(self.remembered_bytes.values())
+        return self.weights_bytes + self.scratch_bytes + caches + sum(self.remembered_bytes.values())
 
     @property
     def silent_drafters(self) -> list[str]:
@@ -95,7 +97,8 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan for a reader: the budget, one line per cache, the sequences that fit, what drafting costs them."""
         lines = [
-            f"memory: {size(self.num_bytes)} of {size(self.budget_bytes)}, weights {size(self.weights_bytes)}",
+            f"memory: {size(self.num_bytes)} of {size(self.budget_bytes)}, weights {size(self.weights_bytes)}"
+            + (f", passes {size(self.scratch_bytes)}" if self.scratch_bytes else ""),
             f"target cache: {self._cache_line(self.cache_tokens, self.target_bytes_per_token, self.cache_bytes)}",
         ]
         for name, each in self.drafter_bytes_per_token.items():
@@ -190,7 +193,8 @@ class MemoryShares:
         full_rows = [drafter_blocks[name] // rows[name] for name in cached]
         return MemoryPlan(
             budget_bytes=self.budget_bytes,
-            weights_bytes=self.budget_bytes - self.left(length),
+            weights_bytes=self.weights_bytes(length),
+            scratch_bytes=self.scratch_bytes,
             target_bytes_per_token=self.target.bytes_per_token,
             drafter_bytes_per_token={name: model.bytes_per_token for name, model in cached.items()},
             cache_tokens=blocks * size,
@@ -203,9 +207,17 @@ class MemoryShares:
         )
 
     def left(self, length: int) -> int:
-        """What the weights leave of the budget; negative where they exceed it."""
-        models = (self.target, *self.drafters.values())
-        return self.budget_bytes - sum(model.loaded_bytes(length) for model in models)
+        """What weights and passes leave of the budget; negative where they exceed it."""
+        return self.budget_bytes - self.weights_bytes(length) - self.scratch_bytes
+
+    def weights_bytes(self, length: int) -> int:
+        """What all models take once loaded."""
+        return sum(model.loaded_bytes(length) for model in (self.target, *self.drafters.values()))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What passes of all models take."""
+        return sum(model.scratch_bytes for model in (self.target, *self.drafters.values()))
 
     def aside_bytes(self, length: int) -> int:
         """What is set aside for what drafters remember: a small share, unless one sequence needs it."""
@@ -236,8 +248,9 @@ class MemoryShares:
     def refusal(self, length: int) -> str:
         """What one sequence needs, what there is, and what to change."""
         slots, each = self.blocks_of(length) * self.block_size + self.key_pad, self.target.bytes_per_token
-        weights = self.budget_bytes - self.left(length)
-        needed = f"{size(weights + slots * each)} ({size(weights)} weights, {slots:,} cache slots at {size(each)})"
+        weights, passes = self.weights_bytes(length), self.scratch_bytes
+        parts = f"{size(weights)} weights, " + (f"{size(passes)} passes, " if passes else "")
+        needed = f"{size(weights + passes + slots * each)} ({parts}{slots:,} cache slots at {size(each)})"
         blocks = range(1, self.blocks_of(length) + 1)
         fitting = bisect_left(blocks, True, key=lambda n: not self.serves(n * self.block_size)) * self.block_size
         shorter = f"lower max_model_len to {fitting:,} at most" if fitting else "no max_model_len is small enough"

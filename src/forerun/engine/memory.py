@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 
 from forerun.cache.plan import MemoryPlan, MemoryShares
-from forerun.config import Speculation
+from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import slots_of
 from forerun.device import free_bytes
 from forerun.draft.base import Budget
 from forerun.draft.plan import DraftPlan
+from forerun.engine.scheduler import MOST
 from forerun.errors import InvalidRequest
 from forerun.machine import available_bytes
+from forerun.models.backends.gpu.memory import PassSizes
 from forerun.models.loading import Blueprint
 
-BUDGET_SHARE = 0.8  # of what is available; activations, logits and the rest of the machine live on the other fifth
+BUDGET_SHARE = 0.8  # of what is available; the rest of the machine lives on the other fifth, and passes on CPUs
 LOGGER = logging.getLogger("forerun")
 
 
@@ -60,6 +62,15 @@ def plan_engine(
             plan.max_model_len,
         )
     return plan
+
+
+def pass_sizes(options: EngineOptions, drafts: bool) -> PassSizes:
+    """What the passes of an engine with these options read at most, if requests draft no further than by default."""
+    wish, batch = options.speculation, options.max_num_seqs
+    guesses = wish.nodes_within(wish.depth) if drafts else 0
+    chunk = options.chunk_tokens if isinstance(options.chunk_tokens, int) else MOST
+    nodes = batch * (1 + guesses)
+    return PassSizes(rows=chunk + nodes, judged=nodes, drafted=batch if wish.width == 1 else nodes)
 
 
 def tail_tokens(speculation: Speculation, num_members: int, max_model_len: int) -> int:

@@ -125,16 +125,19 @@ class HeadFolder:
             choice=self.target.choice,
             num_bytes=size * self.target.dtype.itemsize,
             placement=self.target.placement,
+            passes=self.target.passes.of_drafter(),
         )
 
     def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str], shared_rows: int = 0) -> ModelMemory:
         """What the layers take once loaded, with `tables`, which are never quantised, and with so many rows of the
         target's head, which are held once more unless they are all."""
         shared_rows = 0 if shared_rows == self.target.config.vocab_size else shared_rows
-        layers = self.layers(config, shapes, tables).memory
+        layers = self.layers(config, shapes, tables)
         size = sum(math.prod(shape) for name, shape in shapes.items() if name in tables)
         size += shared_rows * self.target.config.hidden
-        return replace(layers, weights_bytes=layers.weights_bytes + size * self.target.dtype.itemsize)
+        weights = layers.weights_bytes + size * self.target.dtype.itemsize
+        scratch = layers.scratch_bytes(self.target.config.vocab_size)
+        return replace(layers.memory, weights_bytes=weights, scratch_bytes=scratch)
 
     def fingerprint(self) -> str:
         """What tells the weights apart from others."""

@@ -28,7 +28,7 @@ from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.backends.gpu.verdicts import verdict_bytes
+from forerun.models.backends.gpu.memory import USUAL_PASSES, PassSizes, scratch_bytes
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config, read_widened
@@ -63,7 +63,7 @@ class Blueprint:
 
     `spec` is what was asked for; `name` is what the user called it or, if it was widened, what it was made from, and
     that it was. `choice` says what computes it, and in which number format; `stored` what
-    weights its file has in groups.
+    weights its file has in groups; `passes` what a GPU has to have room for.
     """
 
     spec: ModelSpec
@@ -74,6 +74,7 @@ class Blueprint:
     num_bytes: int
     placement: Placement = CPU
     stored: StoredGroups | None = None
+    passes: PassSizes = USUAL_PASSES
 
     @classmethod
     def of(cls, model: str | ModelSpec, progress: ProgressCallback | None = None, **options: Any) -> Blueprint:
@@ -116,10 +117,11 @@ class Blueprint:
         num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
         return cls(spec, judged.widened or spec.model, folder, judged, choice, num_bytes, placement, stored)
 
-    def for_texts(self, max_model_len: int | None) -> Blueprint:
-        """The model for texts of this length at most, by which some scalings of positions go; None: of any length."""
+    def for_texts(self, max_model_len: int | None, passes: PassSizes = USUAL_PASSES) -> Blueprint:
+        """The model for texts of this length at most, by which some scalings of positions go; None: of any length. And
+        for passes of these sizes."""
         length = min(max_model_len or self.config.max_positions, self.config.max_positions)
-        return replace(self, config=replace(self.config, longest_text=length))
+        return replace(self, config=replace(self.config, longest_text=length), passes=passes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,18 +185,15 @@ class Blueprint:
             ),
             bytes_per_position=2 * c.head_dim * torch.float32.itemsize * (c.num_turns + c.queries_grow) * len(shares),
             max_positions=c.max_positions,
-            scratch_bytes=self.scratch_bytes,
+            scratch_bytes=self.scratch_bytes(c.vocab_size),
         )
 
-    @property
-    def scratch_bytes(self) -> int:
-        """On a GPU what graphs of verdicts keep, and the largest layer where long reads unpack its weights."""
+    def scratch_bytes(self, vocab: int) -> int:
+        """What passes and verdicts over so many ids take on a GPU."""
         if not self.placement.graphs:
             return 0
-        c, judged = self.config, verdict_bytes(self.config.vocab_size)
-        unpacks = (self.quantize or self.as_stored) and not self.placement.one_gemm
-        outputs = max(c.vocab_size, 2 * c.intermediate, (c.heads + 2 * c.kv_heads) * c.head_dim)
-        return judged + (outputs * c.hidden * self.dtype.itemsize if unpacks else 0)
+        unpacks = bool(self.quantize or self.as_stored) and not self.placement.one_gemm
+        return scratch_bytes(self.config, self.dtype.itemsize, self.passes, vocab, unpacks)
 
     @property
     def shares(self) -> list[Shard]:
@@ -205,8 +204,13 @@ class Blueprint:
     @property
     def weights_bytes(self) -> int:
         """What all weights on this machine take once loaded, idle experts too: a tied head is packed apart from the
-        embedding. Where ranks share the model, rank 0 may hold the whole head as well, for drafters."""
-        table = self.config.vocab_size * self.config.hidden * self.dtype.itemsize
+        embedding, but on GPUs where it has the same numbers. Where ranks share the model, rank 0 may hold the whole
+        head as well, for drafters."""
+        c = self.config
+        table = c.vocab_size * c.hidden * self.dtype.itemsize
+        changed = c.embedding_scale != 1 or c.centred or self.quantize or self.as_stored
+        if c.tied and self.placement.fixed and not changed:
+            return self.read_bytes(0)
         share = len(self.shares) / self.spec.tensor_parallel_size
         return int(self.read_bytes(0) * share) + table * (2 if self.spec.tensor_parallel_size > 1 else 1)
 
@@ -273,7 +277,9 @@ class Blueprint:
 
     def runner(self, decoder: Decoder, num_tokens: int) -> Runner:
         """A decoder that runs where this one does, over a fresh cache of `num_tokens`."""
-        return (GraphRunner if self.placement.fixed else Runner).of(decoder, num_tokens)
+        if not self.placement.fixed:
+            return Runner.of(decoder, num_tokens)
+        return GraphRunner.of(decoder, num_tokens, most_judged=self.passes.judged)
 
     def decoder(
         self,

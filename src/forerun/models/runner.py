@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -141,10 +141,10 @@ class Runner:
         self.tails: dict[int, Tail] = {}
 
     @classmethod
-    def of(cls, decoder: Decoder, num_tokens: int, block_size: int = 64) -> Runner:
-        """The decoder over a fresh cache of `num_tokens`, in its own number format."""
+    def of(cls, decoder: Decoder, num_tokens: int, block_size: int = 64, **options: Any) -> Runner:
+        """The decoder over a fresh cache of `num_tokens`, in its own number format; with options of the class."""
         cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens, block_size=block_size)
-        return cls(decoder, cache)
+        return cls(decoder, cache, **options)
 
     def lower(self, num_layers: int) -> Runner:
         """A runner of the decoder's first layers, over the same cache: its tails are tails there too."""

@@ -139,6 +139,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
     name, drafter = str(spec), Blueprint.of(context.target.spec.beside(spec.argument), context.progress)
+    drafter = replace(drafter, passes=context.target.passes.of_drafter())
     translation = plan_translation(context, drafter)
     stretch = 1 if translation is None else OWN_TOKENS
     vocab_size, memory = context.target.config.vocab_size, replace(drafter.memory, stretch=stretch)

@@ -12,20 +12,25 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from forerun.annotations import Float
 from forerun.device import Captures
 
 logger = logging.getLogger(__name__)
 BodyResult = TypeVar("BodyResult")
 CAPTURES = Lock()  # one capture at a time: it fails where another thread captures
+LOGITS_ROWS = 128  # that graphs share at least: 66 MB of a vocabulary of 128,000
 WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
 
 
 class Graphs:
     """Functions of static buffers, captured at first use and then replayed; where capture is off they just run."""
 
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+    def __init__(self, device: torch.device, enabled: bool = True, logits_rows: int = LOGITS_ROWS) -> None:
         self.device = device
+        self.logits_rows = logits_rows
+        self.kept_logits: dict[tuple[int, int], Tensor] = {}
         self.enabled = enabled and device.type == "cuda"
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.refused: set[Hashable] = set()  # what could not be captured, and runs without
@@ -39,6 +44,20 @@ class Graphs:
             return body()
         with torch.cuda.device(self.device):  # kernels are launched on the current one
             return self.replay(key, body) if self.enabled and key is not None else body()
+
+    def logits(self, rows: int, vocab: int) -> Float[Tensor, "rows vocab"]:
+        """The first rows of a static buffer that all graphs share, or of one for this size alone beyond `logits_rows`.
+
+        It is laid out for all of these at once, since graphs find it where it lay when they were captured.
+        """
+        size = max(rows, self.logits_rows), vocab
+        if size not in self.kept_logits:
+            self.kept_logits[size] = torch.zeros(*size, device=self.device)
+        return self.kept_logits[size][:rows]
+
+    def keep_logits(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        """The logits in float32, in that buffer."""
+        return self.logits(*logits.shape).copy_(logits)
 
     def replay(self, key: Hashable, body: Callable[[], BodyResult]) -> BodyResult:
         """Replay what was captured under this key, now if it was not; run what cannot be captured."""

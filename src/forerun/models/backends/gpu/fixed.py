@@ -8,7 +8,7 @@ path. `graphs.py` captures and replays passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -255,20 +255,31 @@ def run_mlp(mlp: Mlp, ops: Ops, x: Stream, positions: Int[Tensor, " total"]) -> 
     return every
 
 
-def run_pass(decoder: Decoder, ops: Ops, inputs: Inputs, cache: PagedCache, taps: Sequence[int] = ()) -> States:
-    """One pass of the decoder over the tables. Tensor code alone: nothing here looks at a value. Padding is garbage."""
+def run_pass(
+    decoder: Decoder,
+    ops: Ops,
+    inputs: Inputs,
+    cache: PagedCache,
+    taps: Sequence[int] = (),
+    keep: Callable[[Tensor], Tensor] = Tensor.float,
+) -> States:
+    """One pass of the decoder over the tables, whose logits become what `keep` makes of them.
+
+    Tensor code alone: nothing here looks at a value. Padding is garbage.
+    """
     batch, c = FixedBatch.of(inputs, cache), decoder.config
     if not decoder.layers_alone:
         hidden = decoder.forward(batch, cache, inputs=inputs.states, taps=taps).last
         judged = hidden[inputs.judged]
-        return States(decoder.logits(judged) if len(judged) else hidden.new_empty(0, c.vocab_size), hidden, None)
+        logits = decoder.logits(judged) if len(judged) else hidden.new_empty(0, c.vocab_size)
+        return States(keep(logits), hidden, None)
     x = decoder.embedding[batch.tokens] if inputs.states is None else inputs.states
     x, delta, kept = run_layers(decoder, ops, batch, cache, range(len(decoder.layers)), x, taps=taps)
     x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps, decoder.layers[-1].mlp.out_norm)
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]
     logits = decoder.head(judged) if inputs.shape.judged else x.new_empty(0, c.vocab_size)
-    return States(logits.float(), x, Tapped([kept[t] for t in taps], [None] * len(taps)) if taps else None)
+    return States(keep(logits), x, Tapped([kept[t] for t in taps], [None] * len(taps)) if taps else None)
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:

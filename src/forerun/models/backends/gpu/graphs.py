@@ -28,7 +28,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
 from forerun.device import overwrite, upload
-from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs
 from forerun.models.backends.gpu.fixed import ALIGNED, LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph, is_plain
@@ -53,10 +53,10 @@ class GraphRunner(Runner):
     resumes = False
     draws_unseen = True
 
-    def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedCache, most_judged: int = 0) -> None:
         super().__init__(decoder, cache)
         self.ops = ops_for(self.device)
-        self.graphs = Graphs(self.device)
+        self.graphs = Graphs(self.device, logits_rows=max(LOGITS_ROWS, self.whole_steps(most_judged)))
         self.tables: dict[tuple[Shape, int], Inputs] = {}
         self.chain_graph: ChainGraph | None = None
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
@@ -144,16 +144,23 @@ class GraphRunner(Runner):
         rows, longest = len(layout.tokens), layout.longest_path
         path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
         keys = -(-layout.num_keys // SPLIT) * SPLIT
+        judged = self.whole_steps(num_judged)
         if rows > SMALL_ROWS and (longest_read > SHORT_READ or rows > MOST_ROWS):
-            size = -(-rows // LARGE_STEP) * LARGE_STEP
-            return Shape(size, path, power_of_two(num_judged) if num_judged else 0, keys, captured=False)
+            size, few = -(-rows // LARGE_STEP) * LARGE_STEP, power_of_two(num_judged) if num_judged else 0
+            return Shape(size, path, min(judged, few), keys, captured=False)
         size = self.captured_rows(rows, path, num_judged > 0)
-        return Shape(size, path, size if num_judged else 0, self.most_keys if self.graphs.enabled else keys)
+        judged = judged if size > SMALL_ROWS or not judged else size
+        return Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
+
+    @staticmethod
+    def whole_steps(rows: int) -> int:
+        """As many rows, or a few more, as larger passes that are captured have."""
+        return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
 
     def captured_rows(self, rows: int, path: int, judges: bool) -> int:
         """The size of a captured pass, or a new one if too much of every captured one would be padding."""
         if rows > SMALL_ROWS:
-            return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
+            return self.whole_steps(rows)
         least, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
         there = (s.rows for s, _ in self.tables if s.path == path and (s.judged > 0) == judges)
         return min((size for size in there if least <= size <= most), default=least)
@@ -173,7 +180,8 @@ class GraphRunner(Runner):
         """The pass over these tables, replayed where its shape is captured."""
 
         def body() -> States:
-            return run_pass(self.decoder, self.ops, inputs, self.cache, taps)
+            keep = self.graphs.keep_logits if inputs.shape.captured else Tensor.float
+            return run_pass(self.decoder, self.ops, inputs, self.cache, taps, keep)
 
         key = (inputs.shape, taps, 0 if inputs.states is None else inputs.states.shape[1])
         return self.graphs.run(key if inputs.shape.captured else None, body)
@@ -261,7 +269,7 @@ class ChainGraph:
             keys, positions, heat, *steps = flat.split(sizes)
             self.buffers[rows, depth] = Buffers(
                 flat,
-                logits=torch.zeros(rows, self.ids.vocab_size, device=device),
+                logits=self.runner.graphs.logits(rows, self.ids.vocab_size),
                 keys=keys.view(torch.long)[:rows],
                 positions=positions.view(torch.long)[:rows],
                 temperatures=heat.view(torch.float32)[:rows, None],

@@ -34,7 +34,7 @@ from forerun.sampling.transforms import PathState, Transforms, masks_of
 from forerun.sampling.winners import FEW
 from forerun.tree import DraftTree
 
-MOST_ROWS = 192  # of logits that are set aside: 98 MB of a vocabulary of 128,000
+MOST_ROWS = 192  # of a round that is judged by a graph
 ROWS_AT_ONCE = 32  # are drawn, so that what that takes is bounded:
 WORK = 16  # times their logits: at most 11 in tensors; as torch sorts it is 4, and the rest is for its inside
 SPARE = 4  # how many times its rows a round may be padded to, rather than that another graph is captured
@@ -48,9 +48,8 @@ FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "t
 
 
 def verdict_bytes(vocab: int) -> int:
-    """What the graphs of a model keep: the logits that they judge, and room for work; tables take some MB beside."""
-    work = WORK * ROWS_AT_ONCE * max(vocab, LEAST_PAIRS // MOST_PAIRS)
-    return (MOST_ROWS * vocab + work) * torch.float32.itemsize
+    """What the graphs of verdicts work in, beside the logits that they judge; tables take some MB."""
+    return WORK * ROWS_AT_ONCE * max(vocab, LEAST_PAIRS // MOST_PAIRS) * torch.float32.itemsize
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -136,7 +135,6 @@ class VerdictGraph:
     def __init__(self, graphs: Graphs, device: torch.device, vocab: int) -> None:
         self.graphs, self.device, self.vocab = graphs, device, vocab
         self.tables: dict[VerdictShape, Tables] = {}
-        self.logits: Float[Tensor, "rows vocab"] | None = None  # all shapes use the first rows of one buffer
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
@@ -180,8 +178,6 @@ class VerdictGraph:
     def tables_of(self, shape: VerdictShape) -> Tables:
         """The tensors of this shape, always the same."""
         if shape not in self.tables:
-            if self.logits is None:
-                self.logits = torch.zeros(MOST_ROWS, self.vocab, device=self.device)
             grid = shape.batch, shape.nodes
             wanted = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
             of_nodes = dict.fromkeys(("parents", "row"), grid)
@@ -193,7 +189,9 @@ class VerdictGraph:
             if shape.steps.masks:
                 sizes["masks"] = (shape.rows, shape.steps.masks), np.dtype(np.int32)
             tokens = torch.zeros(grid, dtype=torch.int64, device=self.device)
-            self.tables[shape] = Tables(PackedTables(sizes, self.device), self.logits[: shape.rows], tokens)
+            self.tables[shape] = Tables(
+                PackedTables(sizes, self.device), self.graphs.logits(shape.rows, self.vocab), tokens
+            )
         return self.tables[shape]
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
