@@ -10,7 +10,6 @@ from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu.graphs import ChainGraph, GraphRunner
-from forerun.models.backends.gpu.verdicts import FILTERS, is_plain
 from forerun.models.chains import SameIds, Start
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
@@ -21,6 +20,11 @@ FIXED = Placement(torch.device("cpu"), fixed=True)
 VOCAB = 512
 TEXTS = ([1, 403, 407, 261, 378], [1, 5, 6], [1, 44, 9, 10, 400, 32, 7])
 PARAMS = (SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(temperature=0.6, seed=2))
+PENALISED = (
+    SamplingParams(temperature=0, presence_penalty=2.0, logit_bias={100: 80.0, 101: 79.0, 102: 78.5}),
+    SamplingParams(seed=1, top_p=0.9, min_p=0.01, repetition_penalty=1.3, min_tokens=3),
+    SamplingParams(temperature=0.6, seed=2, top_k=3, presence_penalty=1.5, frequency_penalty=-1.0),
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,11 @@ def make(runner: GraphRunner, num_tokens: int = 1024) -> ModelDrafter:
 
 
 def draws_of(params: tuple[SamplingParams, ...] = PARAMS, num_ids: int = VOCAB, rejection: bool = False) -> Draws:
-    rows = [RowSampling(i, p, i + 7, 0, text, len(text)) for i, (p, text) in enumerate(zip(params, TEXTS, strict=True))]
+    words = [[403, 407], [100, 101, 102]]
+    rows = [
+        RowSampling(i, p, i + 7, 0, text, 1, (2,), () if params is PARAMS else words)
+        for i, (p, text) in enumerate(zip(params, TEXTS, strict=True))
+    ]
     return Draws(rows, VOCAB, num_ids=num_ids, rejection=rejection)
 
 
@@ -53,15 +61,20 @@ def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Dra
     return [drafter.propose(draws, [Budget(depth) for depth in depths]) for drafter in (made, stepped)]
 
 
+@pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["temperature", "penalised"])
 @pytest.mark.parametrize("num_ids", [VOCAB, 300])
 @pytest.mark.parametrize("depths", [(1, 1, 1), (3, 5, 1), (2, 1, 6)])
 def test_a_graph_draws_what_the_steps_draw(
-    runner: GraphRunner, monkeypatch: pytest.MonkeyPatch, depths: tuple[int, ...], num_ids: int
+    runner: GraphRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    depths: tuple[int, ...],
+    num_ids: int,
+    params: tuple[SamplingParams, ...],
 ) -> None:
     taken = []
     body = ChainGraph.body
     monkeypatch.setattr(ChainGraph, "body", lambda *a: taken.append(1) or body(*a))
-    one, other = both(runner, draws_of(num_ids=num_ids), depths)
+    one, other = both(runner, draws_of(params, num_ids), depths)
     assert len(taken) == 1
     assert torch.equal(one.tree.tokens, other.tree.tokens)
     assert torch.equal(one.tree.parents, other.tree.parents)
@@ -84,7 +97,7 @@ def test_a_graph_serves_fewer_rows_and_shorter_chains_than_its_own(runner: Graph
         stepped = both(runner, draws_of(), depths)[1]
         assert torch.equal(drafted.tree.tokens, stepped.tree.tokens)
         assert drafter.runner.chain_graph is not None
-        sizes.append([*drafter.runner.chain_graph.buffers])
+        sizes.append([(shape.rows, shape.depth) for shape in drafter.runner.chain_graph.buffers])
     assert sizes == [[(4, 8)]] * 4 + [[(4, 8), (4, 3)]] * 3
     drafter.runner.cache.check()
 
@@ -100,32 +113,13 @@ def test_confirmed_guesses_stay_read_though_the_host_saw_them_late(runner: Graph
     drafter.runner.cache.check()
 
 
-@pytest.mark.parametrize("name", FILTERS)
-def test_a_request_with_filters_is_not_plain(name: str) -> None:
-    values = {
-        "logit_bias": {3: 1.0}, "banned_tokens": (3,), "bad_words": ("a",), "min_tokens": 2, "top_k": 5,
-        "top_p": 0.9, "min_p": 0.1,
-        "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
-        "logits_processors": (lambda _text, logits: logits,),
-    }  # fmt: skip
-    assert is_plain(SamplingParams(temperature=0.3, max_tokens=3))
-    assert not is_plain(replace(SamplingParams(), **{name: values[name]}))
-
-
-def test_every_field_that_shapes_a_law_is_known_to_the_graph() -> None:
-    """A new field of SamplingParams is either one of the filters or listed here as none of a graph's business."""
-    others = {"temperature", "seed", "n", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
-              "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "grammar"}  # fmt: skip
-    assert {*FILTERS} | others == {*SamplingParams.__dataclass_fields__}
-
-
 def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
     drafter = make(runner, num_tokens=32)
     logits, starts, ids = torch.zeros(2, VOCAB), [Start(0, 0, 2), Start(1, 1, 2)], SameIds(VOCAB, VOCAB)
     draw = partial(drafter.runner.draw_chains, logits=logits, ids=ids)
     assert draw(draws_of(rejection=True), starts) is None
-    filtered = (replace(PARAMS[0], top_k=3), *PARAMS[1:])
-    assert draw(draws_of(filtered), starts) is None
+    processed = (replace(PARAMS[0], logits_processors=(lambda _text, logits: logits,)), *PARAMS[1:])
+    assert draw(draws_of(processed), starts) is None
     assert draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)]) is None
     drafter.runner.cache.check()
     assert drafter.runner.cache.num_rows == 0

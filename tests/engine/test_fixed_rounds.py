@@ -167,8 +167,9 @@ EVERY = SamplingParams(
         (None, PARAMS[2], 6),
         (None, EVERY, 6),
         (None, replace(EVERY, logprobs=3), 7),
+        ("model", EVERY, 42),
     ],
-    ids=["plain", "model", "penalised", "every", "logprobs"],
+    ids=["plain", "model", "penalised", "every", "logprobs", "every-model"],
 )
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     monkeypatch: pytest.MonkeyPatch, drafter: str | None, params: SamplingParams, most: int

@@ -218,6 +218,10 @@ def test_rounds_of_every_parameter_are_judged_by_graphs_as_plain_decoding_has_it
     assert isinstance(runner, GraphRunner)
     assert any(key[0] == "verdict" for key in runner.graphs.captured if isinstance(key, tuple))
     assert not runner.graphs.refused
+    guesser = getattr(drafted.drafter, "runner", None)
+    if isinstance(guesser, GraphRunner):
+        assert any(key[0] == "chains" for key in guesser.graphs.captured if isinstance(key, tuple))
+        assert not guesser.graphs.refused
     monkeypatch.setattr(VerdictGraph, "judge", lambda *_: None)
     plain = make(target_dir, one_gemm=True).generate(PROMPTS, params)
     assert texts_of(results) == texts_of(plain)

@@ -67,8 +67,8 @@ def ranked(
     log-probabilities.
     """
     law = softmax(logits.to(torch.float32), log=True)
-    found = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
-    ranks, top_ids = (rank_of(law, picked), largest(law, top)) if found is None else found
+    by_kernels = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
+    ranks, top_ids = (rank_of(law, picked), largest(law, top)) if by_kernels is None else by_kernels
     tops = law.gather(1, top_ids)
     of_token = law.gather(1, picked[:, None])[:, 0]
     columns = [column.double()[:, None] for column in (picked, of_token, ranks, (tops > -math.inf).sum(1))]

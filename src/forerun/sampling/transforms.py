@@ -196,16 +196,16 @@ class Transforms:
         return torch.stack(done)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
-        ids, said = self._counted(at)
-        ids, seen = _with_path(ids, (said >= 0).float(), at)
+        ids, times = self._counted(at)
+        ids, seen = _with_path(ids, (times >= 0).float(), at)
         by = self._number("repetition", at, logits.dtype)
         old = logits.gather(1, ids)
         new = torch.where(seen > 0, torch.where(old > 0, old / by, old * by), old)
         return logits.scatter(1, ids, bounded(new, old))
 
     def _penalise_counts(self, logits: Logits, at: PathState) -> Logits:
-        ids, said = self._counted(at)
-        ids, counts = _with_path(ids, said.clamp_min(0).float(), at)
+        ids, times = self._counted(at)
+        ids, counts = _with_path(ids, times.clamp_min(0).float(), at)
         frequency, presence = (self._number(name, at, logits.dtype) for name in ("frequency", "presence"))
         return logits.scatter(1, ids, logits.gather(1, ids) - frequency * counts - presence * (counts > 0))
 

@@ -40,10 +40,10 @@ def verify(
     what `follow` does with these draws in one call on a device, where it can.
     """
     lawful = None if rule == "coupled" else tree.rows_with_law()
-    if lawful is None and (judged := draws.verdict(tree, logits)) is not None:  # `follow`, compiled with its draws
-        return Verdict(judged)
-    if lawful is None and judge is not None and (found := judge(draws, tree, logits, follow_packed)) is not None:
-        return Verdict(found.packed, found.ranked)
+    if lawful is None and (packed := draws.verdict(tree, logits)) is not None:  # `follow`, compiled with its draws
+        return Verdict(packed)
+    if lawful is None and judge is not None and (judged := judge(draws, tree, logits, follow_packed)) is not None:
+        return Verdict(judged.packed, judged.ranked)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid

@@ -52,7 +52,8 @@ class Graphs:
         """
         size = max(rows, self.logits_rows), vocab
         if size not in self.kept_logits:
-            self.kept_logits[size] = torch.zeros(*size, device=self.device)
+            with torch.inference_mode(False):  # it may be written outside of that mode too
+                self.kept_logits[size] = torch.zeros(*size, device=self.device)
         return self.kept_logits[size][:rows]
 
     def keep_logits(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:

@@ -8,17 +8,17 @@ padded to a size that was captured before. Prompt chunks, whose sizes vary and w
 capture.
 
 A draft model's whole chains are one graph (`ChainGraph`): draw, read, draw, ... without a launch in between. A graph
-does the same work for every round, so nothing in it may depend on a request: temperatures, keys and positions are
-tensors, and rounds with filters or penalties are drawn step by step. Chains may end at different depths: the deepest
-come first, and at every step the rows that have ended are padding. So a graph also serves shorter chains and fewer rows
-than it was captured for.
+does the same work for every round, so nothing in it may depend on a request: parameters, texts, keys and positions are
+tensors, and rounds with requests' own processors are drawn step by step. Chains may end at different depths: the
+deepest come first, and at every step the rows that have ended are padding. So a graph also serves shorter chains and
+fewer rows than it was captured for.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,17 +27,19 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
-from forerun.device import overwrite, upload
+from forerun.device import PackedTables, upload
 from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs
-from forerun.models.backends.gpu.fixed import ALIGNED, LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
+from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
-from forerun.models.backends.gpu.verdicts import VerdictGraph, is_plain
+from forerun.models.backends.gpu.verdicts import VerdictGraph, fixed_steps, holds, in_parts, row_sizes
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
 from forerun.models.rows import power_of_two
 from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runner, Tail, TreeRule
 from forerun.sampling.draws import Draws
-from forerun.sampling.noise import Purpose, absorb, gumbel, signed
+from forerun.sampling.noise import Purpose, signed
+from forerun.sampling.tables import RoundTables, Steps
+from forerun.sampling.transforms import PathState, Transforms
 from forerun.tree import DraftTree, HostTree
 
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
@@ -195,17 +197,29 @@ def place(drawn: DeviceTokens, tokens: Tensor) -> None:
     table.copy_(torch.where(source >= 0, known, table))
 
 
+class ChainShape(NamedTuple):
+    """The sizes of a graph: rows, depth, and the tables of its transforms."""
+
+    rows: int
+    depth: int
+    steps: Steps
+
+    def holds(self, rows: int, depth: int, steps: Steps) -> bool:
+        """Whether such chains fit, without too much padding."""
+        fits = rows <= self.rows <= PADDED * rows and depth <= self.depth <= LONGER * depth
+        return fits and holds(self.steps, steps)
+
+
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The tensors of one graph: the first logits, and each row's noise and temperature and every step's tables, which
-    are views of `flat` and filled in one copy."""
+    """The tensors of one graph: the first logits, and tables that are filled in one copy.
 
-    flat: Int[Tensor, " numbers"]
+    These are the transforms' by name (`RoundTables.arrays`), each row's `keys` and `positions`, and those of each pass.
+    """
+
+    packed: PackedTables
     logits: Float[Tensor, "rows vocab"]
-    keys: Int[Tensor, " rows"]
-    positions: Int[Tensor, " rows"]
-    temperatures: Float[Tensor, "rows 1"]  # 0: greedy
-    steps: Sequence[Inputs]
+    passes: Sequence[Inputs]
 
 
 class ChainGraph:
@@ -214,80 +228,83 @@ class ChainGraph:
     def __init__(self, runner: GraphRunner, ids: IdExchange) -> None:
         self.runner = runner
         self.ids = ids
-        self.buffers: dict[tuple[int, int], Buffers] = {}
+        self.buffers: dict[ChainShape, Buffers] = {}
 
     def draw(self, draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"]) -> Chains | None:
-        """The chains; None, with nothing changed, where the graph cannot draw this round or there is no room."""
-        drawn = [draws.rows[start.row] for start in starts]
-        if draws.rejection or type(draws) is not Draws or not all(is_plain(row.params) for row in drawn):
+        """The chains; None, with nothing changed, where the graph cannot draw this round or there is no room.
+
+        Grammars have no say in it: the host would have to see the guesses.
+        """
+        if draws.rejection or type(draws) is not Draws:
+            return None
+        order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
+        if order != [*range(len(starts))]:
+            starts, logits = [starts[i] for i in order], logits[upload(order, torch.long, logits.device)]
+        rows = RoundTables([draws.rows[start.row] for start in starts], self.ids.vocab_size)
+        shape = self.shape_of(len(starts), starts[0].depth, rows.steps._replace(masks=0))
+        if shape is None:
             return None
         try:
             self.runner.cache.reserve([s.seq_id for s in starts], [s.depth - 1 for s in starts])
         except OutOfBlocks:
             return None
-        order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
-        if order != [*range(len(starts))]:
-            starts, logits = [starts[i] for i in order], logits[upload(order, torch.long, logits.device)]
-        buffers = self.fill(draws, starts, logits)
-        key = ("chains", len(buffers.keys), 1 + len(buffers.steps), draws.num_ids)
-        guesses = self.runner.graphs.run(key, lambda: self.body(buffers, draws.num_ids))
+        buffers = self.fill(shape, draws, starts, rows)
+        buffers.logits[: len(starts)] = logits
+        key = ("chains", shape, draws.num_ids)
+        guesses = self.runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids))
         return self.spread(draws, starts, guesses)
 
-    def fill(self, draws: Draws, starts: Sequence[Start], logits: Tensor) -> Buffers:
+    def fill(self, shape: ChainShape, draws: Draws, starts: Sequence[Start], rows: RoundTables) -> Buffers:
         """Set the tables of all steps, the deepest chains first: where tokens lie is known before they are."""
-        buffers, count = self.buffers_of(*self.size_of(len(starts), starts[0].depth)), len(starts)
-        buffers.logits[:count] = logits
-        size = whole_vectors(len(buffers.keys))
-        keys, positions = np.zeros((2, size), dtype=np.int64)
-        heat, noise = np.ones(size, dtype=np.float32), draws.host_keys(Purpose.COUPLED)
-        keys[:count] = [signed(noise[start.row]) for start in starts]
-        positions[:count] = [draws.root_places[start.row] + 1 for start in starts]
-        params = [draws.rows[start.row].params for start in starts]
-        heat[:count] = [0.0 if p.greedy else p.temperature for p in params]
-        numbers = [keys.view(np.int32), positions.view(np.int32), heat.view(np.int32)]
+        buffers, arrays = self.buffers_of(shape), rows.arrays(shape.steps)
+        keys = draws.host_keys(Purpose.COUPLED)
+        arrays["keys"] = np.array([signed(keys[start.row]) for start in starts])
+        arrays["positions"] = np.array([draws.root_places[start.row] + 1 for start in starts])
         block_size, spare_slot = self.runner.cache.blocks.block_size, self.runner.spare_slot
-        for level, step in enumerate(buffers.steps, start=1):
+        for level, step in enumerate(buffers.passes, start=1):
             reads = [Read(start.seq_id, [0], judged=[0]) for start in starts if start.depth > level]
-            tables = step.numbers(*self.runner.lay_out(reads), block_size, spare_slot)
-            numbers.append(np.array(tables + [0] * (whole_vectors(len(tables)) - len(tables)), dtype=np.int32))
-        overwrite(buffers.flat, torch.from_numpy(np.concatenate(numbers)))
+            numbers = step.numbers(*self.runner.lay_out(reads), block_size, spare_slot)
+            arrays[f"pass {level}"] = np.array(numbers, dtype=np.int32)
+        buffers.packed.fill(arrays)
         return buffers
 
-    def size_of(self, rows: int, depth: int) -> tuple[int, int]:
-        """The rows and depth of a captured graph, or of a new one if too much of a captured one would be padding."""
-        there = [(r, d) for r, d in self.buffers if rows <= r <= PADDED * rows and depth <= d <= LONGER * depth]
-        return min(there, key=lambda size: size[0] * size[1], default=(power_of_two(rows), depth))
+    def shape_of(self, rows: int, depth: int, steps: Steps) -> ChainShape | None:
+        """The shape of a captured graph, or of a new one if too much of a captured one would be padding."""
+        there = [shape for shape in self.buffers if shape.holds(rows, depth, steps)]
+        if there:
+            return min(there, key=lambda shape: shape.rows * shape.depth)
+        fixed = fixed_steps(steps, depth, self.ids.vocab_size)
+        return None if fixed is None else ChainShape(power_of_two(rows), depth, fixed)
 
-    def buffers_of(self, rows: int, depth: int) -> Buffers:
-        """The buffers for this many rows and steps, always the same."""
-        if (rows, depth) not in self.buffers:
-            device = self.runner.device
-            shape, size = Shape(rows, 0, rows, self.runner.most_keys), whole_vectors(rows)
-            step = Inputs.size_of(shape)
-            sizes = [2 * size, 2 * size, size, *[whole_vectors(step)] * (depth - 1)]
-            flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-            keys, positions, heat, *steps = flat.split(sizes)
-            self.buffers[rows, depth] = Buffers(
-                flat,
-                logits=self.runner.graphs.logits(rows, self.ids.vocab_size),
-                keys=keys.view(torch.long)[:rows],
-                positions=positions.view(torch.long)[:rows],
-                temperatures=heat.view(torch.float32)[:rows, None],
-                steps=[Inputs(shape, device, flat=part[:step]) for part in steps],
-            )
-        return self.buffers[rows, depth]
+    def buffers_of(self, shape: ChainShape) -> Buffers:
+        """The buffers of this shape, always the same."""
+        if shape not in self.buffers:
+            device, vocab, rows = self.runner.device, self.ids.vocab_size, (shape.rows,)
+            step, names = Shape(shape.rows, 0, shape.rows, self.runner.most_keys), range(1, shape.depth)
+            sizes = row_sizes(shape.rows, shape.steps, vocab)
+            sizes |= {name: (rows, np.dtype(np.int64)) for name in ("keys", "positions")}
+            sizes |= {f"pass {level}": ((Inputs.size_of(step),), np.dtype(np.int32)) for level in names}
+            packed = PackedTables(sizes, device)
+            passes = [Inputs(step, device, flat=packed.tables[f"pass {level}"]) for level in names]
+            self.buffers[shape] = Buffers(packed, self.runner.graphs.logits(shape.rows, vocab), passes)
+        return self.buffers[shape]
 
-    def body(self, buffers: Buffers, num_ids: int) -> Int[Tensor, "rows depth"]:
+    def body(self, shape: ChainShape, buffers: Buffers, num_ids: int) -> Int[Tensor, "rows depth"]:
         """All steps. Tensor code alone."""
-        logits, columns = buffers.logits, []
-        for level in range(len(buffers.steps) + 1):
-            tokens = draw_coupled(logits, buffers, level, num_ids)
-            columns.append(tokens)
-            if level < len(buffers.steps):
-                step = buffers.steps[level]
-                step.columns["tokens"].copy_(self.ids.own(tokens).clamp_min(0))
+        logits, tables = buffers.logits, buffers.packed.tables
+        transforms = Transforms(shape.steps, lambda: tables, self.ids.vocab_size, num_ids)
+        draws = Draws.of_tables(transforms, tables["keys"])
+        row = torch.arange(shape.rows, device=logits.device)
+        drawn = row.new_empty(shape.rows, 0)
+        for level in range(shape.depth):
+            at = PathState(row, drawn, tables["positions"] + level)
+            guesses = likeliest(draws, logits, at)
+            drawn = torch.cat([drawn, guesses], dim=1)
+            if level < len(buffers.passes):
+                step = buffers.passes[level]
+                step.columns["tokens"].copy_(self.ids.own(guesses[:, 0]).clamp_min(0))
                 logits = self.ids.spread(run_pass(self.runner.decoder, self.runner.ops, step, self.runner.cache).logits)
-        return torch.stack(columns, dim=1)
+        return drawn
 
     def spread(self, draws: Draws, starts: Sequence[Start], guesses: Tensor) -> Chains:
         """The rows of the graph as rows of the round, each with the length that was asked for."""
@@ -305,22 +322,6 @@ class ChainGraph:
         return Chains(trees, read, guesses=guesses_at)
 
 
-def whole_vectors(size: int) -> int:
-    """Four-byte numbers up to the next place where kernels like a table to begin."""
-    return -(-size // ALIGNED) * ALIGNED
-
-
-def draw_coupled(
-    logits: Float[Tensor, "rows vocab"], buffers: Buffers, level: int, num_ids: int
-) -> Int[Tensor, " rows"]:
-    """The guesses that `Draws.children` gives at a width of 1, for rows without filters."""
-    vocab = logits.shape[1]
-    shaped = logits.masked_fill(torch.arange(vocab, device=logits.device) >= num_ids, -math.inf)
-    greedy = buffers.temperatures == 0
-    noise = gumbel(absorb(buffers.keys, buffers.positions + level), vocab)
-    heated = shaped / torch.where(greedy, 1.0, buffers.temperatures) + noise
-    scores = torch.where(greedy, shaped, heated)
-    scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
-    tokens = scores.argmax(1, keepdim=True)
-    offered = scores.gather(1, tokens) > -math.inf
-    return torch.where(offered, tokens, -1)[:, 0]
+def likeliest(draws: Draws, logits: Float[Tensor, "rows vocab"], at: PathState) -> Int[Tensor, "rows 1"]:
+    """One guess after each node."""
+    return in_parts(at, lambda part, at: draws.children(logits[part], at, 1, survival=False).tokens)

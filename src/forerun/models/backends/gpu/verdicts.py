@@ -12,6 +12,7 @@ behind so many counted ids that comparing them takes more than MOST_PAIRS rows o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from forerun.sampling.constraint import constrained
 from forerun.sampling.draws import Draws
 from forerun.sampling.logprobs import ranked
 from forerun.sampling.noise import Purpose, signed
-from forerun.sampling.params import MOST_LOGPROBS, SamplingParams
+from forerun.sampling.params import MOST_LOGPROBS
 from forerun.sampling.tables import RoundTables, Steps
 from forerun.sampling.transforms import PathState, Transforms, masks_of
 from forerun.sampling.winners import FEW
@@ -41,10 +42,8 @@ SPARE = 4  # how many times its rows a round may be padded to, rather than that 
 MOST_IDS = 16_384  # of a row, in any table
 MOST_PAIRS = 4  # of ids and guesses that are compared for each node, in parts of the vocabulary,
 LEAST_PAIRS = 2**15  # or so many where it is small
+TableSizes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 HEAT = Steps(greedy=True, sampled=True, heat=True)
-PLAIN = SamplingParams()
-FILTERS = ("logit_bias", "banned_tokens", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "repetition_penalty",
-           "presence_penalty", "frequency_penalty", "logits_processors")  # fmt: skip
 
 
 def verdict_bytes(vocab: int) -> int:
@@ -52,9 +51,40 @@ def verdict_bytes(vocab: int) -> int:
     return WORK * ROWS_AT_ONCE * max(vocab, LEAST_PAIRS // MOST_PAIRS) * torch.float32.itemsize
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Whether draws depend only on a request's temperature and noise."""
-    return all(getattr(params, name) == getattr(PLAIN, name) for name in FILTERS)
+def kinds_of(steps: Steps) -> tuple[bool, ...]:
+    """Which groups of transforms there are: few, so that there are few graphs."""
+    edits = steps.counted + steps.fixed + steps.ends + steps.words
+    return edits > 0, steps.masks > 0, steps.min_p or steps.top_k > 0, steps.top_p
+
+
+def holds(steps: Steps, needed: Steps) -> bool:
+    """Whether these transforms can do what is needed, and make no kind that takes time and is not."""
+    return kinds_of(steps) == kinds_of(needed) and all(mine >= other for mine, other in zip(steps, needed, strict=True))
+
+
+def fixed_steps(needed: Steps, depth: int, vocab: int) -> Steps | None:
+    """The transforms of a new graph, in widths that serve other rounds too; None for those that no graph can make."""
+    edits, _, cuts, _ = kinds_of(needed)
+    kept = min(rounded(needed.top_k, 64), vocab) if cuts else 0
+    steps = needed._replace(greedy=True, sampled=True, heat=True, min_p=cuts, top_k=kept)
+    if edits:
+        steps = steps._replace(
+            repeats=True,
+            counts=True,
+            counted=rounded(needed.counted, 512),
+            fixed=rounded(needed.fixed, 16),
+            ends=rounded(needed.ends, 4),
+            words=rounded(needed.words, 8),
+            reach=rounded(needed.reach, 4),
+        )
+    widest = max(needed.fixed, needed.counted, needed.ends, needed.words * needed.reach)
+    fits = widest <= MOST_IDS and depth * steps.counted <= max(LEAST_PAIRS, MOST_PAIRS * vocab)
+    return steps if fits and not needed.processors else None
+
+
+def rounded(width: int, least: int) -> int:
+    """The width of a graph's table: a power of two, and not the smallest ones."""
+    return max(least, power_of_two(width))
 
 
 class VerdictShape(NamedTuple):
@@ -68,48 +98,38 @@ class VerdictShape(NamedTuple):
     ranked: int = 0  # how many log-probabilities are wanted of a token, itself among them
 
     def holds(self, other: VerdictShape) -> bool:
-        """Whether such a round fits, without too much padding or transforms that take time and are not needed."""
-        sizes = zip(self[:4] + self.steps, other[:4] + other.steps, strict=True)
-        large = self.ranked >= other.ranked and all(mine >= needed for mine, needed in sizes)
+        """Whether such a round fits, without too much padding or work that nobody asks for."""
+        large = all(mine >= needed for mine, needed in zip(self[:4], other[:4], strict=True))
         small = self.rows <= SPARE * other.rows and self.batch * self.nodes <= SPARE**2 * other.rows
-        return large and small and self.kinds == other.kinds
+        ranks = self.ranked >= other.ranked and (self.ranked > 0) == (other.ranked > 0)
+        return large and small and ranks and holds(self.steps, other.steps)
 
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """Which groups of transforms there are: few, so that there are few graphs."""
-        steps = self.steps
-        edits = steps.counted + steps.fixed + steps.ends + steps.words
-        return edits > 0, steps.masks > 0, steps.min_p or steps.top_k > 0, steps.top_p, self.ranked > 0
-
-    def rounded(self, vocab: int) -> VerdictShape:
-        """The shape of a new graph for such a round."""
-        (edits, _, cuts, _, ranks), needed = self.kinds, self.steps
-        kept = min(rounded(needed.top_k, 64), vocab) if cuts else 0
-        steps = needed._replace(greedy=True, sampled=True, heat=True, min_p=cuts, top_k=kept)
-        if edits:
-            steps = steps._replace(
-                repeats=True,
-                counts=True,
-                counted=rounded(needed.counted, 512),
-                fixed=rounded(needed.fixed, 16),
-                ends=rounded(needed.ends, 4),
-                words=rounded(needed.words, 8),
-                reach=rounded(needed.reach, 4),
-            )
+    def rounded(self, vocab: int) -> VerdictShape | None:
+        """The shape of a new graph for such a round; None where no graph can judge it."""
+        depth = power_of_two(self.depth) if self.depth else 0
+        steps = fixed_steps(self.steps, depth, vocab)
+        if steps is None:
+            return None
         nodes = 1 + power_of_two(self.nodes - 1) if self.nodes > 1 else 1
-        return VerdictShape(
-            min(power_of_two(self.rows), MOST_ROWS),
-            power_of_two(self.batch),
-            nodes,
-            power_of_two(self.depth) if self.depth else 0,
-            steps,
-            (1 + FEW if self.ranked <= 1 + FEW else 1 + MOST_LOGPROBS) if ranks else 0,
-        )
+        ranks = self.ranked and 1 + (FEW if self.ranked <= 1 + FEW else MOST_LOGPROBS)
+        rows = min(power_of_two(self.rows), MOST_ROWS)
+        return VerdictShape(rows, power_of_two(self.batch), nodes, depth, steps, ranks)
 
 
-def rounded(width: int, least: int) -> int:
-    """The width of a graph's table: a power of two, and not the smallest ones."""
-    return max(least, power_of_two(width))
+def row_sizes(rows: int, steps: Steps, vocab: int) -> TableSizes:
+    """The sizes of these transforms' tables."""
+    arrays = RoundTables((), vocab).arrays(steps)
+    return {name: ((rows, *array.shape[1:]), array.dtype) for name, array in arrays.items()}
+
+
+def in_parts(at: PathState, work: Callable[[slice, PathState], Tensor]) -> Tensor:
+    """What comes of work on some nodes at a time, together."""
+    parts = []
+    for first in range(0, len(at.row), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        masks = None if at.masks is None else at.masks[part]
+        parts.append(work(part, PathState(at.row[part], at.drawn[part], at.position[part], masks=masks)))
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +170,8 @@ class VerdictGraph:
             return None
         batch, nodes = tree.tokens.shape
         host = RoundTables(draws.rows, self.vocab)
-        wanted = [row.params.logprobs for row in draws.rows]
-        width = max((1 + top for top in wanted if top is not None), default=0)
+        counts = [row.params.logprobs for row in draws.rows]
+        width = max((1 + top for top in counts if top is not None), default=0)
         shape = self.shape_of(VerdictShape(len(logits), batch, nodes, tree.depth, host.steps, width))
         if shape is None:
             return None
@@ -159,33 +179,24 @@ class VerdictGraph:
         tables.logits[: len(logits)] = logits
         tables.tokens[:batch, :nodes] = tree.tokens
         self.fill(tables, shape, draws, tree, host)
-        found = self.graphs.run(("verdict", shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
+        judged = self.graphs.run(("verdict", shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
         return Judged(
-            found.packed[:batch, : 3 + tree.depth], None if found.ranked is None else found.ranked[: len(logits)]
+            judged.packed[:batch, : 3 + tree.depth], None if judged.ranked is None else judged.ranked[: len(logits)]
         )
 
     def shape_of(self, needed: VerdictShape) -> VerdictShape | None:
         """A shape that holds the round: one that is there, else a new one; None where no graph can judge it."""
         there = [shape for shape in self.tables if shape.holds(needed)]
-        if there:
-            return min(there)
-        shape, steps = needed.rounded(self.vocab), needed.steps
-        widest = max(steps.fixed, steps.counted, steps.ends, steps.words * steps.reach)
-        pairs = shape.depth * shape.steps.counted
-        fits = widest <= MOST_IDS and pairs <= max(LEAST_PAIRS, MOST_PAIRS * self.vocab)
-        return shape if fits and not steps.processors else None
+        return min(there) if there else needed.rounded(self.vocab)
 
     def tables_of(self, shape: VerdictShape) -> Tables:
         """The tensors of this shape, always the same."""
         if shape not in self.tables:
             grid = shape.batch, shape.nodes
-            wanted = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
+            of_rows = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
             of_nodes = dict.fromkeys(("parents", "row"), grid)
-            sizes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-                name: (size, np.dtype(np.int64)) for name, size in (wanted | of_nodes).items()
-            }
-            for name, array in RoundTables((), self.vocab).arrays(shape.steps).items():
-                sizes[name] = (shape.batch, *array.shape[1:]), array.dtype
+            sizes: TableSizes = {name: (size, np.dtype(np.int64)) for name, size in (of_rows | of_nodes).items()}
+            sizes |= row_sizes(shape.batch, shape.steps, self.vocab)
             if shape.steps.masks:
                 sizes["masks"] = (shape.rows, shape.steps.masks), np.dtype(np.int32)
             tokens = torch.zeros(grid, dtype=torch.int64, device=self.device)
@@ -221,28 +232,22 @@ def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -
     row = tables["row"]
     read = (row < shape.rows) & (tables.tokens >= 0)
     tree = DraftTree(torch.where(read, tables.tokens, -1), torch.where(read, tables["parents"], -1), shape.depth)
-    drawn, ranks = draw(tables, shape, num_ids, tree)
-    after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[row]
-    return Judged(rule(tree, torch.where(read, after, -1)), ranks)
-
-
-def draw(
-    tables: Tables, shape: VerdictShape, num_ids: int, tree: DraftTree
-) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows numbers"] | None]:
-    """What `Draws.draw` gives after the nodes of these rows, some at a time, and the ranks of these tokens."""
-    steps, seq, positions = shape.steps, tables["seq"], tables["positions"]
-    transforms = Transforms(steps, lambda: tables.packed.tables, tables.logits.shape[1], num_ids)
+    transforms = Transforms(shape.steps, lambda: tables.packed.tables, tables.logits.shape[1], num_ids)
     draws = Draws.of_tables(transforms, tables["keys"])
-    reads_paths = steps.words or steps.counted
-    paths = tree.path_tokens().flatten(0, 1)[tables["node"]] if reads_paths else seq.new_empty(shape.rows, 0)
-    drawn, ranks = [], []
-    for first in range(0, shape.rows, ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        logits, masks = tables.logits[part], tables["masks"][part] if steps.masks else None
-        at = PathState(seq[part], paths[part], positions[part], masks=masks)
-        drawn.append(draws.draw(logits, at))
-        if shape.ranked:
-            real = logits[:, :num_ids]
-            real = real if masks is None else constrained(real, masks)
-            ranks.append(ranked(real, drawn[-1].clamp_min(0), min(shape.ranked - 1, num_ids)))
-    return torch.cat(drawn), torch.cat(ranks) if ranks else None
+    at = nodes_of(tables, shape.steps, tree)
+    drawn = in_parts(at, lambda part, at: draws.draw(tables.logits[part], at))
+    after = torch.cat([drawn, torch.full_like(drawn[:1], -1)])[row]
+
+    def ranks(part: slice, at: PathState) -> Tensor:
+        real = tables.logits[part][:, :num_ids]
+        real = real if at.masks is None else constrained(real, at.masks)
+        return ranked(real, drawn[part].clamp_min(0), min(shape.ranked - 1, num_ids))
+
+    return Judged(rule(tree, torch.where(read, after, -1)), in_parts(at, ranks) if shape.ranked else None)
+
+
+def nodes_of(tables: Tables, steps: Steps, tree: DraftTree) -> PathState:
+    """What `Draws.nodes` gives, of all rows of logits."""
+    seq, reads_paths = tables["seq"], steps.words or steps.counted
+    paths = tree.path_tokens().flatten(0, 1)[tables["node"]] if reads_paths else seq.new_empty(len(seq), 0)
+    return PathState(seq, paths, tables["positions"], masks=tables["masks"] if steps.masks else None)
