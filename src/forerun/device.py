@@ -8,10 +8,13 @@ run asynchronously.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
+import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,14 +25,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.annotations import Float
-from forerun.errors import DeviceUnavailable, InvalidRequest
+from forerun.errors import DeviceUnavailable, InvalidRequest, OperatorMissing
 
 HostArray = np.ndarray[Any, np.dtype[Any]]  # on the host, of any kind
-DEVICES = ("auto", "cpu", "cuda")
-DEVICE_NAME = re.compile("cpu|cuda(?::([0-9]{1,4}))?")
+DEVICES = ("auto", "cpu", "cuda", "rocm", "mps")
+DEVICE_NAME = re.compile("(cpu)|(mps)(?::0)?|(cuda|rocm|hip)(?::([0-9]{1,4}))?")
+OPERATOR = re.compile(r"'(aten::[\w.]+)'")  # as torch's errors name one
 SUM_UNITS = 2.0**52
 VECTOR = 8  # numbers that a GPU reads at once, at most
 ALIGNED_BYTES = 16  # where tables begin in a common buffer: at addresses that vectors can be read from
+NARROW: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float64): np.dtype(np.float32)}
+log = logging.getLogger(__name__)
 DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
 
 
@@ -48,9 +54,11 @@ class Placement:
 
     @classmethod
     def of(cls, device: str | torch.device | Placement | None, one_gemm: bool = False) -> Placement:
-        """The device called "cpu", "cuda", "cuda:1", ..., or the best there is ("auto"); None is the CPU.
+        """The device called "cpu", "cuda", "cuda:1", ..., "rocm" (AMD's, which torch calls cuda), "mps" (Apple's), or
+        the best that was tested ("auto"); None is the CPU.
 
-        Raises InvalidRequest for what is not the name of a device, DeviceUnavailable for a device that is not there.
+        Raises InvalidRequest for what is not the name of a device or not for it, DeviceUnavailable for a device that is
+        not there.
         """
         if device is None:
             return CPU
@@ -64,16 +72,24 @@ class Placement:
         match = DEVICE_NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise InvalidRequest("device", f"{name!r:.60} is not known: use {', '.join(DEVICES)}, or cuda:1 and so on.")
-        if match[0] == "cpu":
+        kind, index = match[3], int(match[4] or 0)
+        if match[1]:
             return CPU
-        index = int(match[1] or 0)
-        require_cuda(match[0], index)
+        if match[2]:
+            require_mps(one_gemm)
+            return cls(torch.device("mps", 0), fixed=True)
+        require_cuda(match[0], index, amd=kind != "cuda")
         return cls(torch.device("cuda", index), fixed=True, one_gemm=one_gemm)
 
     @property
     def graphs(self) -> bool:
         """Whether passes can be captured and replayed."""
         return self.device.type == "cuda"
+
+    @property
+    def holds_groups(self) -> bool:
+        """Whether weights in groups of few bits are multiplied as they are, which takes kernels of ours."""
+        return self.device.type != "mps"
 
     @property
     def same_bits(self) -> bool:
@@ -85,14 +101,21 @@ class Placement:
         """What results depend on besides weights and versions: the processor, and the order of sums."""
         if self.device.type == "cpu":
             return torch.backends.cpu.get_cpu_capability() + ", fixed shapes" * self.fixed
+        if self.device.type == "mps":
+            return f"MPS, macOS {platform.mac_ver()[0]}"
         return torch.cuda.get_device_name(self.device) + ", one gemm" * self.one_gemm
 
 
 CPU = Placement(torch.device("cpu"))
 
 
-def require_cuda(name: str, index: int) -> None:
-    """Raise DeviceUnavailable, with the reason, unless this GPU is there."""
+def require_cuda(name: str, index: int, amd: bool) -> None:
+    """Raise DeviceUnavailable, with the reason, unless this GPU is there. Says in the log that AMD's are untested."""
+    if amd and torch.version.hip is None:
+        raise DeviceUnavailable(
+            f"device {name!r}: this torch ({torch.__version__}) was built without ROCm; install a ROCm build of torch, "
+            "or use --device cpu"
+        )
     if not torch.backends.cuda.is_built():
         raise DeviceUnavailable(
             f"device {name!r}: this torch ({torch.__version__}) was built without CUDA; install a CUDA build of torch, "
@@ -103,6 +126,51 @@ def require_cuda(name: str, index: int) -> None:
             f"device {name!r}: torch sees {torch.cuda.device_count()} GPUs; check nvidia-smi and "
             "CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
+    if torch.version.hip is not None:
+        say_untested(name)
+
+
+def require_mps(one_gemm: bool) -> None:
+    """Raise DeviceUnavailable unless torch has this device, InvalidRequest for what needs kernels of ours there."""
+    if not torch.backends.mps.is_available():
+        lacking = "has no such device on this machine" if torch.backends.mps.is_built() else "was built without MPS"
+        raise DeviceUnavailable(f"device 'mps': this torch ({torch.__version__}) {lacking}; use --device cpu")
+    if one_gemm:
+        raise InvalidRequest("one_gemm", "True needs Triton, which device mps does not have: leave it out.")
+    say_untested("mps")
+
+
+@cache
+def say_untested(name: str) -> None:
+    """Tell the log, once."""
+    log.warning("device %s: nobody has tested forerun on such devices; try forerun prove --device %s first", name, name)
+
+
+@contextmanager
+def operators_named() -> Iterator[None]:
+    """Raises OperatorMissing where a device of torch lacks an operator that is asked for inside."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise lacking_operator(error) or error from error
+
+
+def lacking_operator(error: BaseException) -> OperatorMissing | None:
+    """The error that says what to do about torch's own, if that is about an operator which a device lacks."""
+    found = OPERATOR.search(str(error)) if isinstance(error, NotImplementedError) else None
+    return None if found is None else OperatorMissing(found[1])
+
+
+@cache
+def pins(device: torch.device) -> bool:
+    """Whether copies to and from pinned memory run while the host goes on."""
+    return device.type == "cuda"
+
+
+@cache
+def has_doubles(device: torch.device) -> bool:
+    """Whether the device computes in float64."""
+    return device.type != "mps"
 
 
 @cache
@@ -123,30 +191,34 @@ def running_sum(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows col
 
 def whole_sums(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
     """`running_sum` by sums of integers, which have no order."""
-    return ((parts.double() * SUM_UNITS).long().cumsum(1).double() / SUM_UNITS).to(parts.dtype)
+    return (parts * SUM_UNITS).long().cumsum(1).to(parts.dtype) / SUM_UNITS
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, in bytes."""
+    """Free memory of a GPU, in bytes. MPS shares the host's, of which it recommends a part."""
+    if device.type == "mps":
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return torch.cuda.mem_get_info(device)[0]
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Host numbers as a tensor on the device; the host does not wait for the copy."""
-    if device.type == "cpu" or not values:
+    if not pins(device) or not values:
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def overwrite(target: Tensor, numbers: Tensor) -> None:
     """Set a tensor to what a host tensor holds; the host does not wait for the copy."""
-    pinned = numbers if target.device.type == "cpu" else numbers.pin_memory()
-    target.copy_(pinned, non_blocking=True)
+    if pins(target.device):
+        target.copy_(numbers.pin_memory(), non_blocking=True)
+    else:
+        target.copy_(numbers)
 
 
 def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the host does not wait for the copy."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
+    if not pins(device) or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
@@ -158,6 +230,8 @@ class PackedTables:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[Sequence[int], np.dtype[Any]]], device: torch.device) -> None:
+        if not has_doubles(device):
+            shapes = {name: (shape, NARROW.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()]
         ends = list(itertools.accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
         self.host = np.zeros(ends[-1] if ends else 0, np.uint8)
@@ -201,8 +275,8 @@ class Download:
 
     def __init__(self, tensor: Tensor) -> None:
         self.arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cpu":
-            self.host = tensor.clone()
+        if not pins(tensor.device):
+            self.host = tensor.to("cpu", copy=True)
             return
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self.host.copy_(tensor, non_blocking=True)

@@ -134,6 +134,17 @@ class DeviceUnavailable(ForerunError):
     """The device asked for is not there, or something that is needed to use it."""
 
 
+class OperatorMissing(DeviceUnavailable):
+    """The device lacks an operator of torch."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__(
+            f"this device has no {operator} in this version of torch: set PYTORCH_ENABLE_MPS_FALLBACK=1 before the "
+            "start, which computes it on the CPU, use a newer torch, or use --device cpu"
+        )
+        self.operator = operator
+
+
 class RankLost(ForerunError):
     """A process that holds a part of the model has ended, does not answer, or computes something else."""
 

@@ -123,6 +123,8 @@ def wait_for(device: torch.device) -> None:
     """Wait until a GPU has finished its work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:

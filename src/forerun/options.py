@@ -121,7 +121,7 @@ class LoadingOptions:
     threads: Annotated[
         int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice.")
     ] = None
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, or auto for a GPU where there is one.")] = "cpu"
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, rocm, mps, or auto for cuda or cpu.")] = "cpu"
     one_gemm: Annotated[
         bool, typer.Option("--one-gemm", help="On a GPU, one matrix product for any number of rows, for the same bits.")
     ] = False

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import MagicMock
 
 import pytest
@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 from forerun import LLM, SamplingParams
 from forerun import device as devices
 from forerun.device import Placement
-from forerun.models.backends.gpu import backend
+from forerun.models.backends.gpu import backend, groups, ops
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.ops import TorchOps
 from forerun.request import Request
 
-CARD = torch.device("cuda", 0)
+CARD, MPS = torch.device("cuda", 0), torch.device("mps", 0)
 PLACEMENT = Placement(CARD, fixed=True)
 aten = torch.ops.aten
 INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
@@ -63,11 +63,16 @@ def inner_of(x: object) -> object:
 
 @dataclass
 class Seen:
-    """What the host waited for, what it sent to the card, and whether a graph is running, which it sent as one."""
+    """What the host waited for, what it sent to the card, and whether a graph is running, which it sent as one.
+
+    `refuses` raises for operators that the card does not have, or numbers.
+    """
 
     waits: list[str] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     replaying: bool = False
+    card: torch.device = CARD
+    refuses: Callable[[Any, Sequence[Tensor]], None] = lambda func, given: None
 
     def clear(self) -> None:
         self.waits.clear()
@@ -105,7 +110,7 @@ class CardMode(TorchDispatchMode):
         carded = [x for x in flat if isinstance(x, OnCard)]
         hosted = [x for x in flat if not isinstance(x, OnCard) and x.dim() > 0]
         target, name = kwargs.get("device"), func.overloadpacket.__name__
-        lands = bool(carded) if target is None else torch.device(target).type == "cuda"
+        lands = bool(carded) if target is None else torch.device(target).type != "cpu"
         if func is aten.copy_.default:
             lands, mixed = isinstance(args[0], OnCard), bool(carded and hosted)
             if mixed and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
@@ -121,12 +126,16 @@ class CardMode(TorchDispatchMode):
             self.waits.append(name)
         if (lands or carded) and not (func.is_view or self.seen.replaying or name in MEMORY):
             self.seen.sent.append(name)
+        if lands or carded:
+            self.seen.refuses(func, carded)
         if target is not None:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         if name in ("_pin_memory", "pin_memory"):
             return args[0].clone()
         found = func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
+        if lands:
+            self.seen.refuses(None, [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)])
         if func._schema.is_mutable and isinstance(args[0], Tensor):
             return args[0]
         return tree_map(lambda x: OnCard(x) if isinstance(x, Tensor) else x, found) if lands else found
@@ -162,15 +171,15 @@ class Held(TorchDispatchMode):
 class CardFunctions(TorchFunctionMode):
     """What of torch's functions does not reach the dispatcher."""
 
-    def __init__(self, waits: list[str]) -> None:
+    def __init__(self, waits: list[str], card: torch.device = CARD) -> None:
         super().__init__()
-        self.waits = waits
+        self.waits, self.card = waits, card
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if func in (Tensor.device.__get__, Tensor.is_cuda.__get__) and isinstance(args[0], OnCard):
-            return CARD if func == Tensor.device.__get__ else True
-        if func is torch.tensor:
+            return self.card if func == Tensor.device.__get__ else self.card.type == "cuda"
+        if func is torch.tensor or (func is torch.as_tensor and not isinstance(args[0], Tensor)):
             kwargs.pop("pin_memory", None)
             target = torch.device(kwargs.pop("device", None) or "cpu")
             made = func(*args, **kwargs)
@@ -220,4 +229,25 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
             patch.setattr(torch.cuda, name, MagicMock())
         patch.setattr(torch.cuda, "Event", lambda **_: MagicMock(elapsed_time=lambda _: 1.0))
         with CardFunctions(seen.waits), CardMode(seen):
+            yield seen
+
+
+@contextmanager
+def imagined_mps(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[Any, Sequence[Tensor]], None]) -> Iterator[Seen]:
+    """A machine with Apple's GPU, for as long as this lasts: what is CUDA's or Triton's fails."""
+    seen = Seen(card=MPS, refuses=refuses)
+
+    def refused(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("there is no such thing on MPS")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mps, "is_available", lambda: True)
+        patch.setattr(torch.mps, "recommended_max_memory", lambda: 1 << 34)
+        patch.setattr(torch.mps, "driver_allocated_memory", lambda: 0)
+        for name in ("current_stream", "_lazy_init", "Event", "Stream", "CUDAGraph", "device", "device_of", "graph"):
+            patch.setattr(torch.cuda, name, refused)
+        for module in (ops, groups, backend):
+            patch.setattr(module, "load_kernels", refused)
+        patch.setattr(Tensor, "pin_memory", refused)
+        with CardFunctions(seen.waits, MPS), CardMode(seen):
             yield seen

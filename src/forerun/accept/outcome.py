@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from forerun.device import Captures, is_cpu
+from forerun.device import Captures, pins
 
 LEAST_MEASURED = 16  # tokens, below which a gain would mostly tell what the first rounds took
 
@@ -81,7 +81,8 @@ class Outcome:
 class RoundClock:
     """Where the time of a round goes: begun with it, marked when its draft and when its pass are on their way.
 
-    A GPU does its work after the calls, so its marks are events. `times` waits for them; a round may draw nothing.
+    A GPU does its work after the calls, so its marks are events, but on MPS. `times` waits for them; a round may draw
+    nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +95,7 @@ class RoundClock:
     def mark(self) -> None:
         """All that the round has asked for so far is on its way."""
         self.called_s.append(time.perf_counter())
-        if not is_cpu(self.device):
+        if pins(self.device):
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
             self.events.append(event)

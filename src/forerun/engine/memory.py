@@ -44,6 +44,8 @@ def plan_engine(
         )
     if memory_bytes is None:
         available = free_bytes(device) if device.type == "cuda" else available_bytes()
+        if device.type == "mps":  # which shares the host's memory, up to a part of it
+            available = min(available, free_bytes(device))
         memory_bytes = int(available * BUDGET_SHARE)
     shares = MemoryShares(
         target.memory,

@@ -19,6 +19,7 @@ import torch
 from forerun.accept.delta import Delta
 from forerun.cache.paged import OutOfBlocks
 from forerun.config import Speculation
+from forerun.device import lacking_operator
 from forerun.draft.base import Drafter
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import ActiveSequences, Sequence, Status
@@ -231,5 +232,6 @@ def failure_of(culprit: Sequence, error: BaseException) -> RequestFailed:
     """The error to end a request with that was read alone when a round raised."""
     if isinstance(error, RequestFailed):
         return error
+    error = lacking_operator(error) or error
     lacking = isinstance(error, MEMORY) or CPU_ALLOCATOR in str(error)
     return (OutOfMemory if lacking else RoundFailed)(culprit.id, error)

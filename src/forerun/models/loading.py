@@ -21,7 +21,7 @@ from forerun.annotations import Int, ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
-from forerun.device import CPU, Placement
+from forerun.device import CPU, Placement, operators_named
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
@@ -37,7 +37,7 @@ from forerun.models.fit import check_fit, ends_of
 from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
 from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
-from forerun.models.runner import Runner
+from forerun.models.runner import Read, Runner
 from forerun.models.shards.launch import num_here, share
 from forerun.models.shards.ranks import RankGroup
 from forerun.models.shards.shard import Shard
@@ -89,6 +89,9 @@ class Blueprint:
             raise InvalidRequest("kernels", "'native' is for CPUs: leave it out, or use device cpu.")
         if spec.quantize == "fp8" and not placement.fixed:
             raise InvalidRequest("quantize", "'fp8' is for GPUs: use int8 or int4, or device cuda.")
+        if spec.quantize and not placement.holds_groups:
+            why = f"{spec.quantize!r} needs kernels that device mps lacks: leave it out, or use device cpu."
+            raise InvalidRequest("quantize", why)
         is_shared = spec.tensor_parallel_size > 1
         if is_shared and (placement.fixed or spec.kernels == "torch"):
             raise InvalidRequest(
@@ -143,6 +146,7 @@ class Blueprint:
         """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
         as_asked = self.quantize is None and self.spec.dtype == "auto"
         kernels = self.kernels == "native" or (self.placement.fixed and not self.config.experts)
+        kernels = kernels and self.placement.holds_groups
         return kernels and as_asked and self.stored is not None and bool(self.stored.formats)
 
     @property
@@ -279,7 +283,12 @@ class Blueprint:
         """A decoder that runs where this one does, over a fresh cache of `num_tokens`."""
         if not self.placement.fixed:
             return Runner.of(decoder, num_tokens)
-        return GraphRunner.of(decoder, num_tokens, most_judged=self.passes.judged)
+        runner = GraphRunner.of(decoder, num_tokens, most_judged=self.passes.judged)
+        if not self.placement.holds_groups:
+            with operators_named():
+                runner.read([Read(-1, [0, 0], judged=(1,))])
+            runner.release([-1])
+        return runner
 
     def decoder(
         self,

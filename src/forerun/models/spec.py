@@ -41,8 +41,8 @@ class ModelSpec:
     `model` is a folder, a bundled name or a hub id, and so is `tokenizer` where it is not the model's own. `revision`
     is the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype and is kept as one of "auto",
     "float32", "float16" and "bfloat16". `quantize` is None, "int8", "int4" or, on GPUs, "fp8"; `kernels` are for CPUs.
-    `device` is "cpu" (None too), "cuda", "cuda:1", "auto", a torch.device or a Placement; `one_gemm` is for GPUs. With
-    a `tensor_parallel_size` above 1 so many processes share every layer.
+    `device` is "cpu" (None too), "cuda", "cuda:1", "rocm", "mps", "auto", a torch.device or a Placement; `one_gemm` is
+    for GPUs. With a `tensor_parallel_size` above 1 so many processes share every layer.
     Raises InvalidRequest with the name of the field.
     """
 

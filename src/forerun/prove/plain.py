@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
+from forerun.device import has_doubles
 from forerun.llm import LLM
 from forerun.models.runner import Read
 from forerun.prove.cells import TokenIds
@@ -48,8 +49,9 @@ def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]
 def law_after(
     llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: SamplingParams
 ) -> Float[Tensor, "texts vocab"]:
-    """The exact law of the token after each text, all transforms applied, in float64."""
-    logits = last_logits(llm, texts).double()
+    """The exact law of the token after each text, all transforms applied, in float64 where the device has it."""
+    logits = last_logits(llm, texts)
+    logits = logits.double() if has_doubles(logits.device) else logits
     draws = draws_after(llm, texts, num_prompt, params)
     return draws.probs(logits, draws.roots())
 

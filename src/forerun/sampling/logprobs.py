@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.device import is_cpu, softmax
+from forerun.device import has_doubles, is_cpu, softmax
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.winners import largest
 
@@ -61,7 +61,9 @@ def token_logprobs(
 def ranked(
     logits: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"], top: int, kernels: SamplingKernels | None = None
 ) -> Float[Tensor, "rows numbers"]:
-    """What `TokenLogprobs.of` reads, in float64, which holds all of it. By tensor code alone unless there are kernels.
+    """What `TokenLogprobs.of` reads, in float64, which holds all of it, or in float32 where that is not there.
+
+    By tensor code alone unless there are kernels.
 
     By row: the token, its log-probability and rank, how many of the likeliest are possible, their ids, their
     log-probabilities.
@@ -71,8 +73,9 @@ def ranked(
     ranks, top_ids = (rank_of(law, picked), largest(law, top)) if by_kernels is None else by_kernels
     tops = law.gather(1, top_ids)
     of_token = law.gather(1, picked[:, None])[:, 0]
-    columns = [column.double()[:, None] for column in (picked, of_token, ranks, (tops > -math.inf).sum(1))]
-    return torch.cat([*columns, top_ids.double(), tops.double()], dim=1)
+    wide = torch.float64 if has_doubles(law.device) else torch.float32
+    columns = [column[:, None] for column in (picked, of_token, ranks, (tops > -math.inf).sum(1))]
+    return torch.cat([column.to(wide) for column in (*columns, top_ids, tops)], dim=1)
 
 
 def rank_of(law: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:

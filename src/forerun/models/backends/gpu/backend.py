@@ -153,7 +153,9 @@ class GpuBackend:
     @property
     def arithmetic(self) -> str:
         """Triton's version; on a CPU what torch's operators depend on."""
-        graphs = self.placement.graphs
+        graphs, device = self.placement.graphs, self.placement.device
+        if device.type == "mps":
+            return self.placement.label
         return f"triton {load_kernels().triton.__version__}" if graphs else TorchBackend().arithmetic
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:

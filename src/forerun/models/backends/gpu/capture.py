@@ -40,7 +40,7 @@ class Graphs:
 
     def run(self, key: Hashable | None, body: Callable[[], BodyResult]) -> BodyResult:
         """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
-        if self.device.type == "cpu":
+        if self.device.type != "cuda":
             return body()
         with torch.cuda.device(self.device):  # kernels are launched on the current one
             return self.replay(key, body) if self.enabled and key is not None else body()

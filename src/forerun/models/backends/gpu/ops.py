@@ -319,8 +319,8 @@ def query_turn(layer: Attention) -> int:
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Kernels on a GPU, torch's own functions on a CPU."""
-    return TorchOps() if device.type == "cpu" else TritonOps(load_kernels())
+    """Kernels where Triton compiles them, torch's own functions on a CPU and on MPS."""
+    return TorchOps() if device.type != "cuda" else TritonOps(load_kernels())
 
 
 def load_kernels(name: str = "triton_kernels") -> Any:

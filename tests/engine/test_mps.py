@@ -1,0 +1,156 @@
+"""Requests on Apple's GPUs, as far as it can be seen without one: only operators that torch has there are asked for.
+
+Which these are torchgen says, in the list of operators that torch is built from.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.device import whole_sums
+from forerun.errors import DeviceUnavailable, InvalidRequest, OperatorMissing
+from kit.card import imagined_mps, submit
+from kit.checkpoints import SMALL, TARGET
+
+PROMPTS = ["Once upon a time", "The cat sat on the", "One day"]
+HELD = ("MPS", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+ENTRY = re.compile(r"^- func: ([\w.]+)\((.*?)(?=^- func: |\Z)", re.MULTILINE | re.DOTALL)
+EVERYTHING = {
+    "temperature": {"temperature": 0.8},
+    "greedy": {"temperature": 0.0},
+    "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "penalties": {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {5: 1.0}},
+    "logprobs": {"temperature": 0.8, "logprobs": 3, "prompt_logprobs": 2},
+}
+
+
+@cache
+def operators() -> dict[str, str]:
+    """What the list says of every operator, by its name."""
+    found = find_spec("torchgen")
+    assert found, "torchgen comes with torch"
+    path = Path(found.origin or "").parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    return dict(ENTRY.findall(path.read_text()))
+
+
+@cache
+def is_there(name: str) -> bool:
+    """Whether MPS has an operator: a kernel of its own, or one that is made of other operators."""
+    entry = operators()[name]
+    if delegate := re.search(r"structured_delegate: ([\w.]+)", entry):
+        return is_there(delegate[1])
+    dispatch = re.findall(r"^    ([\w, ]+): \w+", entry.partition("  dispatch:\n")[2], re.MULTILINE)
+    return not dispatch or any(key in HELD for keys in dispatch for key in keys.split(", "))
+
+
+def refuse_missing(func: Any, given: Sequence[Tensor]) -> None:
+    """What torch does on MPS."""
+    if any(x.dtype in (torch.float64, torch.complex128) for x in given):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+    name = "" if func is None else func._schema.name.removeprefix("aten::")
+    overload = "" if func is None or func._overloadname == "default" else f".{func._overloadname}"
+    if func is not None and not is_there(name + overload):
+        raise NotImplementedError(
+            f"The operator 'aten::{name}{overload}' is not currently implemented for the MPS device."
+        )
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[Any]:
+    """What requests end with, each an answer or an error."""
+    submit(llm, PROMPTS, params)
+    ends: dict[int, Any] = {}
+    texts: dict[int, list[int]] = {}
+    for _ in range(200):
+        if not llm.engine.has_work:
+            break
+        for delta in llm.engine.step():
+            texts.setdefault(delta.seq_id, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                ends[delta.seq_id] = delta.error or texts[delta.seq_id]
+    assert not llm.engine.has_work
+    return [ends[seq_id] for seq_id in sorted(ends)]
+
+
+def make(device: str, draft: str | None, rule: str = "coupled") -> LLM:
+    return LLM(str(TARGET), draft, dtype="float32", device=device, max_model_len=128, verification=rule, speculation=4)
+
+
+@pytest.mark.short("temperature-model", "filters-ngram", "penalties-plain", "logprobs-plain")
+@pytest.mark.parametrize("draft", [None, "ngram", f"model:{SMALL}"], ids=["plain", "ngram", "model"])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_answers_are_those_of_the_cpu(name: str, draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(seed=3, max_tokens=12, **EVERYTHING[name])
+    with imagined_mps(monkeypatch, refuse_missing), torch.inference_mode():
+        found = answers(make("mps", draft), params)
+    assert found == answers(make("cpu", None), params)
+
+
+@pytest.mark.short("block")
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_rules_of_rejection_ask_for_nothing_else(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with imagined_mps(monkeypatch, refuse_missing), torch.inference_mode():
+        found = answers(make("mps", f"model:{SMALL}", rule), SamplingParams(seed=3, max_tokens=12, top_p=0.9))
+    assert [len(tokens) for tokens in found] == [12] * len(PROMPTS)
+
+
+def lacking(operator: str) -> Callable[[Any, Sequence[Tensor]], None]:
+    """MPS without this operator, in torch's words."""
+
+    def refuse(func: Any, given: Sequence[Tensor]) -> None:
+        if func is not None and func._schema.name == operator:
+            raise NotImplementedError(f"The operator '{operator}' is not currently implemented for the MPS device.")
+
+    return refuse
+
+
+def test_a_pass_that_lacks_an_operator_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = r"no aten::index_copy_ .* PYTORCH_ENABLE_MPS_FALLBACK=1 .* --device cpu"
+    with imagined_mps(monkeypatch, lacking("aten::index_copy_")), pytest.raises(OperatorMissing, match=named):
+        make("mps", None)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_requests_that_lack_an_operator_end_with_its_name_and_others_go_on(
+    draft: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, filtered = SamplingParams(temperature=0.8, seed=3, max_tokens=12), SamplingParams(top_p=0.9, max_tokens=12)
+    with imagined_mps(monkeypatch, lacking("aten::cumsum")), torch.inference_mode():
+        llm = make("mps", draft)
+        submit(llm, PROMPTS[:1], plain)
+        found = answers(llm, filtered)
+    assert found[:1] == answers(make("cpu", None), plain)[:1]
+    assert len(found) == 1 + len(PROMPTS)
+    assert [(type(each), each.operator) for each in found[1:]] == [(OperatorMissing, "aten::cumsum")] * len(PROMPTS)
+
+
+def test_what_mps_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceUnavailable, match=r"'mps'.*use --device cpu"):
+        LLM(str(TARGET), device="mps")
+    with pytest.raises(DeviceUnavailable, match=r"'rocm'.*without ROCm.*use --device cpu"):
+        LLM(str(TARGET), device="rocm")
+    with imagined_mps(monkeypatch, refuse_missing):
+        for field, options in (("one_gemm", {"one_gemm": True}), ("quantize", {"quantize": "int8"})):
+            with pytest.raises(InvalidRequest, match=f"^{field}: .*leave it out"):
+                LLM(str(TARGET), device="mps", **options)  # type: ignore[arg-type]
+
+
+def test_the_list_of_operators_can_refuse() -> None:
+    assert [name for name in ("cumsum", "argmax", "sort.stable", "softmax.int") if not is_there(name)] == []
+    assert not any(is_there(name) for name in ("_cudnn_rnn", "linalg_eig", "geqrf"))
+
+
+def test_sums_of_integers_are_exact_in_any_format() -> None:
+    """In float32 too: what is scaled by a power of two, and rounded once, is what float64 would give."""
+    noise = torch.Generator().manual_seed(0)
+    parts = torch.rand(50, 3000, generator=noise) ** 20
+    parts = parts / parts.sum(1, keepdim=True)
+    wide = ((parts.double() * 2.0**52).long().cumsum(1).double() / 2.0**52).float()
+    assert torch.equal(whole_sums(parts), wide)
