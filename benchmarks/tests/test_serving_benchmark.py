@@ -23,8 +23,6 @@ from forerun.bench.material import Passage
 from forerun.demo.material import DRAFT, TARGET
 from forerun.traffic.client import TimedAnswer
 
-pytest.importorskip("httpx")
-
 FAKE = """
 import asyncio, sys
 from traffic.fake import WORDS, FakeServer
@@ -190,7 +188,6 @@ def test_a_table_without_forerun_has_no_ratios(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_a_png() -> None:
-    pytest.importorskip("matplotlib")
     found = [cell(load, 0, name, 2.0) for load in (1, 64) for name in ("forerun off", "forerun auto")]
     assert picture(rows({each.key: each for each in found}), "title").startswith(b"\x89PNG")
 
@@ -252,8 +249,6 @@ def local(start: Callable[..., Any]) -> Callable[..., Any]:
 def test_forerun_is_measured_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fastapi")
-    pytest.importorskip("matplotlib")
     material = command_line.Material(tmp_path, tmp_path, [])
     monkeypatch.setattr(command_line.Material, "make", lambda folder: material)
     monkeypatch.setattr(command_line, "start", local(command_line.start))

@@ -1,7 +1,4 @@
-"""Servers on real sockets for the tests of forerun.serve, and OpenAI's specification where it is at hand.
-
-A module that imports this one is skipped where what the server needs is not installed.
-"""
+"""Servers on real sockets for the tests of forerun.serve, and OpenAI's specification where it is at hand."""
 
 import asyncio
 import json
@@ -18,7 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
+import jsonschema
+import openai
 import pytest
+import yaml
 
 from forerun.engine.engine import Engine, RoundPlan
 from forerun.llm import LLM
@@ -27,16 +28,6 @@ from forerun.sampling.params import SamplingParams
 from forerun.serve.settings import ServeSettings
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.engines import PATIENCE_S, plain
-
-
-def needed(name: str) -> Any:
-    """A module of a package that some installations lack; whoever imports this file is skipped there."""
-    return pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[dev]'")
-
-
-httpx, openai = needed("httpx"), needed("openai")
-for server_package in ("fastapi", "uvicorn", "prometheus_client"):
-    needed(server_package)
 
 JSON = {"content-type": "application/json"}
 OK = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
@@ -229,7 +220,6 @@ def specification() -> dict[str, Any]:
     file = specification_file()
     if file is None:
         pytest.skip("OpenAI's specification is not here: FORERUN_OPENAPI names openapi.yaml of openai/openai-openapi")
-    yaml = needed("yaml")
     with file.open("rb") as text:
         found: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return found
@@ -238,7 +228,7 @@ def specification() -> dict[str, Any]:
 def assert_valid(body: object, schema: str) -> None:
     """That a body is what the specification's schema of this name says."""
     own = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": schemas()}}
-    needed("jsonschema").Draft202012Validator(own).validate(body)
+    jsonschema.Draft202012Validator(own).validate(body)
 
 
 @cache

@@ -17,9 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 import numpy as np
-import pytest
-
-prometheus_client = pytest.importorskip("prometheus_client", reason="it is not installed: pip install -e '.[dev]'")
+import prometheus_client
 
 WORDS = tuple(f" {letter}" for letter in "abcdefghijkl")
 DialectName = Literal["forerun", "vllm", "sglang", "llamacpp", "other"]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -11,7 +12,6 @@ from forerun.errors import InvalidRequest, RankLost
 from forerun.models.shards import launch
 from forerun.models.shards.launch import LOOPBACK, LocalRanks, join, share
 
-psutil = pytest.importorskip("psutil", reason="psutil is not installed: pip install -e '.[dev]'")
 STARTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500"}
 
 

@@ -6,11 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import Progress
-
-pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
-pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
-
 from material import SHORT, Killed, dying, write_source
 from recipes.stdlib import foreign
 from recipes.stdlib.corpus import read_corpus
@@ -19,6 +14,7 @@ from recipes.stdlib.generate import Texts
 from recipes.stdlib.pretrain import open_run, pretrain
 from recipes.stdlib.recipe import STDLIB, export, tokenize, trained_tokenizer
 from recipes.stdlib.training import Record, Shape, build_llama
+from rich.progress import Progress
 
 from forerun import LLM, SamplingParams
 from forerun.draft.vocab.translate import TranslatingDrafter

@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 import typer
-
-pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
-pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
-
 from recipes.stdlib.heads import HEADS
 from recipes.stdlib.judge import TIMED_DEPTHS, Acceptance, DrafterFigures, figures_table, write_records
 

@@ -7,11 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import Progress
-
-pytest.importorskip("transformers", reason="the recipe trains with transformers (pip install forerun[recipe])")
-pytest.importorskip("matplotlib", reason="the recipe draws with matplotlib (pip install forerun[recipe])")
-
 from material import SHORT, Killed, dying, write_source
 from recipes.stdlib import recipe as stages
 from recipes.stdlib.corpus import read_corpus, standard_library
@@ -19,6 +14,7 @@ from recipes.stdlib.generate import Texts
 from recipes.stdlib.recipe import Recipe, claim, cook, tokenize, trained_tokenizer
 from recipes.stdlib.tokenizer import train_tokenizer
 from recipes.stdlib.training import Record, Schedule, Shape
+from rich.progress import Progress
 
 from forerun import LLM, SamplingParams
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from kit.standins import DialectName, StandIn, ToyModel
 
-pytest.importorskip("httpx")
 PROMPTS = ["first", "second", "third of all", "and another one", "some text", "more of it"]
 MODEL = ToyModel.random(3)
 

@@ -12,7 +12,6 @@ from forerun.machine import Neighbours
 from forerun.remote import measure
 from kit.standins import DialectName, StandIn, ToyModel
 
-pytest.importorskip("httpx")
 ROUND_S, DEPTH = 0.004, 3
 MODEL = ToyModel.random(3, nearness=0.5)
 

@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from forerun.llm import LLM
 from kit.checkpoints import ROOT, SMALL, TARGET
@@ -25,7 +27,6 @@ from replicas.conversations import known_share
 from replicas.test_routers import free_port
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
-psutil = pytest.importorskip("psutil", reason="psutil is not installed: pip install -e '.[dev]'")
 pytestmark = pytest.mark.full
 NUM_CLIENTS = 32
 PATIENCE_S = 240.0
@@ -147,7 +148,6 @@ def test_a_file_is_answered_as_by_one_engine_while_replicas_are_killed(tmp_path:
 @pytest.fixture(scope="module")
 def application() -> Iterator[str]:
     """The application of the RayService, with the test's model, behind Ray's proxy."""
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install -e '.[dev]'")
     service = yaml.safe_load((ROOT / "contrib" / "rayservice.yaml").read_text(encoding="utf-8"))
     (described,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     described["args"] |= {"model": str(TARGET), "draft": f"model:{SMALL}", "dtype": "float32", "speculation": 3}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 
 from forerun.cli import app
 from forerun.errors import InvalidRequest
@@ -17,13 +18,11 @@ from kit.checkpoints import ROOT, SRC
 
 
 def read(name: str) -> Any:
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install -e '.[dev]'")
     return yaml.safe_load((ROOT / "contrib" / name).read_text(encoding="utf-8"))
 
 
 def test_the_rayservice_names_an_application_and_arguments_that_there_are() -> None:
     spec = read("rayservice.yaml")["spec"]
-    yaml = pytest.importorskip("yaml")
     (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
     module, name = application["import_path"].split(":")
     source = (SRC / Path(*module.split("."))).with_suffix(".py").read_text(encoding="utf-8")

@@ -19,11 +19,9 @@ from forerun.replicas.replica import RemoteLLM, Replica
 from forerun.replicas.shared_batch import SharedBatch
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import DATA
-from kit.servers import needed
 from kit.unchecked import unchecked
 from replicas.local import LocalReplicas, copied
 
-needed("prometheus_client")
 STORIES = [f"{who} {did}" for who in ("Lily", "Tom", "The dog") for did in ("ran", "saw a", "said")]
 GIVEN = ["--max-tokens", "12", "--seed", "5", "--max-num-seqs", "2", "--temperature", "1"]
 

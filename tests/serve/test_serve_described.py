@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from forerun.errors import ForerunError
@@ -13,7 +14,6 @@ from forerun.serve.problems import ApiError
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, openapi_body
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
-from kit.servers import needed
 from serve.test_serve_tools import HERMES
 
 LEAST: dict[Endpoint, dict[str, Any]] = {
@@ -27,7 +27,7 @@ VALUES: list[Any] = [None, True, 1, 0.5, "auto", [], [1], ["a"], {}, {"1": 1}]
 
 def schema_of(endpoint: Endpoint) -> Any:
     found = openapi_body(endpoint)["requestBody"]["content"]["application/json"]["schema"]
-    return needed("jsonschema").Draft202012Validator(found)
+    return jsonschema.Draft202012Validator(found)
 
 
 def taken(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_what_the_server_takes_is_allowed_by_its_description(endpoint: Endpoint)
 def test_a_value_that_its_description_forbids_is_refused_by_name(endpoint: Endpoint) -> None:
     """Numbers are refused by whoever knows their bounds."""
     fields = [(name, field) for name, field in KNOWN[endpoint].items() if {*field.types} - {"integer", "number"}]
-    validator, num_refused = needed("jsonschema").Draft202012Validator, 0
+    validator, num_refused = jsonschema.Draft202012Validator, 0
     for (name, field), value in itertools.product(fields, [*VALUES, [1, {}]]):
         if not validator(field.description()).is_valid(value) or (field.types == (OBJECTS,) and value):
             with pytest.raises(ApiError, match=f"^{name}: .* must be ") as refusal:

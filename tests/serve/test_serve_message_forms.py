@@ -5,7 +5,6 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -185,7 +184,6 @@ def asked(body: dict[str, Any], endpoint: Any) -> Any:
 @settings(max_examples=50, deadline=None)
 @given(bodies())
 def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) -> None:
-    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install -e '.[dev]'")
     chat = chat_of(body)
     assert asked(body, "messages") == asked(chat, "chat") == asked(response_of(chat), "responses")
 

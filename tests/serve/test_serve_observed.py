@@ -16,7 +16,7 @@ from forerun.llm import LLM
 from forerun.serve import records
 from forerun.serve.records import LogFormat, log_to_stderr
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.servers import Running, drafting, needed, running, until
+from kit.servers import Running, drafting, running, until
 
 OK = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1}
 BOARD = json.loads((ROOT / "contrib" / "grafana.json").read_text(encoding="utf-8"))
@@ -196,10 +196,11 @@ def test_without_the_option_there_is_no_line_for_a_request(written: Callable[[],
 
 
 def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    in_memory: Any = needed("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
     from forerun.serve.records import SpanSink
 
+    in_memory = InMemorySpanExporter()
     monkeypatch.setattr("forerun.serve.service.SpanSink", lambda endpoint: SpanSink(endpoint, in_memory))
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with drafting() as llm, running(llm, otlp_endpoint="http://127.0.0.1:9/v1/traces") as server:

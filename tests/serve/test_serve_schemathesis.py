@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.servers import Running, drafting, needed, running, until
+from kit.servers import Running, drafting, running, until
 
 SECONDS = float(os.environ.get("FORERUN_FUZZ_S", "10"))
 LEAST = 8  # answers that the short suite waits for, however long they take; it stops soon after
@@ -38,7 +38,6 @@ def enough(server: Running) -> bool:
     ids=["short", "long"],
 )
 def test_no_body_is_answered_with_a_fault_of_the_server(seconds: float, options: list[str], tmp_path: Path) -> None:
-    needed("schemathesis")
     with drafting() as llm, running(llm, request_s=60.0) as server:
         command = [*RUN, f"{server.url}/openapi.json", *CHECKS, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)

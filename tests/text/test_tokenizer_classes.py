@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from forerun.text.tokenizer import Tokenizer
 
-transformers = pytest.importorskip("transformers")
 CORPUS = ["Once upon a time, Lily's dog said: naïve café 123 45", "def f(x):\n    return x ** 2", "  two  spaces 你好"]
 TEXTS = ["", "Once upon a time", " leading", "  two  spaces ", "a\n\nb 123 45", "x{end}y {begin} z", "你好 naïve\t."]
 CLASSES = (

@@ -138,7 +138,6 @@ def test_the_report_is_json_and_is_shown_whole() -> None:
 
 
 def test_the_picture_is_a_png(tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib")
     check_picture(tmp_path / "x.png")
     assert draw_traffic(report_of(ServiceLevel(between_s=0.05))).startswith(b"\x89PNG")
 

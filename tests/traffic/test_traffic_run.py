@@ -17,7 +17,6 @@ from forerun.traffic.report import TrafficReport
 from forerun.traffic.run import measure_traffic
 from traffic.fake import WORDS, FakeServer
 
-pytest.importorskip("httpx", reason="httpx is not installed: pip install -e '.[dev]'")
 FAST = ServerLoad("rate", 1000.0)
 
 
