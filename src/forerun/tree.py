@@ -6,7 +6,6 @@ positions and paths are all derived from them here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -98,11 +97,6 @@ class HostTree:
     def num_guesses(self) -> int:
         """Nodes that hold a guess."""
         return sum(token >= 0 for token in self.tokens) - 1
-
-    @property
-    def expected(self) -> float:
-        """How many guesses will be accepted, by their survival."""
-        return math.fsum(self.survival[1:])
 
     @property
     def branches(self) -> bool:

@@ -124,7 +124,7 @@ def test_no_value_in_config_json_raises_raw(folder: Path, scaling: str) -> None:
 def open_all(folder: Path) -> None:
     """All that is read of a checkpoint before its weights, and what is read of them for the fingerprint."""
     blueprint = Blueprint.of(str(folder))
-    blueprint.generation_defaults()
+    GenerationDefaults.read(blueprint.folder)
     blueprint.fingerprint()
 
 

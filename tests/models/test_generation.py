@@ -37,7 +37,7 @@ def test_what_a_chat_model_ships_is_read(tmp_path: Path) -> None:
 
 def test_a_model_without_defaults_leaves_those_of_requests(tmp_path: Path) -> None:
     assert GenerationDefaults.read(tmp_path) == read(tmp_path) == GenerationDefaults()
-    assert Blueprint.of(str(TARGET)).generation_defaults() == GenerationDefaults()
+    assert GenerationDefaults.read(Blueprint.of(str(TARGET)).folder) == GenerationDefaults()
     assert GenerationDefaults().params() == SamplingParams()
 
 

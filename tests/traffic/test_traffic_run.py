@@ -194,7 +194,8 @@ def test_a_server_that_would_refuse_everything_is_told_at_once() -> None:
         load_test(FakeServer(status=429))
     with pytest.raises(InvalidRequest, match=r"status 401: give its key with --api-key"):
         load_test(FakeServer(key="secret"))
-    assert load_test(FakeServer(key="secret"), api_key="secret").num_answers == 6
+    (figures,) = load_test(FakeServer(key="secret"), api_key="secret").figures
+    assert figures.times.num_answers == 6
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no address", "ftp://x"])

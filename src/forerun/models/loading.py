@@ -34,7 +34,6 @@ from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cp
 from forerun.models.config import ModelConfig, read_config, read_widened
 from forerun.models.decoder import Decoder, make_head
 from forerun.models.fit import check_fit, ends_of
-from forerun.models.generation import GenerationDefaults
 from forerun.models.layer import Linear
 from forerun.models.projections import FINAL_NORM, count_parameters, num_idle
 from forerun.models.runner import Read, Runner
@@ -251,10 +250,6 @@ class Blueprint:
     def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """The ids that end an answer, the tokenizer's own end among them; says in the log where files differ."""
         return ends_of(tokenizer, self.tokenizer_folder, self.config, self.folder)
-
-    def generation_defaults(self) -> GenerationDefaults:
-        """What the checkpoint's own generation_config.json asks of requests that do not say otherwise."""
-        return GenerationDefaults.read(self.folder)
 
     def load(
         self,

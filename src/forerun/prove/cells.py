@@ -37,11 +37,6 @@ class Cells:
     end_ids: frozenset[int]
 
     @property
-    def rest(self) -> float:
-        """The chance of all other texts together."""
-        return max(0.0, 1.0 - sum(self.chances.values()))
-
-    @property
     def enough(self) -> bool:
         """Whether there is anything to compare: two cells or more."""
         return len(self.chances) > 1

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from forerun.annotations import Bool, Float, Int
+from forerun.annotations import Float, Int
 from forerun.device import is_cpu, softmax, upload
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, SamplingKernels
 from forerun.sampling.edits import TextEdits
@@ -90,10 +90,6 @@ class Draws:
     def greedy(self) -> Sequence[bool]:
         """Which sequences are greedy, as host values in batch order."""
         return [row.params.greedy for row in self.rows]
-
-    def greedy_nodes(self, at: PathState) -> Bool[Tensor, " nodes"]:
-        """Which nodes belong to greedy sequences, whose drafts are chosen and not drawn."""
-        return self.transforms.greedy_nodes(at)[:, 0]
 
     def within(self, places: Sequence[int], tails: Sequence[Sequence[int]]) -> Draws:
         """A round inside this one: these of its rows, as they would be with `tails` committed, one level down.

@@ -41,11 +41,6 @@ class TrafficReport:
         """Whether they were; None where nothing was compared."""
         return not self.others if self.compared else None
 
-    @property
-    def num_answers(self) -> int:
-        """Complete answers."""
-        return sum(each.times.num_answers for each in self.figures)
-
     def of(self, mode: SpeculationMode) -> list[TrafficFigures]:
         """The figures of a mode."""
         return [each for each in self.figures if each.mode == mode]
