@@ -3,11 +3,23 @@
 import builtins
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from forerun import LLM
-from forerun.device import CPU, Download, Placement, running_sum, softmax, upload, upload_tensor, whole_sums
+from forerun.device import (
+    CPU,
+    Download,
+    PackedTables,
+    Placement,
+    running_sum,
+    softmax,
+    upload,
+    upload_arrays,
+    upload_tensor,
+    whole_sums,
+)
 from forerun.errors import DeviceUnavailable, InvalidRequest
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
@@ -112,6 +124,22 @@ def test_numbers_go_there_and_back() -> None:
     download = Download(there)
     there += 1
     assert download.values() == [[1, 2], [3, 4]]
+
+
+def test_tables_of_several_kinds_share_a_buffer_which_one_copy_fills() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dice = np.random.default_rng(0)
+    kinds = (np.int64, np.int32, np.float32, np.float64, np.bool_)
+    arrays = {f"{kind.__name__}{i}": dice.integers(0, 99, (3, 1 + 2 * i)).astype(kind) for i, kind in enumerate(kinds)}
+    packed = PackedTables({name: ((5, *array.shape[1:]), array.dtype) for name, array in arrays.items()}, device)
+    for some in (arrays, {name: array[:2] + array[:2] for name, array in arrays.items()}):
+        packed.fill(some)
+        for name, array in some.items():
+            assert np.array_equal(packed.tables[name][: len(array)].cpu().numpy(), array)
+    for name, array in arrays.items():
+        assert packed.tables[name].untyped_storage().data_ptr() == packed.flat.untyped_storage().data_ptr()
+        assert np.array_equal(packed.tables[name][2].cpu().numpy(), array[2]), "what is not filled stays"
+        assert np.array_equal(upload_arrays(arrays, device)[name].cpu().numpy(), array)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 1000, 50_257])

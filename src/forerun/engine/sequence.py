@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from forerun.accept.commit import Accepted, Origin
@@ -19,7 +20,7 @@ from forerun.accept.outcome import LiveGain
 from forerun.accept.stop import StopChecker
 from forerun.annotations import Float
 from forerun.config import Speculation
-from forerun.device import upload_tensor
+from forerun.device import upload, upload_tensor
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.constraint import Constraint, constrained, packed
 from forerun.sampling.draws import RowSampling
@@ -121,7 +122,7 @@ class Sequence:
             nodes = run.nodes[: len(tokens)]
             logprobs = [TokenLogprobs.of(run.ranked[node], self.params.logprobs) for node in nodes]
         elif self.params.logprobs is not None:
-            rows = logits[[first + node for node in run.nodes[: len(tokens)]]]
+            rows = logits[upload([first + node for node in run.nodes[: len(tokens)]], torch.long, logits.device)]
             if self.constraint is not None:
                 allowed = packed([self.constraint.after(tuple(tokens[:i])) for i in range(len(tokens))], rows.shape[1])
                 rows = constrained(rows, upload_tensor(allowed, rows.device))

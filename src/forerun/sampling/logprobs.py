@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.device import has_doubles, is_cpu, softmax
+from forerun.device import has_doubles, is_cpu, softmax, upload
 from forerun.kernels.sampling import SamplingKernels
 from forerun.sampling.winners import largest
 
@@ -54,7 +54,7 @@ def token_logprobs(
     `logits` are the model's own, of real ids alone, those that a grammar forbids at -inf; `top` is at most their number
     and may be 0. `kernels` rank faster, not differently. A device is waited for once.
     """
-    picked = torch.as_tensor(chosen, dtype=torch.int64, device=logits.device)
+    picked = chosen if isinstance(chosen, Tensor) else upload(chosen, torch.int64, logits.device)
     return [TokenLogprobs.of(row, top) for row in ranked(logits, picked, top, kernels).tolist()]
 
 

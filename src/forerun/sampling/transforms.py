@@ -291,9 +291,9 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
     # which way was taken, a matter of batch-mates too, does not show.
     large = logits.device.type == "cpu" and logits.shape[1] >= 16 * _PREFIX
     prefix = _PREFIX if large else logits.shape[1]
-    ranked = probs.topk(prefix, dim=1).values
+    ranked = probs.topk(prefix, dim=1).values if large else probs.sort(dim=1, descending=True).values
     mass = running_sum(ranked)
-    if prefix < logits.shape[1] and not (off | (mass[:, -1:] >= top_p)).all():
+    if large and not (off | (mass[:, -1:] >= top_p)).all():
         ranked = probs.sort(dim=1, descending=True).values
         mass = running_sum(ranked)
     kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)  # the first is kept too, at rank 0

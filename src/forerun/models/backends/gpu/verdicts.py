@@ -207,20 +207,19 @@ class VerdictGraph:
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
         """What the host knows of the round: all but logits and tokens."""
-        arrays = rows.arrays(shape.steps)
-        seq, positions, node = np.zeros((3, shape.rows), dtype=np.int64)
-        parents = np.full((shape.batch, shape.nodes), -1)
-        row = np.full((shape.batch, shape.nodes), shape.rows)
-        end = 0
-        for i, host in enumerate(tree.host()):
-            first, end = end, end + len(host.tokens)
-            places = list(host.places)
-            seq[first:end] = i
-            positions[first:end] = draws.root_places[i] + 1 + np.array(host.depths())
-            node[first:end] = i * shape.nodes + np.array(places)
-            parents[i, places] = [-1 if parent < 0 else places[parent] for parent in host.parents]
-            row[i, places] = range(first, end)
-        arrays |= {"seq": seq, "positions": positions, "node": node, "parents": parents, "row": row}
+        arrays, grid = rows.arrays(shape.steps), (shape.batch, shape.nodes)
+        seq, positions, node = list[int](), list[int](), list[int]()
+        parents, row = [-1] * (shape.batch * shape.nodes), [shape.rows] * (shape.batch * shape.nodes)
+        for i, host in enumerate(tree.host()):  # by lists: numpy takes longer for a few numbers
+            places, start, after_root = host.places, i * shape.nodes, draws.root_places[i] + 1
+            for place, parent, depth in zip(places, host.parents, host.depths(), strict=True):
+                parents[start + place] = -1 if parent < 0 else places[parent]
+                row[start + place] = len(seq)
+                seq.append(i)
+                positions.append(after_root + depth)
+                node.append(start + place)
+        arrays |= {"seq": np.array(seq), "positions": np.array(positions), "node": np.array(node)}
+        arrays |= {"parents": np.array(parents).reshape(grid), "row": np.array(row).reshape(grid)}
         arrays["keys"] = np.array([signed(key) for key in draws.host_keys(Purpose.COUPLED)])
         if shape.steps.masks:
             arrays["masks"] = masks_of(draws.rows, tree.seen_paths() or (), self.vocab).numpy()
