@@ -14,6 +14,7 @@ from forerun.device import (
     PackedTables,
     Placement,
     running_sum,
+    say_untested,
     softmax,
     upload,
     upload_arrays,
@@ -39,6 +40,22 @@ def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Placement.of("auto") == Placement(torch.device("cuda", 0), fixed=True)
     assert Placement.of("cuda:1", one_gemm=True) == Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
+
+
+def test_devices_that_nobody_has_tested_are_accepted_and_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_untested.cache_clear()
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert Placement.of("mps") == Placement.of("mps:0") == Placement(torch.device("mps", 0), fixed=True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    amd = Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
+    assert Placement.of("rocm:1", one_gemm=True) == Placement.of("hip:1", one_gemm=True) == amd
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in said] == ["device mps", "device rocm", "device hip"]
+    assert all("nobody has tested" in line for line in said)
 
 
 def test_torch_devices_are_devices_and_none_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

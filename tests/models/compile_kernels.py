@@ -33,6 +33,8 @@ from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router
 from kit.checkpoints import TARGET
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that a program may have: A100, H100 and H200, B200
+MI300 = 942  # AMD's, which are compiled for where they are named
+ALL_SHARED = SHARED | {MI300: 65_536}
 WITHOUT_PRODUCTS = {"add_norm", "rotate_store", "activate", "join_splits", "choose_experts", "add_experts"}
 HEADS = {64: (14, 2), 80: (32, 32), 96: (32, 32), 128: (32, 8), 256: (8, 4)}  # heads and key heads, by what they hold
 GROUPS = {
@@ -45,6 +47,7 @@ GROUPS = {
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FUSED = re.compile(r"fma\.rn(\.ftz)?\.f32")  # bfloat16 is added up by such instructions too, times one
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")  # registers, and bytes that they spill
 
 # What may spill so many bytes, by kernel and the beginning of a case, and why.
 SPILLS = {
@@ -81,7 +84,7 @@ class Launch:
 
     def __str__(self) -> str:
         bytes_, why = self.exception
-        wrong = self.spilled_bytes > bytes_, self.shared_bytes > SHARED[self.architecture]
+        wrong = self.spilled_bytes > bytes_, self.shared_bytes > ALL_SHARED[self.architecture]
         return (
             f"{'WRONG' if any(wrong) else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
             f"registers, {self.spilled_bytes} bytes spilled, {self.shared_bytes} shared"
@@ -102,7 +105,8 @@ class NoCard:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.architecture, 32)
+        amd = self.architecture == MI300
+        return GPUTarget("hip", f"gfx{self.architecture}", 64) if amd else GPUTarget("cuda", self.architecture, 32)
 
 
 class Compiling:
@@ -232,6 +236,11 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
         products(kernels, dtype)
         grouped_products(dtype)
         some_experts(kernels, dtype)
+    if architecture == MI300:
+        for (name, case), made in kernels.made.items():
+            used = (int(re.findall(rf"\.{key}: +(\d+)", made.asm["amdgcn"])[0]) for key in AMD_USAGE)
+            yield Launch(name, case, architecture, *used, made.metadata.shared)
+        return
     with tempfile.TemporaryDirectory() as folder:
         files = {key: Path(folder) / f"{i}.cubin" for i, key in enumerate(kernels.made)}
         for (name, case), made in kernels.made.items():
@@ -247,6 +256,8 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
 def main() -> int:
     everything, architectures = "--all" in sys.argv, [int(a) for a in sys.argv[1:] if a.isdigit()] or [*SHARED]
     driver.set_active(NoCard())
+    if MI300 in architectures:
+        torch.version.hip = "a build for AMD"  # by which the number of stages is chosen
     ops.load_kernels = groups.load_kernels = Compiling
     lines = [str(launch) for architecture in architectures for launch in all_launches(architecture, everything)]
     print("\n".join(sorted(lines, key=lambda line: line.startswith("WRONG"))))

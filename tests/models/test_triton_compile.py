@@ -33,6 +33,6 @@ def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need triton, which is not installed")
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+@pytest.mark.parametrize("architecture", ["80", "90", "100", "942"])
 def test_kernels_of_every_format_and_head_compile_for_every_card(tmp_path: Path, architecture: str) -> None:
     assert "WRONG" not in compiled(tmp_path, "--all", architecture)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.config import Quantization
-from forerun.device import Placement
+from forerun.device import Placement, stages
 from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.executor import FixedExecutor
 from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
@@ -88,7 +88,7 @@ class OneGemmLinear:
         k.one_gemm[-(-rows // tile.rows), -(-outputs // tile.outputs)](
             x, self.weight, self.weight if self.bias is None else self.bias, out, rows, outputs,
             WIDTH=inputs, BIASED=self.bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-            num_warps=tile.warps, num_stages=tile.stages, **k.OPTIONS,
+            num_warps=tile.warps, num_stages=stages(tile.stages), **k.OPTIONS,
         )  # fmt: skip
         return out
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
+from forerun.device import stages
 from forerun.models.layer import ExpertWeights, GatedMlp, Mlp, Router
 from forerun.models.rows import power_of_two
 
@@ -88,6 +89,6 @@ def multiply(
     kernels.expert_gemm[pairs.num_tiles, -(-outputs // pairs.tile["OUTPUTS"])](
         x, stack.weight, stack.weight if stack.bias is None else stack.bias, out, pairs.order, pairs.table, outputs,
         WIDTH=inputs, LANES=pairs.lanes, SHARING=sharing, BIASED=stack.bias is not None, **pairs.tile,
-        num_warps=4, num_stages=6 if x.itemsize == 2 and pairs.tile is FEW else 4, **kernels.OPTIONS,
+        num_warps=4, num_stages=stages(6 if x.itemsize == 2 and pairs.tile is FEW else 4), **kernels.OPTIONS,
     )  # fmt: skip
     return out

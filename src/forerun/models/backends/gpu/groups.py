@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int8
+from forerun.device import stages
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias
@@ -134,7 +135,7 @@ class GroupLinear:
             WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
             SLICES=SLICES, BIASED=self.bias is not None, ROWS=tile, OUTPUTS=columns,
             PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip,
-            num_warps=8 if wide or tile == ROWS[-1] else 4, num_stages=STAGES, **w.constants,
+            num_warps=8 if wide or tile == ROWS[-1] else 4, num_stages=stages(STAGES), **w.constants,
         )  # fmt: skip
         return out
 
