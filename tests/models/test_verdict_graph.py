@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM
+from forerun.config import Verification
 from forerun.device import CPU, Placement
 from forerun.models.backends.gpu import verdicts
 from forerun.models.backends.gpu.capture import Graphs
@@ -44,7 +45,9 @@ def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int, filtered: 
     for _ in range(80):
         batch, num_ids = dice.randint(1, 6), dice.choice([VOCAB, 33])
         draws, tree, logits = round_of(dice, width, batch, num_ids, filtered=filtered)
-        found, expected = judged(graph, draws, tree, logits), verify(tree, logits, draws, "coupled").packed
+        rule: Verification = dice.choice(["coupled", "token", "block"])  # without laws they are one
+        draws = Draws(draws.rows, VOCAB, num_ids=num_ids, rejection=rule != "coupled")
+        found, expected = judged(graph, draws, tree, logits), verify(tree, logits, draws, rule).packed
         assert found is not None
         assert torch.equal(found, expected)
         accepted += int(expected[:, 0].sum())
@@ -94,7 +97,6 @@ def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has(filt
 
 def test_what_the_graph_cannot_judge_is_left_to_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, tree, logits = round_of(random.Random(1), 1, 2)
-    assert judged(make(), Draws(draws.rows, VOCAB, rejection=True), tree, logits) is None
     unseen = replace(tree, known=[HostTree.unseen(len(host.tokens) - 1) for host in tree.host()])
     others = {"logits_processors": (odd,)}, {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}
     monkeypatch.setattr(verdicts, "MOST_IDS", VOCAB - 1)

@@ -4,10 +4,11 @@ This module decides which rounds are judged so, and in which sizes. Launched one
 take the host longer than a small target takes to compute. The graph gives to the bit what `verify` gives: it runs the
 same functions of tensors, `Draws.draw` and the rule, over tables that are filled in one copy.
 
-It leaves to `verify`: requests with their own logits processors, which are Python; laws to reject by; grammars over
-guesses that the host has not seen; rounds of more than MOST_ROWS nodes; and tables that would be too large: more than
-MOST_IDS biased or counted ids, or end tokens, in a row, more than that many tokens in its banned words, or deep drafts
-behind so many counted ids that comparing them takes more than MOST_PAIRS rows of logits for each node.
+It leaves to `verify`: requests with their own logits processors, which are Python; guesses that are judged by the laws
+they were drawn from; grammars over guesses that the host has not seen; rounds of more than MOST_ROWS nodes; and tables
+that would be too large: more than MOST_IDS biased or counted ids, or end tokens, in a row, more than that many tokens
+in its banned words, or deep drafts behind so many counted ids that comparing them takes more than MOST_PAIRS rows of
+logits for each node.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class VerdictGraph:
         Where requests want log-probabilities, it brings them along. The result holds until the next verdict. Raises
         RequestFailed where a grammar fails.
         """
-        if type(draws) is not Draws or draws.rejection or (draws.constrained and tree.unseen):
+        if type(draws) is not Draws or (draws.constrained and tree.unseen):
             return None
         if not 0 < len(logits) <= MOST_ROWS or logits.dtype == torch.float64:
             return None
