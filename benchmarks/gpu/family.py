@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, TypeAlias, TypeVar
 
 from benchmarks.gpu.clock import wait
 from benchmarks.gpu.setting import Setting, WeightFormat
@@ -19,14 +20,24 @@ from benchmarks.peers.huggingface import load
 from benchmarks.peers.protocol import Mode, Setup
 
 from forerun import LLM, SamplingParams
-from forerun.models.bundled import BUNDLED
+from forerun.device import Captures
+from forerun.heads.widen import cached_widened_drafter
+from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, cached_widened
 from forerun.text.tokenizer import Tokenizer
 
-DRAFTS = ((None, False), ("model:stdlib-draft", 4), ("model:stdlib-draft", "auto"), ("ngram", 4), ("suffix", 4))
+Depth: TypeAlias = int | bool | Literal["auto"]
+DRAFTS: Sequence[tuple[str | None, Depth]] = (
+    (None, False),
+    ("model:stdlib-draft", 4),
+    ("model:stdlib-draft", "auto"),
+    ("ngram", 4),
+    ("suffix", 4),
+)
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, ", "import os\nimport sys\n\ndef main(")
 BATCHES, TOKENS = (1, 8, 32), 128
+HEAD_DEPTH = 4
 MODES = ("plain", "model-4", "ngram-4")  # of transformers
 PARAMETERS = 1_000_000_000
 Result = TypeVar("Result")
@@ -35,27 +46,57 @@ Result = TypeVar("Result")
 def target_of(setting: Setting) -> str:
     """The folder of the target, widened at first use; as it is in a dry run."""
     source = str(BUNDLED["stdlib"])
-    return source if setting.dry else str(cached_widened(source, Wider.of(Blueprint.of(source).config, PARAMETERS)))
+    return source if setting.dry else str(cached_widened(source, wider_of(source)))
+
+
+def wider_of(source: str) -> Wider:
+    """The shape that the target and what reads its states grow to."""
+    return Wider.of(Blueprint.of(source).config, PARAMETERS)
 
 
 def widened(setting: Setting, form: WeightFormat) -> None:
-    """Plain and drafted, up to 32 texts at a time; answers are compared with plain decoding's."""
+    """Plain, and drafted by models and look-ups."""
+    measure(setting, form, DRAFTS[:2] if setting.dry else DRAFTS)
+
+
+def heads(setting: Setting, form: WeightFormat) -> None:
+    """Plain, and drafted by the layers that are trained for the target, widened with it."""
+    source, target = str(BUNDLED["stdlib"]), Path(target_of(setting))
+    drafts: list[tuple[str | None, Depth]] = [(None, False)]
+    for name in list(BUNDLED_HEADS)[: 1 if setting.dry else None]:
+        draft = BUNDLED_DRAFTS[name]
+        if not setting.dry:
+            draft = str(cached_widened_drafter(draft, source, target, wider_of(source)))
+        drafts.append((draft, HEAD_DEPTH))
+    measure(setting, form, drafts)
+
+
+def measure(setting: Setting, form: WeightFormat, drafts: Sequence[tuple[str | None, Depth]]) -> None:
+    """Up to 32 texts at a time; answers are compared with plain decoding's, which comes first."""
     target, num_tokens = target_of(setting), 4 if setting.dry else TOKENS
     plain: dict[tuple[float, int], list[tuple[int, ...]]] = {}
-    for draft, depth in DRAFTS[:2] if setting.dry else DRAFTS:
+    for draft, depth in drafts:
         llm = LLM(target, draft, device=setting.placement(form), dtype="float32" if setting.dry else "bfloat16",
                   quantize=form.quantize, speculation=depth, max_model_len=512,
                   max_num_seqs=2 if setting.dry else max(BATCHES))  # fmt: skip
         for temperature, batch in ((0.0, 2),) if setting.dry else itertools.product((0.0, 1.0), BATCHES):
-            params = SamplingParams(temperature=temperature, seed=1, max_tokens=num_tokens, ignore_eos=True)
+            params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
+                      for seed in range(batch)]  # fmt: skip
             prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
-            spent, results = best_of_two(partial(llm.generate, prompts, params, use_tqdm=False), setting)
+            before = llm.stats.num_emitted, llm.stats.num_rounds
+            spent, results, captures = best_of_two(partial(llm.generate, prompts, params, use_tqdm=False), setting)
+            emitted, rounds = llm.stats.num_emitted - before[0], llm.stats.num_rounds - before[1]
             answers = [tuple(c.token_ids) for r in results for c in r.outputs]
             same = sum(map(operator.eq, answers, plain.setdefault((temperature, batch), answers)))
-            setting.add("family", engine="forerun", format=form.name, draft=draft or "plain", depth=depth,
+            setting.add("family", engine="forerun", format=form.name, draft=named(draft), depth=depth,
                         temperature=temperature, batch=batch, tokens_per_s=sum(map(len, answers)) / spent,
-                        tokens_per_round=llm.stats.tokens_per_round, same_as_plain=same)  # fmt: skip
+                        tokens_per_round=emitted / rounds, captures=captures, same_as_plain=same)  # fmt: skip
         del llm
+
+
+def named(draft: str | None) -> str:
+    """A drafter without the folder that it was widened into."""
+    return "plain" if draft is None else draft.partition(":")[0] if "/" in draft else draft
 
 
 def by_transformers(setting: Setting) -> None:
@@ -64,19 +105,21 @@ def by_transformers(setting: Setting) -> None:
     service = load(Setup(target, draft, "bfloat16", 1, "", device=str(setting.device)))
     prompt, num_tokens = Tokenizer.load(target).encode(PROMPTS[0]), 4 if setting.dry else TOKENS
     for mode in map(Mode.parse, MODES):
-        spent, _ = best_of_two(partial(service.generate, mode, prompt, num_tokens), setting)
+        spent, *_ = best_of_two(partial(service.generate, mode, prompt, num_tokens), setting)
         setting.add("family", engine=f"transformers {service.versions['transformers']}", format="library",
                     draft=mode.drafter, depth=mode.depth or False, temperature=0.0, batch=1,
                     tokens_per_s=num_tokens / spent, tokens_per_round=None, same_as_plain=None)  # fmt: skip
 
 
-def best_of_two(body: Callable[[], Result], setting: Setting) -> tuple[float, Result]:
-    """Seconds, after a run that compiles, captures and chooses; and what came out."""
-    times = []
+def best_of_two(body: Callable[[], Result], setting: Setting) -> tuple[float, Result, int]:
+    """Seconds, after a run that compiles, captures and chooses; what came out; and the graphs that were captured while
+    both runs were measured, each of which took them time."""
+    times, captured = [], [0]
     for _ in range(1 if setting.dry else 3):
         wait(setting.device)
+        captured.append(Captures.num)
         started = time.perf_counter()
         result = body()
         wait(setting.device)
         times.append(time.perf_counter() - started)
-    return min(times[-2:]), result
+    return min(times[-2:]), result, Captures.num - captured[-2:][0]

@@ -46,6 +46,8 @@ def all_parts() -> list[MeasuredPart]:
         *(MeasuredPart(f"family/{form.name}", "speed", 150, partial(family.widened, form=form)) for form in forms
           if form.widened),
         MeasuredPart("unseen", "speed", 60, partial(unseen.unseen_guesses, form=FORMATS["library"])),
+        *(MeasuredPart(f"heads/{form.name}", "speed", 120, partial(family.heads, form=form)) for form in forms
+          if form.quantize is None),
         MeasuredPart("transformers", "speed", 90, family.by_transformers),
         MeasuredPart("row work", "kernels", 30, kernels.row_work),
         *(MeasuredPart(f"profile/{form.name}", "speed", 40, partial(passes.profile, form=form)) for form in forms),

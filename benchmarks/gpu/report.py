@@ -135,10 +135,10 @@ def family(rows: Sequence[Row]) -> str:
         rounds = "" if r["tokens_per_round"] is None else f"{r['tokens_per_round']:.2f}"
         same = "" if r["same_as_plain"] is None else f"{r['same_as_plain']} of {r['batch']}"
         return (r["engine"], r["format"], r["draft"], r["depth"] or "", r["temperature"], r["batch"],
-                f"{r['tokens_per_s']:.0f}", ratio, rounds, same)  # fmt: skip
+                f"{r['tokens_per_s']:.0f}", ratio, rounds, r.get("captures", ""), same)  # fmt: skip
 
     names = ("engine", "format", "draft", "depth", "temperature", "batch", "tokens/s", "of plain", "tokens a round",
-             "answers as plain")  # fmt: skip
+             "captures", "answers as plain")  # fmt: skip
     return headed("**The bundled family**, its target widened to 1 B parameters", table(names, rows, cells))
 
 

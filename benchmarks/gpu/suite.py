@@ -14,7 +14,7 @@ from forerun.store import Journal
 
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = PROJECT / "tests" / "gpu"
-PROCESSES = 6  # that share the GPU
+PROCESSES = 12  # that share the GPU
 NO_TESTS = 5  # pytest's exit status where everything is left out
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.config import Speculation
 from forerun.models.backends.gpu.ops import TritonOps, load_kernels
 from kit.checkpoints import TARGET
 from models.group_laws import FORMS, check_numbers, check_products
@@ -44,8 +45,11 @@ def test_with_one_gemm_drafted_tokens_are_those_of_plain_decoding(quantize: str)
     options = {"device": "cuda", "dtype": "bfloat16", "quantize": quantize, "one_gemm": True, "max_model_len": 256}
     params = [SamplingParams(temperature=t, seed=3, max_tokens=64) for t in (0, 1)]
     prompts = ["Once upon a time", "Lily and her mom"]
-    plain, drafted = LLM(str(TARGET), **options), LLM(str(TARGET), "ngram", **options)
+    plain, drafted = LLM(str(TARGET), **options), LLM(str(TARGET), f"model:{TARGET}", **options)
     for each in params:
-        answers = [[c.token_ids for r in llm.generate(prompts, each) for c in r.outputs] for llm in (plain, drafted)]
+        answers = [
+            [c.token_ids for r in llm.generate(prompts, each, speculation=Speculation(3)) for c in r.outputs]
+            for llm in (plain, drafted)
+        ]
         assert answers[0] == answers[1]
     assert drafted.stats.num_accepted > 0

@@ -16,6 +16,8 @@ PARAMS = [
 ]
 OPTIONS = {"device": "cuda", "one_gemm": True, "max_model_len": 256}
 
+GUESS_NOTHING = {"model:experts"}  # of random weights: of 1,155 guesses on a card none was right
+
 
 def answers(llm: LLM, speculation: bool | Speculation) -> list[tuple[int, ...]]:
     with unchecked():
@@ -34,4 +36,5 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
         llm = LLM(str(TARGET), as_draft(name), dtype=dtype, **OPTIONS)
         for speculation in (Speculation(3), Speculation(3, 2, 8)):
             assert answers(llm, speculation) == plain(dtype), (dtype, speculation)
-        assert llm.stats.num_accepted > 0
+        assert llm.stats.num_drafted > 0
+        assert llm.stats.num_accepted > 0 or name in GUESS_NOTHING

@@ -23,10 +23,11 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from forerun.models.backends.gpu import groups, ops
-from forerun.models.backends.gpu.backend import SMALLEST, TILES, OneGemmLinear
+from forerun.models.backends.gpu.backend import OneGemmLinear
 from forerun.models.backends.gpu.fixed import Inputs, Shape
-from forerun.models.backends.gpu.groups import ROWS, GroupLinear, PackedGroups, tile_rows
+from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
 from forerun.models.backends.gpu.ops import TritonOps, load_kernels
+from forerun.models.backends.gpu.tiles import SMALLEST, TILES, group_tiles
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
 from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
@@ -193,16 +194,19 @@ def grouped_products(dtype: torch.dtype) -> None:
     """Weights in groups, of every kind: multiplied, and unpacked."""
     for kind, (size, groups_, least) in GROUPS.items():
         chunk, halves = (size, 1) if kind in ("INT8", "E4M3") else (32, 2)
-        scales = meta(groups_, 4096, dtype=torch.bfloat16 if kind == "E4M3" else torch.float16)
+        scales = meta(groups_ // halves or 1, 4096, halves, dtype=torch.float16 if halves == 2 else torch.float32)
         numbers = meta(4096 // chunk // halves, 4096, chunk, dtype=torch.uint8)
         weight = PackedGroups(numbers, scales, scales if least else None, kind, 4096)
-        for rows in sorted({tile_rows(rows, dtype) for rows in ROWS}):
-            Compiling.case = f"{dtype}, {kind}, {rows} rows"
-            GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False).product(meta(rows, 4096, dtype=dtype), rows)
+        for tile in {*group_tiles(4096, dtype == torch.float32), *group_tiles(1 << 20, dtype == torch.float32)}:
+            Compiling.case = f"{dtype}, {kind}, {tile.rows} rows, {tile.slices} slices"
+            layer = GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False)
+            layer.product(meta(tile.rows, 4096, dtype=dtype), tile)
         weight.unpacked(torch.bfloat16)
     Compiling.case = f"{dtype}, one output"
-    single = PackedGroups(meta(64, 1, 64, dtype=torch.uint8), meta(1, 1, dtype=torch.float16), None, "INT8", 4096)
-    GroupLinear(single, None, unpacks=False).product(meta(16, 4096, dtype=dtype), ROWS[0])
+    single = PackedGroups(meta(64, 1, 64, dtype=torch.uint8), meta(1, 1, 1), None, "INT8", 4096)
+    GroupLinear(single, None, unpacks=False).product(
+        meta(16, 4096, dtype=dtype), group_tiles(1, dtype == torch.float32)[0]
+    )
 
 
 def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:

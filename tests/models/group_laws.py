@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.models.backends.gpu.groups import ROWS, GroupLinear, PackedGroups
+from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
+from forerun.models.backends.gpu.tiles import group_tiles
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 
 OUTPUTS = 40  # more than a program's, and no multiple of them
+MANY_OUTPUTS = 1 << 20
 # kind, inputs, inputs of a group, whether groups have a least value
 FORMS = [
     ("INT4", 192, 32, False), ("INT4", 352, 32, False), ("UINT4", 320, 32, True), ("INT8", 224, 32, False),
@@ -58,11 +60,13 @@ def check_products(form: tuple[str, int, int, bool], biased: bool, device: str, 
     weight, noise = random_groups(*form), torch.Generator().manual_seed(1)
     bias = torch.randn(OUTPUTS, generator=noise).to(device, dtype) if biased else None
     layer = GroupLinear(PackedGroups.of(weight, torch.device(device)), bias, unpacks=False)
-    x = rows_of(70, form[1]).to(device, dtype)
+    x, wide = rows_of(70, form[1]).to(device, dtype), dtype == torch.float32
     together, dense = layer(x), weight.dense().double().to(device)
     wanted = functional.linear(x.double(), dense, None if bias is None else bias.double())
-    assert (together.double() - wanted).norm() <= (1e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
-    for tile in ROWS:
-        assert torch.equal(layer.product(x, tile), together)
+    for outputs in (OUTPUTS, MANY_OUTPUTS):  # whose tiles differ in their slices
+        first, *others = [layer.product(x, tile) for tile in group_tiles(outputs, wide)]
+        assert (first.double() - wanted).norm() <= (1e-6 if wide else 3e-3) * wanted.norm()
+        assert all(torch.equal(other, first) for other in others)
+        assert outputs == MANY_OUTPUTS or torch.equal(together, first)
     for row in (0, 16, 69):
         assert torch.equal(layer(x[row : row + 1])[0], together[row])

@@ -12,7 +12,8 @@ from forerun.config import Quantization
 from forerun.device import Placement
 from forerun.models.backends.gpu import backend
 from forerun.models.backends.gpu.backend import GpuBackend
-from forerun.models.backends.gpu.groups import CHUNK, FLOATS, LONG_READ, ROWS, GroupLinear, PackedGroups, small_floats
+from forerun.models.backends.gpu.groups import CHUNK, FLOATS, LONG_READ, GroupLinear, PackedGroups, small_floats
+from forerun.models.backends.gpu.tiles import group_tiles
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from kit.interpreted import products  # noqa: F401 (a fixture)
 from models.group_laws import FORMS, OUTPUTS, check_numbers, check_products, random_groups, rows_of
@@ -59,11 +60,11 @@ def test_long_reads_are_multiplied_unpacked_where_no_bits_are_promised() -> None
     weight = random_groups(*FORMS[0])
     layer, x = GroupLinear(PackedGroups.of(weight, CPU), None, unpacks=True), rows_of(LONG_READ, FORMS[0][1])
     assert torch.equal(layer(x), functional.linear(x, weight.dense()))
-    assert torch.equal(layer(x[:-1]), layer.product(x[:-1], ROWS[0]))
+    assert torch.equal(layer(x[:-1]), layer.product(x[:-1], group_tiles(OUTPUTS, True)[0]))
 
 
 @pytest.mark.parametrize(("kind", "inputs", "size", "bits"), [
-    ("INT4", 4096, 32, 4.5), ("UINT4", 4096, 32, 6), ("INT8", 4096, 4096, 8), ("E4M3", 4096, 128, 8.25),
+    ("INT4", 4096, 32, 4.5), ("UINT4", 4096, 32, 6), ("INT8", 4096, 4096, 8), ("E4M3", 4096, 128, 8.5),
     ("E2M1", 4096, 32, 4.5),
 ])  # fmt: skip
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])

@@ -24,9 +24,10 @@ import triton.language as tl
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
 
 from forerun.models.backends.gpu import triton_kernels
-from forerun.models.backends.gpu.backend import TILES, OneGemmLinear
+from forerun.models.backends.gpu.backend import OneGemmLinear
 from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
 from forerun.models.backends.gpu.ops import TritonOps
+from forerun.models.backends.gpu.tiles import TILES
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from kit.interpreted import products  # noqa: F401 (a fixture)
 from models.kernel_laws import (

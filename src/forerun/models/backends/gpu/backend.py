@@ -1,6 +1,6 @@
 """GpuBackend: linear layers by the library's product, or by one that sums in one order for any number of rows.
 
-This file decides which product is used, and in which tiles. cuBLAS chooses a kernel by the number of rows, and with it
+This file decides which product is used. cuBLAS chooses a kernel by the number of rows, and with it
 the order of a sum: a token read alone and the same token read beside others differ in their last bits. `OneGemmLinear`
 sums over the inputs in one order, so a row's bits depend on the row alone.
 """
@@ -23,45 +23,16 @@ from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.executor import FixedExecutor
 from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
 from forerun.models.backends.gpu.ops import load_kernels, ops_for
+from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, tile_for
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
 from forerun.models.backends.torch_cpu.quantized import GROUP, quantize_groups, quantize_rows
 from forerun.models.layer import Bias, ExpertWeights, GatedMlp, Linear, StackedExperts, WeightMatrix
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What one program computes, `rows` x `outputs` in steps of `inputs`, and what it takes: warps, and stages of
-    loads under way."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
-
-SMALLEST = Tile(16, 32, 128, warps=4, stages=4)
-FEW_ROWS = Tile(16, 32, 128, warps=4, stages=6)  # hides the latency of memory, which is all that matters there
-NARROW, WIDE, LARGE = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4)
-TILES = (FEW_ROWS, NARROW, WIDE, LARGE)
-LARGER = ((LARGE, 65, 96), (WIDE, 33, 128), (NARROW, 17, 64))  # each with the fewest rows and programs that pay
 AT_ONCE = 1 << 24  # numbers that are rounded at a time, in float32 and some of them several times
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 TRIAL = (160, 256, 1024)  # rows, outputs and inputs of the product by which tiles are compared
-
-
-def tile_for(rows: int, outputs: int) -> Tile:
-    """The tile for a product of tensor cores: the largest of which there are enough. Measured on an H100."""
-    for tile, least_rows, enough in LARGER:
-        if rows >= least_rows and num_programs(tile, rows, outputs) >= enough:
-            return tile
-    return FEW_ROWS
-
-
-def num_programs(tile: Tile, rows: int, outputs: int) -> int:
-    return -(-rows // tile.rows) * -(-outputs // tile.outputs)
 
 
 class OneGemmLinear:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.device import stages
+from forerun.models.backends.gpu.tiles import FEW_ROWS, NARROW, SMALLEST, Tile
 from forerun.models.layer import ExpertWeights, GatedMlp, Mlp, Router
 from forerun.models.rows import power_of_two
 
 SORTED = 8192  # comparisons of a step of the sort
 ADDED = 1024  # numbers that a program adds up
-FEW = {"ROWS": 16, "OUTPUTS": 32, "INPUTS": 128}  # a tile of products, and one for experts with many rows each
-MANY = {"ROWS": 64, "OUTPUTS": 64, "INPUTS": 64}
 MANY_ROWS = 48  # of an expert, on average, from which on larger tiles pay
 
 
@@ -33,7 +32,7 @@ class Pairs:
     table: Int[Tensor, " numbers"]
     lanes: int
     num_tiles: int
-    tile: dict[str, int]
+    tile: Tile
 
 
 def run_experts(
@@ -71,13 +70,13 @@ def run_experts(
 def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Router, tiled: bool) -> Pairs:
     """The pairs by their experts: as many tiles as there can be, whoever was chosen."""
     num_pairs, count, lanes = chosen.numel(), router.count, power_of_two(router.count)
-    tile = MANY if tiled and num_pairs >= MANY_ROWS * count else FEW
+    tile = NARROW if tiled and num_pairs >= MANY_ROWS * count else FEW_ROWS if tiled else SMALLEST
     order, table = chosen.new_empty(num_pairs), chosen.new_empty(3 * lanes)
     kernels.sort_by_expert[(1,)](
         chosen, order, table, num_pairs, COUNT=count, LANES=lanes, BLOCK=max(16, min(128, SORTED // lanes)),
-        ROWS=tile["ROWS"], num_warps=8, **kernels.OPTIONS,
+        ROWS=tile.rows, num_warps=8, **kernels.OPTIONS,
     )  # fmt: skip
-    return Pairs(order, table, lanes, num_pairs // tile["ROWS"] + min(count, num_pairs), tile)
+    return Pairs(order, table, lanes, num_pairs // tile.rows + min(count, num_pairs), tile)
 
 
 def multiply(
@@ -85,10 +84,11 @@ def multiply(
 ) -> Float[Tensor, "pairs outputs"]:
     """Each pair's row of `x`, which `sharing` pairs have in common, times the weights of its expert."""
     _, outputs, inputs = stack.weight.shape
-    out = x.new_empty(len(pairs.order), outputs)
-    kernels.expert_gemm[pairs.num_tiles, -(-outputs // pairs.tile["OUTPUTS"])](
+    tile, out = pairs.tile, x.new_empty(len(pairs.order), outputs)
+    kernels.expert_gemm[pairs.num_tiles, -(-outputs // tile.outputs)](
         x, stack.weight, stack.weight if stack.bias is None else stack.bias, out, pairs.order, pairs.table, outputs,
-        WIDTH=inputs, LANES=pairs.lanes, SHARING=sharing, BIASED=stack.bias is not None, **pairs.tile,
-        num_warps=4, num_stages=stages(6 if x.itemsize == 2 and pairs.tile is FEW else 4), **kernels.OPTIONS,
+        WIDTH=inputs, LANES=pairs.lanes, SHARING=sharing, BIASED=stack.bias is not None,
+        ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=stages(tile.stages),
+        **kernels.OPTIONS,
     )  # fmt: skip
     return out

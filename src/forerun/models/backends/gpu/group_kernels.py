@@ -4,6 +4,9 @@ This file decides how numbers of 4 and 8 bits become numbers that tensor cores m
 bfloat16, so nothing is rounded before the sum: the products of a group are added up in float32, inputs in ascending
 order, and the group's sum is multiplied by its scale and added to those before it. Groups are dealt out to a few
 slices, each with a sum of its own, for that many warps to work at once. A row's bits depend on that row alone.
+
+Scales lie beside each other as the groups of a chunk do, and are loaded four bytes at a time: only such loads can be
+under way while earlier chunks are multiplied. To wait for each scale took as long as everything else.
 """
 
 from __future__ import annotations
@@ -52,14 +55,14 @@ def group_gemm(
     x, numbers, scales, least, bias, out, rows, outputs,
     WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
     SLICES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x @ weight.T + bias, of weights in CHUNKS chunks of BYTES bytes of each output, chunk after chunk in memory.
 
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
     SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
 
-    Every SLICES-th chunk belongs to one slice, which warps of its own add up; then slices are added in pairs.
+    Every SLICES-th chunk belongs to one slice, which a warp of its own adds up; then slices are added in pairs.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -70,28 +73,30 @@ def group_gemm(
     x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
     chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
     numbers_at = numbers + column[None, None, :] * BYTES + byte[None, :, None] + piece[:, None, None] * chunk_bytes
-    groups_at = column[None, None, :] + piece[:, None, None] * HALVES * tl.cast(outputs, tl.int64)
+    groups_at = column[None, None, :] + piece[:, None, None] * tl.cast(outputs, tl.int64)
     acc = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
-    for step in range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS)):
+    for step in tl.range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS), num_stages=STAGES):
         for part in tl.static_range(PARTS):
             chunk = (step * PARTS + part) * SLICES
             here = (chunk + piece < CHUNKS)[:, None, None] & column_in
             packed = tl.load(numbers_at + chunk.to(tl.int64) * chunk_bytes, mask=here, other=0)
-            first, second = widen(packed, KIND, PTX, x.dtype.element_ty)
+            weights = widen(packed, KIND, PTX, x.dtype.element_ty)
+            group = groups_at + chunk.to(tl.int64) * outputs
+            if SCALED:
+                scale = load_groups(scales, group, here, HALVES)
+            if LEAST:
+                low = load_groups(least, group, here, HALVES)
             for half in tl.static_range(HALVES):
                 start = (chunk * HALVES + half) * BYTES
                 a = tl.load(x_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
-                b = first if half == 0 else second
                 if SCALED:
-                    group = groups_at + (chunk * HALVES + half).to(tl.int64) * outputs
-                    scale = tl.load(scales + group, mask=here, other=0.0).to(tl.float32)
-                    acc = tl.fma(tl.dot(a, b, input_precision="ieee"), tl.broadcast_to(scale, acc.shape), acc)
-                    if LEAST:
-                        low = tl.load(least + group, mask=here, other=0.0).to(tl.float32)
-                        sums = tl.dot(a, tl.full((SLICES, BYTES, OUTPUTS), 1.0, a.dtype), input_precision="ieee")
-                        acc = tl.fma(sums, tl.broadcast_to(low, acc.shape), acc)
+                    sums = tl.dot(a, weights[half], input_precision="ieee")
+                    acc = tl.fma(sums, tl.broadcast_to(scale[half], acc.shape), acc)
                 else:
-                    acc = tl.dot(a, b, acc, input_precision="ieee")
+                    acc = tl.dot(a, weights[half], acc, input_precision="ieee")
+                if LEAST:
+                    sums = tl.dot(a, tl.full((SLICES, BYTES, OUTPUTS), 1.0, a.dtype), input_precision="ieee")
+                    acc = tl.fma(sums, tl.broadcast_to(low[half], acc.shape), acc)
     total = add_slices(acc, SLICES)
     if not SCALED:
         total = total * tl.load(scales + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
@@ -102,14 +107,29 @@ def group_gemm(
 
 
 @kernel
+def load_groups(values, at, here, HALVES: tl.constexpr):
+    """What the groups of a chunk have, in float32: two of 16 bits each in one load, or one load for each."""
+    if values.dtype.element_ty == tl.float32:
+        first = tl.load(values + at * HALVES, mask=here, other=0.0)
+        second = first
+        if HALVES == 2:
+            second = tl.load(values + at * HALVES + 1, mask=here, other=0.0)
+        return first, second
+    pair = tl.load(values.to(tl.pointer_type(tl.int32)) + at, mask=here, other=0)
+    if values.dtype.element_ty == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    first = (pair & 65535).to(tl.int16).to(tl.float16, bitcast=True)
+    return first.to(tl.float32), (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@kernel
 def add_slices(acc, SLICES: tl.constexpr):
-    """The sum of two slices, or of four: the first and second, the third and fourth, and both."""
+    """The sum of slices, a power of two: neighbours are added, then the sums of neighbours."""
     parts = tl.permute(acc, (1, 2, 0))
-    if SLICES == 4:
-        even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], 2, 2)))
+    for halvings in tl.static_range(SLICES.bit_length() - 1):
+        even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], SLICES >> (halvings + 1), 2)))
         parts = even + odd
-    even, odd = tl.split(parts)
-    return even + odd
+    return tl.reshape(parts, (acc.shape[1], acc.shape[2]))
 
 
 @kernel
@@ -124,11 +144,10 @@ def unpack_groups(
     here = (column < outputs)[:, None]
     HALVES: tl.constexpr = 1 if KIND < INT4 else 2
     packed = tl.load(numbers + (chunk * outputs + column[:, None]) * BYTES + byte[None, :], mask=here, other=0)
-    first, second = widen(packed, KIND, False, tl.float32)
+    weights = widen(packed, KIND, False, tl.float32)
     for half in tl.static_range(HALVES):
-        group = (chunk * HALVES + half) * outputs + column if SCALED else column
-        weight = first if half == 0 else second
-        weight = weight * tl.load(scales + group, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+        group = (chunk * outputs + column) * HALVES + half if SCALED else column
+        weight = weights[half] * tl.load(scales + group, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
         if LEAST:
             weight += tl.load(least + group, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
         at = (chunk * HALVES + half) * BYTES + byte

@@ -18,15 +18,14 @@ from torch.nn import functional
 from forerun.annotations import Float, Int8
 from forerun.device import stages
 from forerun.models.backends.gpu.ops import load_kernels
+from forerun.models.backends.gpu.tiles import GroupTile, group_tile_for
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias
 
-SLICES = 4  # sums of a row, over every so many chunks each, that are added in the end
 CHUNK = {4: 32, 8: 64}  # bytes of an output at most, by bits of a number
-OUTPUTS, STAGES = 32, 3
+OUTPUTS = 32  # of a program that unpacks
 MOST_PARTS = 2  # chunks of a slice that are read at once, where they are small
 FOUR_BITS = ("INT4", "UINT4", "E2M1")
-ROWS = (16, 32, 64)  # of a program
 LONG_READ = 192  # rows for which weights are unpacked first, where no bits are promised
 FLOATS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of 4 bits with a point
 HALVES = (torch.float16, torch.bfloat16)
@@ -34,7 +33,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Weights in memory: `numbers` [chunks, outputs, bytes] of a kind, `scales` and `least` values [groups, outputs].
+    """Weights in memory: `numbers` [chunks, outputs, bytes] of a kind; `scales` and `least` values
+    [chunks, outputs, 1 or 2].
 
     A chunk of numbers of 4 bits is two groups, others are one. With a single row of scales an output is one group.
     """
@@ -47,7 +47,7 @@ class PackedGroups:
 
     @classmethod
     def of(cls, weight: GroupedWeight, device: torch.device) -> PackedGroups:
-        """The weights on a device; scales are held in 16 bits where that loses nothing."""
+        """The weights on a device; scales of 4-bit numbers are held in 16 bits where that loses nothing."""
         inputs, numbers, scales = weight.numbers.shape[1], weight.numbers.to(device), weight.scales.to(device)
         least = None if weight.least is None else weight.least.to(device)
         if weight.bits == 4:
@@ -68,8 +68,9 @@ class PackedGroups:
         def in_groups(values: Tensor) -> Tensor:
             repeated = values if whole else values.repeat_interleave(weight.size // size, 1)
             padded = repeated if whole else functional.pad(repeated, (0, len(packed) * halves - repeated.shape[1]))
-            rows = padded.T.contiguous()
-            return next((short for half in HALVES if torch.equal((short := rows.to(half)).float(), rows)), rows)
+            groups: Tensor = padded.unflatten(1, (-1, halves)).transpose(0, 1).contiguous()
+            shorter = HALVES if halves == 2 else ()
+            return next((short for half in shorter if torch.equal((short := groups.to(half)).float(), groups)), groups)
 
         return cls(packed.contiguous(), in_groups(scales), None if least is None else in_groups(least), kind, inputs)
 
@@ -122,24 +123,19 @@ class GroupLinear:
         with torch.cuda.device_of(x):  # kernels are launched on the current one
             if self.unpacks and len(x) >= LONG_READ:
                 return functional.linear(x, self.weight.unpacked(x.dtype), self.bias)
-            return self.product(x, tile_rows(len(x), x.dtype))
+            tile = group_tile_for(len(x), self.weight.numbers.shape[1], x.dtype == torch.float32)
+            return self.product(x, tile)
 
-    def product(self, x: Float[Tensor, "rows inputs"], tile: int) -> Float[Tensor, "rows outputs"]:
-        """The product by programs of so many rows each."""
+    def product(self, x: Float[Tensor, "rows inputs"], tile: GroupTile) -> Float[Tensor, "rows outputs"]:
+        """The product by such programs."""
         w, x, (chunks, outputs, size) = self.weight, x.contiguous(), self.weight.numbers.shape
-        out, wide = x.new_empty(len(x), outputs), x.dtype == torch.float32
-        columns = OUTPUTS // 2 if wide else OUTPUTS
-        load_kernels("group_kernels").group_gemm[-(-len(x) // tile), -(-outputs // columns)](
+        out, under_way = x.new_empty(len(x), outputs), stages(tile.stages)
+        load_kernels("group_kernels").group_gemm[-(-len(x) // tile.rows), -(-outputs // tile.outputs)](
             x, w.numbers, w.scales, w.scales if w.least is None else w.least, x if self.bias is None else self.bias,
             out, len(x), outputs,
             WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
-            SLICES=SLICES, BIASED=self.bias is not None, ROWS=tile, OUTPUTS=columns,
-            PTX=x.is_cuda and x.dtype == torch.bfloat16 and not torch.version.hip,
-            num_warps=8 if wide or tile == ROWS[-1] else 4, num_stages=stages(STAGES), **w.constants,
+            BIASED=self.bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, SLICES=tile.slices, STAGES=under_way,
+            PTX=not x.is_cpu and x.dtype == torch.bfloat16 and not torch.version.hip,
+            num_warps=tile.warps, num_stages=under_way, **w.constants,
         )  # fmt: skip
         return out
-
-
-def tile_rows(rows: int, dtype: torch.dtype) -> int:
-    """Rows of a program; few where factors of float32 are all in registers, which others would not fit."""
-    return ROWS[0] if dtype == torch.float32 else next((tile for tile in ROWS if tile >= rows), ROWS[-1])
