@@ -168,7 +168,8 @@ class DraftTree:
     `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds known to the host, so
     that walking never synchronises; `widths` are those of each row, settled before anything was drawn. `q` None: the
     guesses are judged by `follow`, in every verification mode. `known` is what the host knows without a copy, of trees
-    on a device too: the nodes that the target reads.
+    on a device too: the nodes that the target reads. `sound`: chains that a runner drew, as `known` says, of tokens
+    that exist; nothing is looked for in them.
     """
 
     tokens: Int[Tensor, "batch nodes"]
@@ -178,6 +179,7 @@ class DraftTree:
     q: DraftLaw | None = None
     known: Sequence[HostTree] | None = None
     widths: Sequence[int] | None = None
+    sound: bool = False
 
     @classmethod
     def bare(cls, roots: Int[Tensor, " batch"]) -> DraftTree:
@@ -298,7 +300,7 @@ class DraftTree:
         known = self.host()
         if self.tokens.device == device:
             return replace(self, known=known)
-        tokens, parents = (upload_tensor(t, device) for t in (self.tokens, self.parents))
+        tokens, parents = upload_tensor(torch.stack([self.tokens, self.parents]), device)  # in one copy
         return replace(self, tokens=tokens, parents=parents, q=self.q and self.q.to(device), known=known)
 
     def read_nodes(self) -> Int[Tensor, " rows"]:

@@ -9,7 +9,8 @@ import torch
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.model import ModelDrafter
-from forerun.models.backends.gpu.graphs import ChainGraph, GraphRunner
+from forerun.models.backends.gpu.chain_graph import ChainGraph
+from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.chains import SameIds, Start
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling

@@ -1,5 +1,6 @@
 """Trained drafters in passes of fixed shape, as on GPUs: the tokens of plain decoding, and the guesses of CPUs."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -104,3 +105,25 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
             assert set(seen.waits) == {"tolist"}
             assert len(seen.waits) == 1 or not unseen
     assert llm.stats.num_accepted > 0
+
+
+MOST_SENT = {"eagle-1": 21, "eagle": 21, "mtp": 21, "mtp-of-3": 22}  # operations of a round; graphs are one each
+NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, the verdict
+
+
+@pytest.mark.short("eagle", "mtp-of-3")
+@pytest.mark.parametrize("kind", MOST_SENT)
+def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep the chains are: what lies between the passes of a chain is captured with them."""
+    drafter, sent = TRAINED[kind](tmp_path / "heads"), list[list[str]]()
+    with imagined(monkeypatch) as seen, torch.inference_mode():
+        llm = made(drafter, PLACEMENT, speculation=5)
+        submit(llm, PROMPTS, PARAMS[1])
+        while llm.engine.has_work:
+            seen.clear()
+            llm.engine.step()
+            sent.append([*seen.sent])
+    assert statistics.median(map(len, sent)) <= MOST_SENT[kind], sent[len(sent) // 2]
+    assert statistics.median(each.count("graph") for each in sent) == NUM_GRAPHS

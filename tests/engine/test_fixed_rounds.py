@@ -163,7 +163,7 @@ EVERY = SamplingParams(
     ("drafter", "params", "most"),
     [
         (None, PARAMS[1], 6),
-        ("model", PARAMS[1], 42),
+        ("model", PARAMS[1], 17),
         (None, PARAMS[2], 6),
         (None, EVERY, 6),
         (None, replace(EVERY, logprobs=3), 7),
@@ -256,7 +256,7 @@ def test_answers_of_other_lengths_capture_nothing_new() -> None:
         assert llm.drafter.runner.chain_graph is not None
         return [
             *(set(runner.tables) for runner in runners if isinstance(runner, GraphRunner)),
-            {*llm.drafter.runner.chain_graph.buffers},
+            {*llm.drafter.runner.chain_graph.tables},
         ]
 
     def answer(lengths: Sequence[int]) -> None:

@@ -124,7 +124,8 @@ class CardMode(TorchDispatchMode):
             self.waits.append(f"{name} by numbers of the host")
         elif carded and (func in WAITS or (func in INDEXED and any(x.dtype == torch.bool for x in flat[1:]))):
             self.waits.append(name)
-        if (lands or carded) and not (func.is_view or self.seen.replaying or name in MEMORY):
+        changes = len(carded) + lands == 1  # of the device
+        if (lands or carded) and not (self.seen.replaying or name in MEMORY or (func.is_view and not changes)):
             self.seen.sent.append(name)
         if lands or carded:
             self.seen.refuses(func, carded)

@@ -8,7 +8,7 @@ step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -37,14 +37,23 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class UnreadTexts:
-    """Text of each start that is to be read before its chain is drawn, one token at least, beside these states.
+    """Text of each start that is to be read before its chain is drawn, one token at least.
 
-    `roots` gets what the layers make of the last token of each text.
+    `features` are the target's states, and `fuse` maps them to what the layers read beside the tokens; `beside` gives
+    from their outputs what they read beside the guesses that follow. `roots` gets their outputs at the last token of
+    each text.
     """
 
     tokens: Sequence[Sequence[int]]
-    states: Float[Tensor, "total hidden"]
-    roots: Float[Tensor, "starts hidden"]
+    features: Float[Tensor, "total *features"]
+    roots: Float[Tensor, "starts outputs"]
+    fuse: Callable[[Tensor], Tensor]
+    beside: Callable[[Tensor], Tensor]
+
+    @property
+    def states(self) -> Float[Tensor, "total inputs"]:
+        """What the layers read beside the tokens."""
+        return self.fuse(self.features)
 
 
 @runtime_checkable
@@ -101,7 +110,8 @@ class Chains:
 
     `trees` are all rows' chains, and `num_read` says how many guesses of each sequence, its first ones, were read into
     its tail. Where the host has not seen them, they are `guesses` on the device, -1 where a row has fewer, and `laws`
-    are those that they were drawn from (rejection modes), packed. `priced`: whether their survival is known. `states`
+    are those that they were drawn from (rejection modes), packed; or `nodes`, the tokens and parents of the whole tree,
+    nothing of which has to be checked. `priced`: whether their survival is known. `states`
     are the residual streams behind the guesses of each start, if they were asked for; those of guesses that were not
     read are garbage.
     """
@@ -111,10 +121,18 @@ class Chains:
     priced: bool = False
     guesses: Int[Tensor, "batch depth"] | None = None
     laws: list[Tensor] = field(default_factory=list)
+    nodes: Int[Tensor, "2 batch nodes"] | None = None
     states: Float[Tensor, "starts depth hidden"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None:
+            self.guesses = self.nodes[0, :, 1:]
 
     def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree: on the host, or on the device with the host knowing its shape."""
+        if self.nodes is not None:
+            tokens, parents = self.nodes
+            return DraftTree(tokens, parents, tokens.shape[1] - 1, known=self.trees, sound=True)
         if self.guesses is None:
             return DraftTree.of_hosts(self.trees, 1)
         law = None

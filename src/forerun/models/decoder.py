@@ -35,22 +35,35 @@ from forerun.models.shards.shard import WHOLE, Columns
 class Tapped:
     """The states of a pass at the taps asked for, each in a tensor of its own.
 
-    Those behind the final norm are normed by `norms` when they are looked at: most are not, where drafting rests.
+    Those behind the final norm are normed by `norms` when they are looked at: most are not, where drafting rests. Where
+    a pass leaves all of them in one tensor, normed, that is `together`.
     """
 
     states: Sequence[Float[Tensor, "total hidden"]]
     norms: Sequence[Callable[[Tensor], Tensor] | None]
+    together: Float[Tensor, "total taps hidden"] | None = None
+
+    @classmethod
+    def side_by_side(cls, states: Float[Tensor, "total taps hidden"]) -> Tapped:
+        """States in one tensor."""
+        return cls(states.unbind(1), [None] * states.shape[1], states)
 
     @classmethod
     def joined(cls, passes: Sequence[Tapped]) -> Tapped:
         """Those of several passes, one behind the other."""
         if len(passes) == 1:
             return passes[0]
+        wholes = [each.together for each in passes if each.together is not None]
+        if len(wholes) == len(passes):
+            return cls.side_by_side(torch.cat(wholes))
         return cls([torch.cat(tap) for tap in zip(*(each.states for each in passes), strict=True)], passes[0].norms)
 
     def rows(self, places: list[int] | None = None) -> Float[Tensor, "rows taps hidden"]:
         """The states of the tokens at these places, of all where None."""
         states = self.states
+        if self.together is not None:
+            together = self.together
+            return together if places is None else together[upload(places, torch.long, together.device)]
         if places is not None and places != [*range(len(states[0]))]:
             at = upload(places, torch.long, states[0].device)
             states = [each.index_select(0, at) for each in states]

@@ -78,6 +78,9 @@ def sanitize(
             return DraftTree(tree.tokens, tree.parents, depth, width, known=seen)
     known = _known(tree, len(roots), columns)
     if known is not None and tree.q is None:
+        fit = (len(read.tokens) <= 1 + min(d, n) for (d, _, n), read in zip(bounds, known, strict=True))
+        if tree.sound and whole and all(fit):
+            return tree
         counts = [min(d, n, len(read.tokens) - 1) for (d, _, n), read in zip(bounds, known, strict=True)]
         return _unseen_chains(tree, roots, counts, vocab)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)

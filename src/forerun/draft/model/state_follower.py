@@ -37,14 +37,21 @@ class StateFollower(FedFollower, ABC):
         self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # of text's last token, and of guesses behind it
 
     @abstractmethod
-    def of_text(
-        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
-    ) -> Float[Tensor, "total inputs"]:
-        """What the decoder reads of the target's states beside the tokens of final text, which are packed."""
+    def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
+        """What the decoder reads of the target's states, as `before_fusing` gives them, beside tokens of final text."""
 
     @abstractmethod
-    def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
+    def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """What it reads beside a guess, given its own output at the guess's parent."""
+
+    @property
+    @abstractmethod
+    def num_outputs(self) -> int:
+        """Numbers that it makes of a token of text."""
+
+    def before_fusing(self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]) -> Tensor:
+        """The target's states of these reads with what else of each sequence is read beside its text."""
+        return features
 
     def observe(self, news: Committed) -> None:
         """Remember what became final. Raises WrongTarget for text without states."""
@@ -81,7 +88,7 @@ class StateFollower(FedFollower, ABC):
             if features is not None:
                 self.outputs[read.seq_id] = [outputs[-1].clone()]
             else:
-                self.outputs[read.seq_id].extend(outputs)
+                self.outputs[read.seq_id].extend(outputs.clone())
         return states
 
     @torch.inference_mode()
@@ -99,7 +106,7 @@ class StateFollower(FedFollower, ABC):
         """Where little text of each row is not read, as behind a round: the states beside it are there."""
         texts = [self.unread(row.seq_id) for row in rows]
         numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
-        if draws.rejection or not draws.on_host or any(row.guesses or row.budget.width > 1 for row in rows):
+        if draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
             return None
         if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):
             return None
@@ -110,8 +117,7 @@ class StateFollower(FedFollower, ABC):
             for row in rows
         ]
         started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
-        states = self.inputs(reads, self.states.of(reads))
-        read = UnreadTexts(texts, states, torch.empty(len(rows), states.shape[1]))
+        read = self.unread_texts(reads)
         chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read)
         self.pass_s += time.perf_counter() - started_s
         if chains is not None:
@@ -119,6 +125,13 @@ class StateFollower(FedFollower, ABC):
                 self.outputs[row.seq_id] = [root]
                 self.states.drop(row.seq_id, len(text))
         return chains
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
+        """These reads of text, as a call of the runner reads them before it draws."""
+        runner, features = self.runner, self.before_fusing(reads, self.states.of(reads))
+        dtype = runner.decoder.stream if runner.draws_unseen else torch.float32
+        roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
+        return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.of_guess)
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
         """The model's outputs there."""
@@ -129,7 +142,7 @@ class StateFollower(FedFollower, ABC):
     ) -> Float[Tensor, "total inputs"]:
         """The target's states for text; for a guess what the model made of its parent."""
         if features is not None:
-            return self.of_text(reads, features)
+            return self.fuse(self.before_fusing(reads, features))
         states = []
         for read in reads:
             outputs = self.outputs[read.seq_id]

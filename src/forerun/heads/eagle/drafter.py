@@ -47,13 +47,16 @@ class EagleDrafter(StateFollower):
         self.decoder = layers
         self.taps = taps
 
-    def of_text(
-        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
-    ) -> Float[Tensor, "total inputs"]:
+    @property
+    def num_outputs(self) -> int:
+        """As wide as the layers."""
+        return self.decoder.config.hidden
+
+    def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
         """The target's states, fused."""
         return self.decoder.fuse(features)
 
-    def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
+    def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """The layer's output stands for the state."""
         return output
 
@@ -73,7 +76,7 @@ class ParallelEagleDrafter(EagleDrafter):
     ) -> Float[Tensor, "total inputs"]:
         """The target's states for text; the learned one for masked places."""
         if features is not None:
-            return self.of_text(reads, features)
+            return self.fuse(features)
         assert self.decoder.mask is not None, "it has masked places"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 

@@ -48,20 +48,31 @@ class MtpDrafter(StateFollower):
         """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
         return super().beginning(text, salt) if self.num_modules == 1 else Beginning()
 
-    def of_text(
+    @property
+    def num_outputs(self) -> int:
+        """Of every module, side by side."""
+        return self.num_modules * self.hidden
+
+    def fuse(self, features: Float[Tensor, "total modules hidden"]) -> Float[Tensor, "total inputs"]:
+        """Side by side."""
+        return features.flatten(1)
+
+    def before_fusing(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
-    ) -> Float[Tensor, "total inputs"]:
+    ) -> Float[Tensor, "total modules hidden"]:
         """The target's states for the first module; for each further one what the one before gives a row earlier."""
+        if self.num_modules == 1:
+            return features
         states = features.new_full((len(features), self.num_modules, self.hidden), UNKNOWN)
         states[:, 0], row = features[:, 0], 0
         for read in reads:
             states[row, 1:] = self.end(read.seq_id)
             row += len(read.tokens)
-        return states.flatten(1)
+        return states
 
-    def of_guess(self, output: Float[Tensor, " outputs"]) -> Float[Tensor, " inputs"]:
+    def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """Each module's output is read by the next one; the last module's by itself, once the others have guessed."""
-        return output[: max(self.hidden, len(output) - self.hidden)]
+        return output[..., : max(self.hidden, output.shape[-1] - self.hidden)]
 
     def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
         """Outputs of all modules but the last, behind a text; zeros, on which no guess depends, where there is none."""

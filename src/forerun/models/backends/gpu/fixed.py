@@ -51,6 +51,7 @@ class Layout:
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)  # where tokens are found that only the device knows
     prefixes: list[int] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
@@ -114,7 +115,7 @@ class Inputs:
     """
 
     KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
-    COLUMNS = ("tokens", "slots", "starts", *KEY_COLUMNS)
+    COLUMNS = ("tokens", "slots", "starts", "sources", *KEY_COLUMNS)
 
     def __init__(
         self,
@@ -279,7 +280,8 @@ def run_pass(
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]
     logits = decoder.head(judged) if inputs.shape.judged else x.new_empty(0, c.vocab_size)
-    return States(keep(logits), x, Tapped([kept[t] for t in taps], [None] * len(taps)) if taps else None)
+    tapped = Tapped.side_by_side(torch.stack([kept[t] for t in taps], dim=1)) if taps else None
+    return States(keep(logits), x, tapped)
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:

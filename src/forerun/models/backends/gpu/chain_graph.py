@@ -1,0 +1,257 @@
+"""ChainGraph: the whole chains of a draft model, or of layers that read states, as one captured graph.
+
+Draw, read, draw, ... without a launch in between. Layers that read states begin with text: what the target has made of
+it is mapped, read and kept in the same graph, and a guess is read beside what the layers made of its parent. A graph
+does the same work for every round, so nothing in it may depend on a request: what requests ask for is in tensors.
+Chains may end at different depths: the deepest come first, and at every step the rows that have ended are padding. So a
+graph also serves shorter chains and fewer rows than it was captured for. What it gives is the round's tree as the
+device holds it, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.annotations import Float, Int
+from forerun.cache.blocks import OutOfBlocks
+from forerun.cache.paged import PagedCache
+from forerun.device import PackedTables, upload
+from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout, Shape, run_pass
+from forerun.models.backends.gpu.ops import Ops
+from forerun.models.backends.gpu.verdicts import fixed_steps, holds, in_parts, row_sizes
+from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
+from forerun.models.decoder import Decoder, States
+from forerun.models.rows import power_of_two
+from forerun.models.runner import Read
+from forerun.sampling.draws import Draws
+from forerun.sampling.noise import Purpose, signed
+from forerun.sampling.tables import RoundTables, Steps
+from forerun.sampling.transforms import PathState, Transforms
+from forerun.tree import HostTree
+
+LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
+LEAST_TEXT = 16  # tokens
+
+
+class ChainShape(NamedTuple):
+    """The sizes of a graph: rows, depth, the tables of its transforms, and tokens of text that are read before."""
+
+    rows: int
+    depth: int
+    steps: Steps
+    text: int = 0
+
+    def holds(self, other: ChainShape) -> bool:
+        """Whether such chains fit, without too much padding."""
+        fits = other.rows <= self.rows <= PADDED * other.rows and other.depth <= self.depth <= LONGER * other.depth
+        text = max(LEAST_TEXT, PADDED * other.text) if other.text else 0
+        return fits and other.text <= self.text <= text and holds(self.steps, other.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The tensors of one graph: what chains begin with, and tables that are filled in one copy.
+
+    These are the transforms' by name (`RoundTables.arrays`), each chain's `keys` and `positions`, those of each pass,
+    and by row of the round its root (`roots`), the number of its chain (`chains`) and how deep that is (`depths`), 0
+    without one. Chains begin with `logits`, or with `text` beside the target's states, `features`.
+    """
+
+    packed: PackedTables
+    passes: Sequence[Inputs]
+    logits: Float[Tensor, "rows vocab"] | None
+    text: Inputs | None
+    features: Float[Tensor, "text *features"] | None
+
+
+@runtime_checkable
+class ReadingRunner(Protocol):
+    """What of a GraphRunner is used here."""
+
+    decoder: Decoder
+    cache: PagedCache
+    ops: Ops
+    graphs: Graphs
+    spare_slot: int
+    most_keys: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]: ...
+
+    def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None: ...
+
+
+class ChainGraph:
+    """Draws chains with a runner, in graphs of a few sizes (powers of two)."""
+
+    def __init__(self, runner: ReadingRunner, ids: IdExchange) -> None:
+        self.runner = runner
+        self.ids = ids
+        self.buffers: dict[ChainShape, Buffers] = {}
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        draws: Draws,
+        starts: Sequence[Start],
+        logits: Float[Tensor, "starts vocab"] | None,
+        texts: UnreadTexts | None,
+    ) -> Chains | None:
+        """The chains, behind these logits or texts, which are kept; None, with nothing changed, where the graph cannot
+        draw this round or there is no room.
+
+        Grammars have no say in it: the host would have to see the guesses.
+        """
+        if draws.rejection or type(draws) is not Draws:
+            return None
+        unread: Sequence[Sequence[int]] = [()] * len(starts) if texts is None else texts.tokens
+        order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
+        rows = RoundTables([draws.rows[starts[i].row] for i in order], self.ids.vocab_size)
+        steps, depth = rows.steps._replace(masks=0), starts[order[0]].depth
+        shape = self.shape_of(ChainShape(len(draws.rows), depth, steps, sum(map(len, unread))))
+        if shape is None:
+            return None
+        runner, seq_ids = self.runner, [start.seq_id for start in starts]
+        try:
+            runner.cache.reserve(seq_ids, [len(text) + s.depth - 1 for text, s in zip(unread, starts, strict=True)])
+        except OutOfBlocks:
+            return None
+        buffers = self.buffers_of(shape, texts)
+        buffers.packed.fill(rows.arrays(shape.steps) | self.arrays(buffers, draws, starts, order, unread))
+        if buffers.logits is not None and logits is not None:
+            in_order = order == [*range(len(starts))]
+            buffers.logits[: len(starts)] = logits if in_order else logits[upload(order, torch.long, runner.device)]
+        if buffers.features is not None and texts is not None:
+            buffers.features[: len(texts.features)] = texts.features
+        key = ("chains", shape, draws.num_ids)
+        nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts))
+        if texts is not None and ends is not None:
+            at = [start.row for start in starts]
+            ends = ends[: len(at)] if at == [*range(len(at))] else ends[upload(at, torch.long, runner.device)]
+            texts.roots.copy_(ends)
+            runner.keep(seq_ids, [range(len(text)) for text in unread])
+        depth_of = {start.row: start.depth for start in starts}
+        trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(len(draws.rows))]
+        num_read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1 and texts is None}
+        return Chains(trees, num_read, nodes=nodes[:, : len(trees), : 1 + depth].clone())
+
+    def arrays(
+        self,
+        buffers: Buffers,
+        draws: Draws,
+        starts: Sequence[Start],
+        order: Sequence[int],
+        unread: Sequence[Sequence[int]],
+    ) -> dict[str, np.ndarray]:
+        """The tables of all steps: where tokens lie is known before they are."""
+        deepest_first, keys = [starts[i] for i in order], draws.host_keys(Purpose.COUPLED)
+        chains, depths = np.zeros((2, len(draws.rows)), dtype=np.int64)
+        for chain, start in enumerate(deepest_first):
+            chains[start.row], depths[start.row] = chain, start.depth
+        arrays = {
+            "keys": np.array([signed(keys[start.row]) for start in deepest_first]),
+            "positions": np.array([draws.root_places[start.row] + 1 for start in deepest_first]),
+            "roots": np.array([row.tokens[-1] for row in draws.rows]),
+            "chains": chains,
+            "depths": np.concatenate([depths, np.zeros(len(buffers.packed.lines["depths"]) - len(depths), np.int64)]),
+        }
+        runner = self.runner
+        block_size, spare_slot = runner.cache.blocks.block_size, runner.spare_slot
+        if buffers.text is not None:
+            reads = [Read(s.seq_id, text, judged=[len(text) - 1]) for s, text in zip(starts, unread, strict=True)]
+            layout, lasts = runner.lay_out(reads)
+            numbers = buffers.text.numbers(layout, [lasts[i] for i in order], block_size, spare_slot)
+            arrays["text"] = np.array(numbers, dtype=np.int32)
+        for level, step in enumerate(buffers.passes, start=1):
+            reads = [Read(start.seq_id, [0], judged=[0]) for start in deepest_first if start.depth > level]
+            arrays[f"pass {level}"] = np.array(step.numbers(*runner.lay_out(reads), block_size, spare_slot), np.int32)
+        return arrays
+
+    def shape_of(self, needed: ChainShape) -> ChainShape | None:
+        """The shape of a captured graph, or of a new one if too much of a captured one would be padding."""
+        there = [shape for shape in self.buffers if shape.holds(needed)]
+        if there:
+            return min(there, key=lambda shape: (shape.rows * shape.depth, shape.text))
+        fixed = fixed_steps(needed.steps, needed.depth, self.ids.vocab_size)
+        text = max(LEAST_TEXT, power_of_two(needed.text)) if needed.text else 0
+        return None if fixed is None else ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
+
+    def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None) -> Buffers:
+        """The buffers of this shape, always the same."""
+        if shape in self.buffers:
+            return self.buffers[shape]
+        device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, (shape.rows,), self.runner.most_keys
+        step, names = Shape(shape.rows, 0, shape.rows, keys), range(1, shape.depth)
+        of_text, long, whole = Shape(shape.text, 0, shape.rows, keys), np.dtype(np.int64), np.dtype(np.int32)
+        sizes = row_sizes(shape.rows, shape.steps, vocab)
+        sizes |= dict.fromkeys(("keys", "positions", "roots", "chains", "depths"), (rows, long))
+        sizes |= {f"pass {level}": ((Inputs.size_of(step),), whole) for level in names}
+        sizes |= {} if texts is None else {"text": ((Inputs.size_of(of_text),), whole)}
+        packed = PackedTables(sizes, device)
+        self.buffers[shape] = Buffers(
+            packed,
+            [Inputs(step, device, flat=packed.tables[f"pass {level}"]) for level in names],
+            logits=self.runner.graphs.logits(shape.rows, vocab) if texts is None else None,
+            text=None if texts is None else Inputs(of_text, device, flat=packed.tables["text"]),
+            features=None if texts is None else texts.features.new_zeros(shape.text, *texts.features.shape[1:]),
+        )
+        return self.buffers[shape]
+
+    def body(
+        self, shape: ChainShape, buffers: Buffers, num_ids: int, texts: UnreadTexts | None
+    ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
+        """All steps: tokens and parents of the round's rows, and what layers made of their texts. Tensor code alone."""
+        tables, logits, states, ends = buffers.packed.tables, buffers.logits, None, None
+        if buffers.text is not None and buffers.features is not None and texts is not None:
+            buffers.text.states = texts.fuse(buffers.features)
+            passed = self.read(buffers.text)
+            logits, states = self.ids.spread(passed.logits), passed.hidden[buffers.text.judged]
+            ends = states[tables["chains"]]
+        assert logits is not None, "chains begin with logits or with text"
+        transforms = Transforms(shape.steps, lambda: tables, self.ids.vocab_size, num_ids)
+        draws = Draws.of_tables(transforms, tables["keys"])
+        row = torch.arange(shape.rows, device=logits.device)
+        drawn = row.new_empty(shape.rows, 0)
+        for level in range(shape.depth):
+            at = PathState(row, drawn, tables["positions"] + level)
+            guesses = likeliest(draws, logits, at)
+            drawn = torch.cat([drawn, guesses], dim=1)
+            if level < len(buffers.passes):
+                step = buffers.passes[level]
+                step.columns["tokens"].copy_(self.ids.own(guesses[:, 0]).clamp_min(0))
+                step.states = None if texts is None or states is None else texts.beside(states)
+                passed = self.read(step)
+                logits, states = self.ids.spread(passed.logits), passed.hidden
+        return nodes_of(drawn, tables["roots"], tables["chains"], tables["depths"]), ends
+
+    def read(self, inputs: Inputs) -> States:
+        """One pass over these tables."""
+        return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
+
+
+def nodes_of(
+    guesses: Int[Tensor, "chains depth"],
+    roots: Int[Tensor, " rows"],
+    chains: Int[Tensor, " rows"],
+    depths: Int[Tensor, " rows"],
+) -> Int[Tensor, "2 rows nodes"]:
+    """Tokens and parents of the round's rows, as in a DraftTree: a chain ends where its depth says, or at no token."""
+    mine, steps = guesses[chains], torch.arange(guesses.shape[1], device=guesses.device)
+    inside = ((mine >= 0) & (steps < depths[:, None])).long().cumprod(1) > 0
+    no_parent = torch.full_like(roots, -1)[:, None]
+    tokens = torch.cat([roots[:, None], torch.where(inside, mine, -1)], dim=1)
+    return torch.stack([tokens, torch.cat([no_parent, torch.where(inside, steps, -1)], dim=1)])
+
+
+def likeliest(draws: Draws, logits: Float[Tensor, "rows vocab"], at: PathState) -> Int[Tensor, "rows 1"]:
+    """One guess after each node."""
+    return in_parts(at, lambda part, at: draws.children(logits[part], at, 1, survival=False).tokens)
