@@ -143,6 +143,7 @@ def test_passes_take_memory_of_a_card_alone_and_unpack_its_largest_layer() -> No
     assert alone.memory.scratch_bytes == replace(alone, spec=card.spec).memory.scratch_bytes > 0
 
 
+@pytest.mark.short("filters", "penalties")
 @pytest.mark.parametrize(
     ("depth", "params"),
     [

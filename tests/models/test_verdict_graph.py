@@ -36,6 +36,7 @@ def judged(graph: VerdictGraph, draws: Draws, tree: DraftTree, logits: torch.Ten
     return None if found is None else found.packed
 
 
+@pytest.mark.short("0-1-*", "1-3-*")
 @pytest.mark.parametrize("filtered", [False, True], ids=["temperature", "filtered"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
