@@ -219,7 +219,8 @@ def some_experts(kernels: Compiling, dtype: torch.dtype) -> None:
         Compiling.case = f"{dtype}, experts of {rows} rows" + ", biases, a bound and a gate" * special
         form = GatedMlp(unasked, unasked, Clamp(1.7, 7.0) if special else None)
         tiled = dtype == torch.bfloat16
-        stacked = StackedExperts(layer(128, 1536, 2048), layer(128, 2048, 768), form, tiled)
+        num_read = meta(1, dtype=torch.int64)
+        stacked = StackedExperts(layer(128, 1536, 2048), layer(128, 2048, 768), form, tiled, num_read)
         mlp, x = Mlp(None, None, Router(unasked, 128, 8, special), stacked=stacked), meta(rows, 2048, dtype=dtype)
         logits, positions = meta(rows, 128 + special, dtype=dtype), meta(rows, dtype=torch.int32)
         TritonOps(kernels).experts(x, logits, positions, mlp, x if special else None)

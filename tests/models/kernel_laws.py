@@ -258,7 +258,9 @@ def random_experts(
         return ExpertWeights(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
 
     router = Router(nothing, count, active, normalised)
-    return Mlp(None, form if gated else None, router, stacked=StackedExperts(stack(64, 48), stack(48, 32), form, False))
+    num_read = torch.zeros(1, dtype=torch.int64, device=device)
+    stacked = StackedExperts(stack(64, 48), stack(48, 32), form, False, num_read)
+    return Mlp(None, form if gated else None, router, stacked=stacked)
 
 
 def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) -> Tensor:
@@ -295,7 +297,7 @@ EXPERTS = [  # how many, how many of them a row takes, whether their weights add
 
 
 def check_experts(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """What experts add is the definition in float64 for any choice, and a row has the same bits alone.
+    """What experts add is the definition in float64 for any choice, and a row has the same bits alone; experts count.
 
     Results of products are rounded twice on the way.
     """
@@ -308,8 +310,13 @@ def check_experts(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -
             logits[: rows // 2, 0] = 9  # and many rows choose the first expert
             positions = torch.arange(rows, dtype=torch.int32, device=device)
             positions[rows // 2 :: 3] = -1 if rows > 1 else 0
-            given = every if sizes[3] else None
-            found, seen = ops.experts(x, logits, positions, mlp, given), positions >= 0
+            given, seen = every if sizes[3] else None, positions >= 0
+            assert mlp.stacked is not None
+            assert mlp.stacked.num_read is not None
+            mlp.stacked.num_read.zero_()
+            found = ops.experts(x, logits, positions, mlp, given)
+            ranked = logits[seen, : sizes[0]].float().sort(dim=1, descending=True, stable=True).indices
+            assert int(mlp.stacked.num_read) == len(ranked[:, : sizes[1]].unique()), "each expert counts once"
             wanted = by_each_expert(mlp, x, logits, given)
             assert (found.double() - wanted)[seen].abs().max() <= 4 * tolerance * wanted.abs().max(), sizes
             if given is None:

@@ -44,6 +44,23 @@ def test_logits_are_those_of_the_cpu(architecture: str, tmp_path: Path) -> None:
             runner.keep([0], [kept])
 
 
+@pytest.mark.parametrize("family", ["Qwen2Moe", "Mixtral", "Gemma2"])
+def test_experts_that_are_read_are_counted_as_on_the_cpu(family: str, tmp_path: Path) -> None:
+    folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))
+    plain, fixed = (
+        Blueprint.of(folder, dtype="float32", kernels="torch").load(LENGTH + 20),
+        Blueprint.of(folder, device=FIXED).load(LENGTH + 20),
+    )
+    counts = []
+    for tokens in ([5], [7, 8, 9], list(range(3, 3 + LENGTH))):
+        for runner in (plain, fixed):
+            runner.read([Read(0, tokens)])
+            runner.release([0])
+        counts.append(plain.decoder.num_experts_read)
+        assert fixed.decoder.num_experts_read == counts[-1]
+    assert len(set(counts)) == (1 if family == "Gemma2" else 3)
+
+
 @pytest.mark.parametrize("family", ["Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3", "GptOss", "Qwen2Moe"])
 def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))

@@ -3,8 +3,10 @@
 import json
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 
 from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
+from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.fixed import Layout
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.config import read_config
@@ -19,6 +22,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
 from kit.checkpoints import TARGET
 from kit.sparse import BASE, random_tensors
+from kit.unchecked import unchecked
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 VOCAB = 512
@@ -199,3 +203,14 @@ def test_the_work_of_laying_out_a_prompt_grows_with_its_length_alone() -> None:
         return lines
 
     assert num_lines(512) < 3 * num_lines(256)
+
+
+def test_what_runs_before_a_capture_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("stream", "device", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    count = torch.zeros(1)
+    with unchecked():
+        Graphs(torch.device("cuda"), counters=[count]).run("key", lambda: count.add_(1))
+    assert count == 1, "the run that is captured, which computes nothing on a GPU"

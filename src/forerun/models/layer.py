@@ -6,6 +6,7 @@ checkpoint's tensors is decided in `packing.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -13,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.models.experts_config import Clamp
 
 WeightMatrix = Float[Tensor, "outputs inputs"]
@@ -95,13 +96,15 @@ class ExpertWeights:
 class StackedExperts:
     """All experts of a layer as one, for a backend that multiplies them in one go.
 
-    `form` is one of them: all activate alike. `tiled`: larger tiles for more rows give the same bits.
+    `form` is one of them: all activate alike. `tiled`: larger tiles for more rows give the same bits. `num_read`, where
+    it is there, counts up in every pass the experts that rows chose, on the device.
     """
 
     gate_up: ExpertWeights
     down: ExpertWeights
     form: GatedMlp
     tiled: bool
+    num_read: Int[Tensor, "1"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +149,9 @@ class StateEntry:
     state_first: bool = False
     normed_stream: bool = False
     reads_stream: bool = False
+
+
+def counters_of(layers: Sequence[Layer]) -> list[Int[Tensor, "1"]]:
+    """What layers count on the device: experts that rows chose, where they are multiplied as one."""
+    stacks = (layer.mlp.stacked for layer in layers)
+    return [each.num_read for each in stacks if each is not None and each.num_read is not None]

@@ -81,7 +81,9 @@ class Executor(Protocol):
 
     stream: torch.dtype
     query_rule: QueryRule
-    num_experts_read: int
+
+    @property
+    def num_experts_read(self) -> int: ...
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None

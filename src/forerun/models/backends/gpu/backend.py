@@ -154,7 +154,8 @@ class GpuBackend:
         gate_up, down = (stack([getattr(expert, name) for expert in experts]) for name in ("gate_up", "down"))
         tiled = self.placement.graphs and gate_up.weight.dtype == torch.bfloat16 and tiles_agree(device)
         form = replace(experts[0], gate_up=gate_up.of(0), down=down.of(0))  # which holds no weights of its own
-        return StackedExperts(gate_up, down, form, tiled)
+        num_read = torch.zeros(1, dtype=torch.int64, device=device)
+        return StackedExperts(gate_up, down, form, tiled, num_read)
 
     def capped(self, head: Linear, limit: float) -> Linear:
         """The layer with what bounds it behind it."""

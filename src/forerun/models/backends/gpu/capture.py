@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -27,9 +27,16 @@ WARM_UPS = 2  # runs before a capture, in which libraries choose and compile wha
 class Graphs:
     """Functions of static buffers, captured at first use and then replayed; where capture is off they just run."""
 
-    def __init__(self, device: torch.device, enabled: bool = True, logits_rows: int = LOGITS_ROWS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        enabled: bool = True,
+        logits_rows: int = LOGITS_ROWS,
+        counters: Sequence[Tensor] = (),
+    ) -> None:
         self.device = device
         self.logits_rows = logits_rows
+        self.counters = counters  # of what is computed, in which runs before a capture do not count
         self.kept_logits: dict[tuple[int, int], Tensor] = {}
         self.enabled = enabled and device.type == "cuda"
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
@@ -79,8 +86,11 @@ class Graphs:
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
+            counted = [counter.clone() for counter in self.counters]
             for _ in range(WARM_UPS):  # everything is compiled here
                 body()
+            for counter, before in zip(self.counters, counted, strict=True):
+                counter.copy_(before)
             try:
                 with CAPTURES:
                     self.captured[key] = self.capture(body)

@@ -6,6 +6,7 @@ computations of their own before, between and behind their layers, and ask for t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from forerun.annotations import Float
@@ -15,6 +16,7 @@ from forerun.models.backends.gpu.fixed import FixedBatch, run_layers
 from forerun.models.backends.gpu.ops import Ops
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.batch import EACH_ALONE, TokenBatch
+from forerun.models.layer import counters_of
 
 
 class FixedExecutor(TorchExecutor):
@@ -23,6 +25,11 @@ class FixedExecutor(TorchExecutor):
     def __init__(self, parts: DecoderParts, ops: Ops) -> None:
         super().__init__(parts, EACH_ALONE)
         self.ops = ops
+
+    @property
+    def num_experts_read(self) -> int:
+        """As in every executor; asking waits for the device."""
+        return int(torch.cat(counters).sum()) if (counters := counters_of(self.parts.layers)) else 0
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import stages
 from forerun.models.backends.gpu.tiles import FEW_ROWS, NARROW, SMALLEST, Tile
-from forerun.models.layer import ExpertWeights, GatedMlp, Mlp, Router
+from forerun.models.layer import ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
 from forerun.models.rows import power_of_two
 
 SORTED = 8192  # comparisons of a step of the sort
@@ -56,7 +56,7 @@ def run_experts(
         ACTIVE=router.active, RANKS=power_of_two(router.active), NORMALISED=router.normalised, GATED=gated,
         num_warps=1, **kernels.OPTIONS,
     )  # fmt: skip
-    pairs = sorted_pairs(kernels, chosen, router, stacked.tiled)
+    pairs = sorted_pairs(kernels, chosen, router, stacked)
     inner = activate(multiply(kernels, x, stacked.gate_up, pairs, router.active), stacked.form)
     outputs = multiply(kernels, inner, stacked.down, pairs, 1)
     out = torch.empty_like(x)
@@ -67,14 +67,15 @@ def run_experts(
     return out
 
 
-def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Router, tiled: bool) -> Pairs:
+def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Router, stacked: StackedExperts) -> Pairs:
     """The pairs by their experts: as many tiles as there can be, whoever was chosen."""
     num_pairs, count, lanes = chosen.numel(), router.count, power_of_two(router.count)
-    tile = NARROW if tiled and num_pairs >= MANY_ROWS * count else FEW_ROWS if tiled else SMALLEST
+    tile = NARROW if stacked.tiled and num_pairs >= MANY_ROWS * count else FEW_ROWS if stacked.tiled else SMALLEST
     order, table = chosen.new_empty(num_pairs), chosen.new_empty(3 * lanes)
+    num_read, counted = (table, False) if stacked.num_read is None else (stacked.num_read, True)
     kernels.sort_by_expert[(1,)](
-        chosen, order, table, num_pairs, COUNT=count, LANES=lanes, BLOCK=max(16, min(128, SORTED // lanes)),
-        ROWS=tile.rows, num_warps=8, **kernels.OPTIONS,
+        chosen, order, table, num_read, num_pairs, COUNT=count, LANES=lanes,
+        BLOCK=max(16, min(128, SORTED // lanes)), ROWS=tile.rows, COUNTED=counted, num_warps=8, **kernels.OPTIONS,
     )  # fmt: skip
     return Pairs(order, table, lanes, num_pairs // tile.rows + min(count, num_pairs), tile)
 

@@ -27,6 +27,7 @@ from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph
 from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States, Tapped
+from forerun.models.layer import counters_of
 from forerun.models.rows import power_of_two
 from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runner, Tail, TreeRule
 from forerun.sampling.draws import Draws
@@ -47,7 +48,8 @@ class GraphRunner(Runner):
     def __init__(self, decoder: Decoder, cache: PagedCache, most_judged: int = 0) -> None:
         super().__init__(decoder, cache)
         self.ops = ops_for(self.device)
-        self.graphs = Graphs(self.device, logits_rows=max(LOGITS_ROWS, self.whole_steps(most_judged)))
+        rows = max(LOGITS_ROWS, self.whole_steps(most_judged))
+        self.graphs = Graphs(self.device, logits_rows=rows, counters=counters_of(decoder.layers))
         self.tables: dict[tuple[Shape, int], Inputs] = {}
         self.chain_graph: ChainGraph | None = None
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)

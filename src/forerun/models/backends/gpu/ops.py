@@ -183,6 +183,10 @@ class TorchOps:
             total = total + per_rank[:, rank].float() * weights[:, rank : rank + 1]
         if every is not None and routes.every is not None:
             total = total + every.float() * routes.every
+        if stacked.num_read is not None:
+            numbers = torch.arange(mlp.router.count, device=x.device)
+            taken = (routes.experts[:, :, None] == numbers) & (positions >= 0)[:, None, None]
+            stacked.num_read.add_(taken.any(1).any(0).sum())
         return total.to(x.dtype)
 
 

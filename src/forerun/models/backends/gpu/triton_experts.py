@@ -53,11 +53,12 @@ def choose_experts(
 
 @kernel
 def sort_by_expert(
-    chosen, order, table, pairs,
-    COUNT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    chosen, order, table, num_read, pairs,
+    COUNT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """The pairs by their experts, in one program. `table` has three rows of LANES: how many tiles of ROWS pairs there
-    are up to the end of each expert's, where its pairs begin in `order`, and where they end."""
+    are up to the end of each expert's, where its pairs begin in `order`, and where they end. COUNTED: `num_read` grows
+    by the experts that have any."""
     experts = tl.arange(0, LANES)
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros((LANES,), tl.int32)
@@ -69,6 +70,8 @@ def sort_by_expert(
     tl.store(table + experts, tl.cumsum(tiles, 0))
     tl.store(table + LANES + experts, ends - counts)
     tl.store(table + 2 * LANES + experts, ends)
+    if COUNTED:
+        tl.store(num_read, tl.load(num_read) + tl.sum(((counts > 0) & (experts < COUNT)).to(tl.int32), 0))
     free = ends - counts
     for begin in range(0, pairs, BLOCK):
         expert = tl.load(chosen + begin + lanes, mask=begin + lanes < pairs, other=LANES)

@@ -76,7 +76,12 @@ class TorchExecutor:
         self.parts = parts
         self.stream = parts.embedding.dtype
         self.query_rule = rule
-        self.num_experts_read = 0
+        self.num_chosen = 0
+
+    @property
+    def num_experts_read(self) -> int:
+        """Experts that tokens chose, in all passes."""
+        return self.num_chosen
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
         """Rows behind a norm."""
@@ -98,7 +103,7 @@ class TorchExecutor:
             x = x + normed(mixed, attention.out_norm, eps)
             added, num_read = run_mlp(mlp, inputs if mlp.parallel else normed(x, mlp.norm, eps), total)
             x, inputs = x + normed(added, mlp.out_norm, eps), None
-            self.num_experts_read += num_read
+            self.num_chosen += num_read
         return x[:total]
 
     def turns(
