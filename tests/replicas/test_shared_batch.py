@@ -59,7 +59,7 @@ def run(replicas: LocalReplicas, alone: LLM, tmp_path: Path, monkeypatch: pytest
         yield RemoteLLM(copied(replicas.there["r0"].described()), settings.most), replicas
 
     monkeypatch.setitem(sys.modules, "forerun.replicas.on_ray", SimpleNamespace(ray_replicas=ray_replicas))  # type: ignore[arg-type]
-    monkeypatch.setattr("forerun.commands.replica_options.require_ray", lambda: None)
+    monkeypatch.setattr("forerun.commands.serve.require_ray", lambda: None)
     monkeypatch.setattr(batch, "build_llm", lambda *_: alone)
 
     def invoke(output: str, *more: str) -> Result:
