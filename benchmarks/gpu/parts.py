@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from benchmarks.gpu import family, kernels, passes, suite, unseen
+from benchmarks.gpu import family, kernels, passes, suite, tiles, unseen
 from benchmarks.gpu.clock import bandwidth
 from benchmarks.gpu.setting import FORMATS, Setting
 
@@ -40,6 +40,7 @@ def all_parts() -> list[MeasuredPart]:
         *(MeasuredPart(f"tests/{path.stem}", "tests", 240, partial(suite.run_file, path=path))
           for path in suite.test_files()),
         *(MeasuredPart(f"products/{form.name}", "kernels", 60, partial(kernels.products, form=form)) for form in forms),
+        MeasuredPart("tiles", "kernels", 90, tiles.every_tile),
         MeasuredPart("attention", "kernels", 90, kernels.attention),
         *(MeasuredPart(f"steps/{form.name}", "speed", 90, partial(passes.steps, form=form)) for form in forms),
         *(MeasuredPart(f"texts/{form.name}", "speed", 60, partial(passes.texts, form=form)) for form in forms),

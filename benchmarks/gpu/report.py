@@ -7,6 +7,7 @@ card in the same run.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from forerun.store import Journal
 Row = Mapping[str, Any]
 KEYS = {
     "card": (), "tests": ("test",), "products": ("format", "matrix", "rows"),
+    "tiles": ("format", "matrix", "rows", "tile"),
     "attention": ("kind", "sequences", "rows", "context"), "row_work": ("kernel", "rows"),
     "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"), "gaps": ("format",),
     "family": ("engine", "format", "draft", "depth", "temperature", "batch"),
@@ -91,6 +93,9 @@ def kernels(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
             ("format", "matrix", "outputs × inputs", "rows", "µs", "its bytes, µs", "share"), tables["products"],
             lambda r: (r["format"], r["matrix"], f"{r['outputs']} × {r['inputs']}", r["rows"], f"{r['us']:.1f}",
                        *beside(r)))),
+        headed("**Tiles**: what is chosen, and the fastest (`tiles.py` says what the numbers are)", table(
+            ("format", "matrix", "rows", "chosen, µs", "fastest, µs", "fastest", "of the chosen", "same bits"),
+            *fastest_tiles(tables["tiles"]))),
         headed("**Attention** of one layer", table(
             ("kind", "sequences", "rows", "context", "µs", "torch's, µs", "its bytes, µs", "share", "TFLOP/s"),
             tables["attention"],
@@ -100,6 +105,21 @@ def kernels(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
             ("kernel", "rows", "µs", "its bytes, µs", "share"), tables["row_work"],
             lambda r: (r["kernel"], r["rows"], f"{r['us']:.1f}", *beside(r)))),
     ]  # fmt: skip
+
+
+def fastest_tiles(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], Sequence[Any]]]:
+    """The fastest tile of each case, and its cells beside the chosen one's."""
+    by_case: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        by_case.setdefault((row["format"], row["matrix"], row["rows"]), []).append(row)
+
+    def cells(r: Row) -> tuple[Any, ...]:
+        alike = by_case[r["format"], r["matrix"], r["rows"]]
+        chosen = next((other["us"] for other in alike if other["chosen"]), math.nan)
+        return (r["format"], r["matrix"], r["rows"], f"{chosen:.1f}", f"{r['us']:.1f}", r["tile"],
+                f"{r['us'] / chosen:.2f}", all(other["same"] for other in alike))  # fmt: skip
+
+    return [min(alike, key=lambda row: row["us"]) for alike in by_case.values()], cells
 
 
 def passes(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
