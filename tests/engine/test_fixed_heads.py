@@ -54,7 +54,9 @@ def plain() -> Sequence[Sequence[int]]:
     return tokens_of(made(None).generate(PROMPTS, PARAMS))
 
 
-@pytest.mark.short("medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "adapter-chain", "block-tree")
+@pytest.mark.short(
+    "hydra-chain", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "adapter-chain", "block-tree"
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, tmp_path: Path) -> None:
@@ -88,14 +90,14 @@ def test_adapters_of_layers_with_experts_draft(tmp_path: Path) -> None:
         assert tokens_of(made(f"early-exit:2:{folder}", device).generate(PROMPTS, PARAMS)) == plain()
 
 
-@pytest.mark.short("mtp-of-3-chain", "block:heads-tree")
+@pytest.mark.short("mtp-of-3-chain", "block:heads-*", "hydra-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
     kind: str, shape: Speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = TRAINED[kind](tmp_path / "heads")
-    unseen = shape.width == 1 and kind in ("eagle", "eagle-1", "mtp", "mtp-of-3", "adapter")
+    unseen = shape.width == 1
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=shape)
         submit(llm, PROMPTS, PARAMS[1])

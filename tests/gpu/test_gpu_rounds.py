@@ -102,7 +102,7 @@ def test_with_one_gemm_trained_drafters_give_the_same_tokens(kind: str, tmp_path
         assert not runner.graphs.refused
 
 
-@pytest.mark.parametrize("kind", ["eagle-1", "eagle", "mtp", "mtp-of-3", "adapter"])
+@pytest.mark.parametrize("kind", TRAINED)
 def test_chains_of_trained_drafters_wait_once_a_round(kind: str, tmp_path: Path) -> None:
     llm = make(TARGET, TRAINED[kind](tmp_path / "heads"), speculation=4)
     llm.generate(PROMPTS, SAMPLED)  # captures and compiles, which waits

@@ -40,14 +40,12 @@ class Follower:
     """Follows the target's sequences with a runner, and drafts with it.
 
     `rereads`: whether the runner's cache is the drafter's own, and a text can be read once more after its keys and
-    values were given up. One that reads the target's states is a `FedFollower`. `grows_unseen`: whether chains grow
-    unseen by the host, where the runner draws them so.
+    values were given up. One that reads the target's states is a `FedFollower`.
     """
 
     names: tuple[str, ...]
     taps: tuple[int, ...] = ()
     rereads: ClassVar[bool] = True
-    grows_unseen: ClassVar[bool] = True
 
     def __init__(self, runner: Runner, ids: IdExchange) -> None:
         self.runner = runner
@@ -367,8 +365,7 @@ class Follower:
             late = self.late(seq_id)
             unread.append(0 if late is None else self.num_unread(seq_id) + self.rereads)  # the root, unless it is given
             limit.append(0 if late is None else self.room(self.sequences[seq_id], late))
-        unseen = self.grows_unseen and self.runner.draws_unseen
-        return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not unseen)
+        return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text, keys and values of these sequences; unknown ones are ignored."""

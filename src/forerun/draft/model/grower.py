@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.device import upload, upload_tensor
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText
@@ -228,3 +228,29 @@ def unseen_chains(
         chains.num_read |= {start.seq_id: level + 1 for start in active}
     chains.trees = [replace(HostTree.unseen(n), law_rows=laws) for n, laws in zip(counts, law_rows, strict=True)]
     return chains
+
+
+# The logits of the next guess of these sequences, given their roots and the guesses so far.
+LogitsBehind = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
+
+
+def unseen_by_heads(draws: Draws, granted: Mapping[int, Budget], logits_behind: LogitsBehind) -> Draft | None:
+    """Chains whose guesses need no pass, drawn on a device; None where the host has to see each of them: in trees,
+    where a guess may be too unlikely to be made, and for requests with processors of their own."""
+    asked = granted.values()
+    if any(budget.width > 1 or budget.min_survival for budget in asked):
+        return None
+    if any(row.params.logits_processors for row in draws.rows):
+        return None
+    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+    starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
+    deepest, roots = max(start.depth for start in starts), draws.roots_tokens[:, None]
+
+    def read(reads: Sequence[Read], drawn: DeviceTokens) -> Tensor:
+        at = upload([place // deepest for place in drawn.source], torch.long, draws.device)
+        guesses = drawn.tokens[at, : 1 + drawn.source[0] % deepest].clamp_min(0)
+        return logits_behind([read.seq_id for read in reads], torch.cat([roots[at], guesses], dim=1))
+
+    first = logits_behind([*granted], roots[upload([start.row for start in starts], torch.long, draws.device)])
+    chains = unseen_chains(draws, starts, first, read)
+    return Draft(chains.tree(draws), None)

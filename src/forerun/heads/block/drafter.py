@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.draft.model.grower import NodeToExpand, first_places, grow
+from forerun.draft.model.grower import NodeToExpand, first_places, grow, unseen_by_heads
 from forerun.heads.block import format as names
 from forerun.heads.block.convert import LAYOUTS
 from forerun.heads.block.format import BlockTensors, layer_ids
@@ -44,7 +43,6 @@ class BlockDrafter(FedFollower):
     """Drafts with the `layers` of a block, which `runner` reads through, and the heads on their states."""
 
     names: tuple[str, ...] = ("block",)
-    grows_unseen: ClassVar[bool] = False
 
     def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdExchange) -> None:
         super().__init__(runner, ids)
@@ -77,6 +75,15 @@ class BlockDrafter(FedFollower):
         """Chains, or trees of any shape, without another pass of the layers."""
         firsts = first_places(draws, granted)
         states = torch.cat([self.blocks[seq_id] for seq_id in granted])
+        if self.runner.draws_unseen:
+            starts = {seq_id: firsts[row] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
+
+            def logits_ahead(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+                at = upload([starts[seq_id] + path.shape[1] - 1 for seq_id in seq_ids], torch.long, logits.device)
+                return logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], path[:, -1])
+
+            if (draft := unseen_by_heads(draws, granted, logits_ahead)) is not None:
+                return draft
 
         def guessed_at(places: Sequence[NodeToExpand]) -> tuple[Tensor, Tensor]:
             """Where the guesses behind these nodes are guessed, and the tokens before them."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from forerun.cache.plan import ModelMemory
 from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.grower import NodeToExpand, first_places, grow
+from forerun.draft.model.grower import NodeToExpand, first_places, grow, unseen_by_heads
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
@@ -64,8 +63,6 @@ class EagleDrafter(StateFollower):
 class ParallelEagleDrafter(EagleDrafter):
     """P-EAGLE: its masked places have the embedding of `mask_token`, and a state that was learned."""
 
-    grows_unseen: ClassVar[bool] = False
-
     def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, form: EagleForm) -> None:
         super().__init__(layers, runner, ids, form.taps)
         assert form.mask_token is not None, "it has masked places"
@@ -96,6 +93,15 @@ class ParallelEagleDrafter(EagleDrafter):
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains or trees, without another pass."""
         firsts = first_places(draws, granted)
+        if self.runner.draws_unseen:
+            places = {seq_id: firsts[row] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
+
+            def logits_ahead(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+                at = [places[seq_id] + path.shape[1] - 1 for seq_id in seq_ids]
+                return logits[upload(at, torch.long, logits.device)]
+
+            if (draft := unseen_by_heads(draws, granted, logits_ahead)) is not None:
+                return draft
 
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             return logits[upload([firsts[p.row] + len(p.path()) for p in places], torch.long, logits.device)]

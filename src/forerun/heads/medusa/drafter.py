@@ -26,7 +26,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
 from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.grower import NodeToExpand, grow
+from forerun.draft.model.grower import NodeToExpand, grow, unseen_by_heads
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa import format as names
@@ -85,8 +85,9 @@ class MedusaDrafter:
     names: tuple[str, ...] = ("medusa",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, heads: MedusaHeads) -> None:
+    def __init__(self, heads: MedusaHeads, draws_unseen: bool = False) -> None:
         self.heads = heads
+        self.draws_unseen = draws_unseen  # chains, which the host does not wait for
         self.states: dict[int, Float[Tensor, " hidden"]] = {}
         self.pass_s = 0.0
 
@@ -110,6 +111,16 @@ class MedusaDrafter:
         if not any(budget.depth for budget in granted):
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
+        if self.draws_unseen:
+            asked = {seq_id: b for seq_id, b in zip(draws.seq_ids, granted, strict=True) if b.depth}
+
+            def logits_ahead(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+                states = torch.stack([self.states[seq_id] for seq_id in seq_ids])
+                return self.heads.logits(path.shape[1] - 1, states, path)
+
+            if (unseen := unseen_by_heads(draws, asked, logits_ahead)) is not None:
+                return unseen
+
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             started_s, paths = time.perf_counter(), [place.path() for place in places]
             rows = [draws.rows[place.row] for place in places]
@@ -132,7 +143,9 @@ class MedusaDrafter:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """As many guesses as there are heads; nothing has to be read first."""
         limit = [self.heads.config.num_heads if seq_id in self.states else 0 for seq_id in seq_ids]
-        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids), ends_early=True)
+        return Outlook(
+            unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids), ends_early=not self.draws_unseen
+        )
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop the states of these sequences."""
@@ -164,7 +177,7 @@ class MedusaBlueprint(FolderBlueprint):
 
     def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:
         """The drafter for engines on this runner."""
-        return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder))
+        return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder), target.draws_unseen)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """What their blocks add stays 0 in the new channels."""
