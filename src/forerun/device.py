@@ -31,7 +31,6 @@ HostArray = np.ndarray[Any, np.dtype[Any]]  # on the host, of any kind
 DEVICES = ("auto", "cpu", "cuda", "rocm", "mps")
 DEVICE_NAME = re.compile("(cpu)|(mps)(?::0)?|(cuda|rocm|hip)(?::([0-9]{1,4}))?")
 OPERATOR = re.compile(r"'(aten::[\w.]+)'")  # as torch's errors name one
-AMD_STAGES = 2  # of 24 to 41 KB each, of the 64 KB that programs of an MI300 share
 SUM_UNITS = 2.0**52
 VECTOR = 8  # numbers that a GPU reads at once, at most
 ALIGNED_BYTES = 16  # where tables begin in a common buffer: at addresses that vectors can be read from
@@ -169,8 +168,8 @@ def pins(device: torch.device) -> bool:
 
 
 def stages(most: int) -> int:
-    """Stages of loads under way in a program: at most AMD_STAGES on AMD's GPUs, whose memory for that is smaller."""
-    return min(most, AMD_STAGES) if torch.version.hip else most
+    """Stages of loads under way in a program: half as many on AMD's GPUs, whose programs share 64 KB."""
+    return max(1, most // 2) if torch.version.hip else most
 
 
 @cache
