@@ -85,7 +85,8 @@ class Launch:
 
     def __str__(self) -> str:
         bytes_, why = self.exception
-        wrong = self.spilled_bytes > bytes_, self.shared_bytes > ALL_SHARED[self.architecture]
+        spills = self.spilled_bytes > bytes_ and self.architecture != MI300  # where it is slow, and nobody has tuned it
+        wrong = spills, self.shared_bytes > ALL_SHARED[self.architecture]
         return (
             f"{'WRONG' if any(wrong) else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
             f"registers, {self.spilled_bytes} bytes spilled, {self.shared_bytes} shared"
