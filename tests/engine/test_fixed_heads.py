@@ -90,7 +90,7 @@ def test_adapters_of_layers_with_experts_draft(tmp_path: Path) -> None:
         assert tokens_of(made(f"early-exit:2:{folder}", device).generate(PROMPTS, PARAMS)) == plain()
 
 
-@pytest.mark.short("mtp-of-3-chain", "block:heads-*", "hydra-chain")
+@pytest.mark.short("block:heads-chain", "hydra-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
@@ -113,7 +113,7 @@ MOST_SENT = {"eagle-1": 21, "eagle": 21, "mtp": 21, "mtp-of-3": 22}  # operation
 NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, the verdict
 
 
-@pytest.mark.short("eagle", "mtp-of-3")
+@pytest.mark.short("eagle")
 @pytest.mark.parametrize("kind", MOST_SENT)
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

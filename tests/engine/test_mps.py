@@ -83,7 +83,7 @@ def make(device: str, draft: str | None, rule: str = "coupled") -> LLM:
     return LLM(str(TARGET), draft, dtype="float32", device=device, max_model_len=128, verification=rule, speculation=4)
 
 
-@pytest.mark.short("temperature-model", "filters-ngram", "penalties-plain", "logprobs-plain")
+@pytest.mark.short("temperature-model", "filters-ngram", "logprobs-plain")
 @pytest.mark.parametrize("draft", [None, "ngram", f"model:{SMALL}"], ids=["plain", "ngram", "model"])
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_answers_are_those_of_the_cpu(name: str, draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
