@@ -52,6 +52,16 @@ AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")  # registers, and bytes
 
 # What may spill so many bytes, by kernel and the beginning of a case, and why.
 SPILLS = {
+    ("group_gemm", "torch.bfloat16, UINT4, 64 rows"): (104, "sums of 64 rows, and of their least values, take all"),
+    ("group_gemm", "torch.bfloat16, E4M3, 64 rows"): (8, "sums of 64 rows take all"),
+    ("group_gemm", "torch.float16, INT4, 32 rows"): (16, "4 warps of 3 programs get 128 registers"),
+    **{
+        ("group_gemm", f"torch.float16, {kind}, 64 rows"): (
+            152,
+            "float16 is widened by more instructions than bfloat16",
+        )
+        for kind in ("UINT4", "E2M1", "E4M3")
+    },
     ("attend_splits", "torch.float32, heads of 64"): (
         64,
         "8 warps get 80 registers, so that more programs run at once",
