@@ -122,5 +122,6 @@ def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
     processed = (replace(PARAMS[0], logits_processors=(lambda _text, logits: logits,)), *PARAMS[1:])
     assert draw(draws_of(processed), starts) is None
     assert draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)]) is None
+    assert draw(draws_of(), [Start(0, 0, 2, 0.5), Start(1, 1, 2)]) is None
     drafter.runner.cache.check()
     assert drafter.runner.cache.num_rows == 0

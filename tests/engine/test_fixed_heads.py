@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Placement
+from forerun.draft.base import Budget, Draft
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.sampling.draws import Draws
 from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
@@ -69,6 +72,30 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, t
         llm.engine.runner.cache.check()
     assert fixed.stats.num_drafted == usual.stats.num_drafted
     assert fixed.stats.num_accepted == usual.stats.num_accepted > 0
+
+
+@pytest.mark.short("eagle")
+@pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "medusa"])
+def test_chains_end_where_they_are_too_unlikely(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a mix that merges its members' guesses, which asks for the likely ones and for how likely they are."""
+    drafter = TRAINED[kind](tmp_path / "heads")
+    counts = []
+    for device in (FIXED, "cpu"):
+        llm, least = made(drafter, device, speculation=4), []
+        propose = llm.engine.drafter.propose
+
+        def priced(draws: Draws, budgets: Sequence[Budget]) -> Draft:
+            draft = propose(draws, [replace(budget, min_survival=0.4) for budget in budgets])
+            if draft.tree.depth:
+                assert draft.survival is not None
+                least.append(float(draft.survival[draft.tree.valid].min()))
+            return draft
+
+        monkeypatch.setattr(llm.engine.drafter, "propose", priced)
+        assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
+        assert min(least) >= 0.4
+        counts.append((llm.stats.num_drafted, llm.stats.num_accepted))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.full

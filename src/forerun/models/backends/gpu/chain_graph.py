@@ -109,9 +109,10 @@ class ChainGraph:
         """The chains, behind these logits or texts, which are kept; None, with nothing changed, where the graph cannot
         draw this round or there is no room.
 
-        Grammars have no say in it: the host would have to see the guesses.
+        Grammars have no say in it: the host would have to see the guesses. Nor is it known how likely they are, so chains
+        that are to end where that is too little are left to others.
         """
-        if draws.rejection or type(draws) is not Draws:
+        if draws.rejection or type(draws) is not Draws or any(start.min_survival for start in starts):
             return None
         unread: Sequence[Sequence[int]] = [()] * len(starts) if texts is None else texts.tokens
         order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
