@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +47,24 @@ TRAINED: dict[str, Callable[[Path], str]] = {
 }
 
 
+LIKELY = 0.4
+
+
+@dataclass
+class Priced:
+    """Asks for guesses that survive with so much, and notes the least of what survives."""
+
+    propose: Callable[[Draws, Sequence[Budget]], Draft]
+    least: float = 1.0
+
+    def __call__(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
+        draft = self.propose(draws, [replace(budget, min_survival=LIKELY) for budget in budgets])
+        if draft.tree.depth:
+            assert draft.survival is not None
+            self.least = min(self.least, float(draft.survival[draft.tree.valid].min()))
+        return draft
+
+
 def made(drafter: str | None, device: Placement | str = FIXED, **options: object) -> LLM:
     options |= {"kernels": "torch"} if device == "cpu" else {}
     return LLM(str(TARGET), drafter, dtype="float32", device=device, max_model_len=128, **options)  # type: ignore[arg-type]
@@ -78,22 +96,14 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, t
 @pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "medusa"])
 def test_chains_end_where_they_are_too_unlikely(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a mix that merges its members' guesses, which asks for the likely ones and for how likely they are."""
-    drafter = TRAINED[kind](tmp_path / "heads")
-    counts = []
+    drafter, counts = TRAINED[kind](tmp_path / "heads"), []
     for device in (FIXED, "cpu"):
-        llm, least = made(drafter, device, speculation=4), []
-        propose = llm.engine.drafter.propose
-
-        def priced(draws: Draws, budgets: Sequence[Budget]) -> Draft:
-            draft = propose(draws, [replace(budget, min_survival=0.4) for budget in budgets])
-            if draft.tree.depth:
-                assert draft.survival is not None
-                least.append(float(draft.survival[draft.tree.valid].min()))
-            return draft
-
+        llm = made(drafter, device, speculation=4)
+        assert llm.engine.drafter is not None
+        priced = Priced(llm.engine.drafter.propose)
         monkeypatch.setattr(llm.engine.drafter, "propose", priced)
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
-        assert min(least) >= 0.4
+        assert priced.least >= LIKELY
         counts.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert counts[0] == counts[1]
 

@@ -17,7 +17,8 @@ FORMS = [
     ("INT4", 192, 32, False), ("INT4", 352, 32, False), ("UINT4", 320, 32, True), ("INT8", 224, 32, False),
     ("INT8", 96, 16, False), ("INT8", 160, 32, True), ("INT8", 200, 200, False), ("E4M3", 256, 128, False),
     ("E4M3", 150, 150, False), ("E2M1", 128, 32, False),
-    ("INT8", 48, 48, False), ("E4M3", 20, 20, False),
+    ("INT8", 48, 48, False), ("E4M3", 20, 20, False), ("INT4", 64, 32, False), ("UINT4", 32, 32, True),
+    ("INT8", 48, 48, True), ("INT8", 136, 136, True),
 ]  # fmt: skip
 
 

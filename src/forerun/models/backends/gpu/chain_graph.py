@@ -109,8 +109,8 @@ class ChainGraph:
         """The chains, behind these logits or texts, which are kept; None, with nothing changed, where the graph cannot
         draw this round or there is no room.
 
-        Grammars have no say in it: the host would have to see the guesses. Nor is it known how likely they are, so chains
-        that are to end where that is too little are left to others.
+        Grammars have no say in it: the host would have to see the guesses. Nor is it known how likely these are, so
+        chains that are to end where that is too little are left to others.
         """
         if draws.rejection or type(draws) is not Draws or any(start.min_survival for start in starts):
             return None

@@ -36,7 +36,7 @@ class PackedGroups:
     """Weights in memory: `numbers` [chunks, outputs, bytes] of a kind; `scales` and `least` values
     [chunks, outputs, 1 or 2].
 
-    A chunk of numbers of 4 bits is two groups, others are one. With a single row of scales an output is one group.
+    A chunk of numbers of 4 bits is two groups, others are one. With a single scale an output is one group.
     """
 
     numbers: Tensor
@@ -67,6 +67,7 @@ class PackedGroups:
 
         def in_groups(values: Tensor) -> Tensor:
             repeated = values if whole else values.repeat_interleave(weight.size // size, 1)
+            repeated = repeated.expand(-1, len(packed)) if whole and least is not None else repeated
             padded = repeated if whole else functional.pad(repeated, (0, len(packed) * halves - repeated.shape[1]))
             groups: Tensor = padded.unflatten(1, (-1, halves)).transpose(0, 1).contiguous()
             shorter = HALVES if halves == 2 else ()
@@ -80,7 +81,7 @@ class PackedGroups:
         return {
             "KIND": getattr(load_kernels("group_kernels"), self.kind).value,
             "BYTES": self.numbers.shape[2],
-            "SCALED": len(self.scales) > 1,
+            "SCALED": self.least is not None or self.scales[:, 0].numel() > 1,
             "LEAST": self.least is not None,
             **load_kernels().OPTIONS,
         }
