@@ -55,27 +55,34 @@ def token_logprobs(
     and may be 0. `kernels` rank faster, not differently. A device is waited for once.
     """
     picked = chosen if isinstance(chosen, Tensor) else upload(chosen, torch.int64, logits.device)
-    return [TokenLogprobs.of(row, top) for row in ranked(logits, picked, top, kernels).tolist()]
+    if not is_cpu(logits.device):
+        return [TokenLogprobs.of(row, top) for row in ranked(logits, picked, top).tolist()]
+    columns = columns_of(logits, picked, top, kernels)  # of which a CPU makes numbers one by one sooner than one tensor
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(logprobs[:count]))
+        for token, logprob, rank, count, ids, logprobs in zip(*(column.tolist() for column in columns), strict=True)
+    ]
 
 
 def ranked(
-    logits: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"], top: int, kernels: SamplingKernels | None = None
+    logits: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"], top: int
 ) -> Float[Tensor, "rows numbers"]:
-    """What `TokenLogprobs.of` reads, in float64, which holds all of it, or in float32 where that is not there.
+    """What `TokenLogprobs.of` reads, in float64, which holds all of it, or in float32 where that is not there: the
+    columns of `columns_of`, one after the other. Tensor code alone."""
+    wide = torch.float64 if has_doubles(logits.device) else torch.float32
+    return torch.cat([c.view(len(c), -1).to(wide) for c in columns_of(logits, picked, top)], dim=1)
 
-    By tensor code alone unless there are kernels.
 
-    By row: the token, its log-probability and rank, how many of the likeliest are possible, their ids, their
-    log-probabilities.
-    """
+def columns_of(
+    logits: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"], top: int, kernels: SamplingKernels | None = None
+) -> tuple[Tensor, ...]:
+    """By row: the token, its log-probability and rank, how many of the likeliest are possible, their ids, their
+    log-probabilities. Tensor code alone unless there are kernels."""
     law = softmax(logits.to(torch.float32), log=True)
     by_kernels = kernels.rank(law.contiguous(), picked, top) if kernels is not None and is_cpu(law.device) else None
     ranks, top_ids = (rank_of(law, picked), largest(law, top)) if by_kernels is None else by_kernels
     tops = law.gather(1, top_ids)
-    of_token = law.gather(1, picked[:, None])[:, 0]
-    wide = torch.float64 if has_doubles(law.device) else torch.float32
-    columns = [column[:, None] for column in (picked, of_token, ranks, (tops > -math.inf).sum(1))]
-    return torch.cat([column.to(wide) for column in (*columns, top_ids, tops)], dim=1)
+    return picked, law.gather(1, picked[:, None])[:, 0], ranks, (tops > -math.inf).sum(1), top_ids, tops
 
 
 def rank_of(law: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
