@@ -104,7 +104,8 @@ def ids_of(text: str, way: str, tokenizer: Tokenizer) -> list[int]:
 
 def taken(form: AnswerForm, tokenizer: Tokenizer, runs: list[list[int]]) -> list[AnswerPart]:
     """The parts of an answer whose rounds had these tokens."""
-    stop = StopChecker(SamplingParams(), (), tokenizer, sum(map(len, runs)), [403], form.shown_special_ids)
+    params = SamplingParams(max_tokens=None)  # by default long answers end before their last token
+    stop = StopChecker(params, (), tokenizer, sum(map(len, runs)), [403], form.shown_special_ids)
     splitter, read = AnswerSplitter(form), list[AnswerPart]()
     for run in runs:
         end = stop.push(run)
