@@ -67,8 +67,7 @@ def token_logprobs(
 def ranked(
     logits: Float[Tensor, "rows vocab"], picked: Int[Tensor, " rows"], top: int
 ) -> Float[Tensor, "rows numbers"]:
-    """What `TokenLogprobs.of` reads, in float64, which holds all of it, or in float32 where that is not there: the
-    columns of `columns_of`, one after the other. Tensor code alone."""
+    """What `TokenLogprobs.of` reads, of `columns_of`: in float64, which holds all of it, where there is that."""
     wide = torch.float64 if has_doubles(logits.device) else torch.float32
     return torch.cat([c.view(len(c), -1).to(wide) for c in columns_of(logits, picked, top)], dim=1)
 
