@@ -157,8 +157,8 @@ def operators_named() -> Iterator[None]:
 
 def lacking_operator(error: BaseException) -> OperatorMissing | None:
     """The error that says what to do about torch's own, if that is about an operator which a device lacks."""
-    found = OPERATOR.search(str(error)) if isinstance(error, NotImplementedError) else None
-    return None if found is None else OperatorMissing(found[1])
+    match = OPERATOR.search(str(error)) if isinstance(error, NotImplementedError) else None
+    return None if match is None else OperatorMissing(match[1])
 
 
 @cache
