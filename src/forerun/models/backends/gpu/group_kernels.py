@@ -57,18 +57,35 @@ def group_gemm(
     SLICES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias, of weights in CHUNKS chunks of BYTES bytes of each output, chunk after chunk in memory.
+    """x @ weight.T + bias."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = sum_groups(
+        x, row, row < rows, numbers, scales, least, bias, column, outputs,
+        WIDTH, CHUNKS, KIND, BYTES, PARTS, SLICES, SCALED, LEAST, BIASED, PTX, ROWS, OUTPUTS, STAGES,
+    )  # fmt: skip
+    out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outputs)[None, :])
+
+
+@kernel
+def sum_groups(
+    x, row, row_here, numbers, scales, least, bias, column, outputs,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
+    SLICES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """These rows of `x` times these columns of a layer's weights, which lie in CHUNKS chunks of BYTES bytes of each of
+    its `outputs`, chunk after chunk in memory.
 
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
     SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
 
     Every SLICES-th chunk belongs to one slice, which a warp of its own adds up; then slices are added in pairs.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte, piece = tl.arange(0, BYTES), tl.arange(0, SLICES)
     HALVES: tl.constexpr = 1 if KIND < INT4 else 2
-    row_in, column_in = (row < rows)[None, :, None], (column < outputs)[None, None, :]
+    row_in, column_in = row_here[None, :, None], (column < outputs)[None, None, :]
     first_input = piece[:, None, None] * (HALVES * BYTES) + byte[None, None, :]
     x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
     chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
@@ -102,8 +119,7 @@ def group_gemm(
         total = total * tl.load(scales + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     if BIASED:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
-    tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outputs)[None, :])
+    return total
 
 
 @kernel
