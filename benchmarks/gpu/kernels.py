@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from benchmarks.gpu.clock import kernel_us
 from benchmarks.gpu.passes import config_of
 from benchmarks.gpu.setting import Setting, WeightFormat, has_triton
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.backends.gpu.backend import GpuBackend
+from forerun.models.backends.gpu.clock import kernel_us
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
 from forerun.models.backends.gpu.graphs import LEAST_ROWS
 from forerun.models.backends.gpu.ops import SPLIT, Ops, TorchOps, TritonOps, load_kernels, ops_for

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.clock import device_ms, wait
+from benchmarks.gpu.clock import wait
 from benchmarks.gpu.setting import Setting, WeightFormat
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.clock import device_ms
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder

@@ -12,13 +12,13 @@ from functools import partial
 from itertools import groupby
 
 import torch
-from benchmarks.gpu.clock import kernel_us
 from benchmarks.gpu.kernels import FEWEST_LAUNCHES, RUNS, copies_of, matrices
 from benchmarks.gpu.passes import config_of
 from benchmarks.gpu.setting import Setting, WeightFormat
 
 from forerun.config import Quantization
 from forerun.models.backends.gpu.backend import GpuBackend, OneGemmLinear
+from forerun.models.backends.gpu.clock import kernel_us
 from forerun.models.backends.gpu.groups import GroupLinear
 from forerun.models.backends.gpu.tiles import TILES, GroupTile, Tile, group_tile_for, group_tiles, tile_for
 
@@ -51,7 +51,11 @@ class Case:
     def chosen(self) -> Tile | GroupTile:
         """What does compute it."""
         outputs = self.shape[0]
-        return tile_for(self.rows, outputs) if self.quantize is None else group_tile_for(self.rows, outputs, wide=False)
+        return (
+            tile_for(self.rows, outputs)
+            if self.quantize is None
+            else group_tile_for(group_tiles(outputs, wide=False), self.rows)
+        )
 
     def layers(self, setting: Setting, count: int) -> list[Product]:
         """The layer, several times."""

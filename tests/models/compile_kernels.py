@@ -208,8 +208,9 @@ def grouped_products(dtype: torch.dtype) -> None:
         scales = meta(groups_ // halves or 1, 4096, halves, dtype=torch.float16 if halves == 2 else torch.float32)
         numbers = meta(4096 // chunk // halves, 4096, chunk, dtype=torch.uint8)
         weight = PackedGroups(numbers, scales, scales if least else None, kind, 4096)
-        for tile in {*group_tiles(4096, dtype == torch.float32), *group_tiles(1 << 20, dtype == torch.float32)}:
-            Compiling.case = f"{dtype}, {kind}, {tile.rows} rows, {tile.slices} slices"
+        wide = dtype == torch.float32
+        for tile in {*group_tiles(4096, wide, least), *group_tiles(1 << 20, wide, least)}:
+            Compiling.case = f"{dtype}, {kind}, {tile.rows} rows, {tile.outputs} outputs, {tile.slices}, {tile.at_once}"
             layer = GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False)
             layer.product(meta(tile.rows, 4096, dtype=dtype), tile)
         weight.unpacked(torch.bfloat16)

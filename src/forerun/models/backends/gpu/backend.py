@@ -23,7 +23,8 @@ from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.executor import FixedExecutor
 from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
 from forerun.models.backends.gpu.ops import load_kernels, ops_for
-from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, tile_for
+from forerun.models.backends.gpu.tile_times import choose_tiles, rows_measured
+from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, fitting, tile_for
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
@@ -46,10 +47,37 @@ class OneGemmLinear:
         self.weight = weight.contiguous()
         self.bias = bias
         self.tiled = tiled and weight.dtype == torch.bfloat16
+        self.tiles: dict[int, Tile] = {}
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         with torch.cuda.device_of(x):  # kernels are launched on the current one
-            return self.product(x, tile_for(len(x), len(self.weight)) if self.tiled else SMALLEST)
+            return self.product(x, self.tile_for(len(x)))
+
+    def tile_for(self, rows: int) -> Tile:
+        """The tile that so many rows are multiplied by."""
+        if not self.tiled:
+            return SMALLEST
+        return self.tiles.get(rows_measured(rows)) or tile_for(rows, len(self.weight))
+
+    def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[Tile]:
+        """As in every TiledLinear."""
+        return fitting(TILES, rows) if self.tiled else [SMALLEST]
+
+    @property
+    def matrix(self) -> str:
+        """As in every TiledLinear."""
+        return f"{self.shape[0]} x {self.shape[1]}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As in every TiledLinear."""
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """As in every TiledLinear."""
+        return self.weight.nbytes
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: Tile) -> Float[Tensor, "rows outputs"]:
         """x @ weight.T + bias, cut into these tiles."""
@@ -162,7 +190,15 @@ class GpuBackend:
         return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> FixedExecutor:
-        """What computes logits of states, and layers of trained heads; a model's passes are `run_pass`."""
+        """What computes logits of states, and layers of trained heads; a model's passes are `run_pass`.
+
+        Tiles of large matrices are measured here, where none of them are kept.
+        """
+        if self.placement.graphs:
+            dense = [layer.mlp.every for layer in parts.layers if layer.mlp.every is not None]
+            linears = [of for layer in parts.layers for of in (layer.attention.qkv, layer.attention.out)]
+            linears += [of for mlp in dense for of in (mlp.gate_up, mlp.down)]
+            choose_tiles([*linears, parts.head], self.placement.device, parts.embedding.dtype)
         return FixedExecutor(parts, ops_for(self.placement.device))
 
 

@@ -54,15 +54,15 @@ E2M1_PTX = ptx(4, FLOAT.format(sign=12, size=6, mask="0x01C001C0"), 0x7E807E80, 
 def group_gemm(
     x, numbers, scales, least, bias, out, rows, outputs,
     WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
-    SLICES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+    SLICES: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x @ weight.T + bias."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = sum_groups(
         x, row, row < rows, numbers, scales, least, bias, column, outputs,
-        WIDTH, CHUNKS, KIND, BYTES, PARTS, SLICES, SCALED, LEAST, BIASED, PTX, ROWS, OUTPUTS, STAGES,
+        WIDTH, CHUNKS, KIND, BYTES, PARTS, SLICES, AT_ONCE, SCALED, LEAST, BIASED, PTX, ROWS, OUTPUTS, STAGES,
     )  # fmt: skip
     out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
     tl.store(out_at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outputs)[None, :])
@@ -72,8 +72,8 @@ def group_gemm(
 def sum_groups(
     x, row, row_here, numbers, scales, least, bias, column, outputs,
     WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
-    SLICES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+    SLICES: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """These rows of `x` times these columns of a layer's weights, which lie in CHUNKS chunks of BYTES bytes of each of
     its `outputs`, chunk after chunk in memory.
@@ -81,45 +81,93 @@ def sum_groups(
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
     SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
 
-    Every SLICES-th chunk belongs to one slice, which a warp of its own adds up; then slices are added in pairs.
+    Every SLICES-th chunk belongs to one slice; slices, 8 at most, are added in pairs, and pairs in pairs. AT_ONCE of
+    them are added up at the same time, each by a warp of its own, or one by all warps, which read a row of `x` for more
+    outputs.
     """
-    byte, piece = tl.arange(0, BYTES), tl.arange(0, SLICES)
+    byte = tl.arange(0, BYTES)
     HALVES: tl.constexpr = 1 if KIND < INT4 else 2
-    row_in, column_in = row_here[None, :, None], (column < outputs)[None, None, :]
-    first_input = piece[:, None, None] * (HALVES * BYTES) + byte[None, None, :]
-    x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
-    chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
-    numbers_at = numbers + column[None, None, :] * BYTES + byte[None, :, None] + piece[:, None, None] * chunk_bytes
-    groups_at = column[None, None, :] + piece[:, None, None] * tl.cast(outputs, tl.int64)
-    acc = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
-    for step in tl.range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS), num_stages=STAGES):
-        for part in tl.static_range(PARTS):
-            chunk = (step * PARTS + part) * SLICES
-            here = (chunk + piece < CHUNKS)[:, None, None] & column_in
-            packed = tl.load(numbers_at + chunk.to(tl.int64) * chunk_bytes, mask=here, other=0)
-            weights = widen(packed, KIND, PTX, x.dtype.element_ty)
-            group = groups_at + chunk.to(tl.int64) * outputs
-            if SCALED:
-                scale = load_groups(scales, group, here, HALVES)
-            if LEAST:
-                low = load_groups(least, group, here, HALVES)
-            for half in tl.static_range(HALVES):
-                start = (chunk * HALVES + half) * BYTES
-                a = tl.load(x_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
-                if SCALED:
-                    sums = tl.dot(a, weights[half], input_precision="ieee")
-                    acc = tl.fma(sums, tl.broadcast_to(scale[half], acc.shape), acc)
-                else:
-                    acc = tl.dot(a, weights[half], acc, input_precision="ieee")
-                if LEAST:
-                    sums = tl.dot(a, tl.full((SLICES, BYTES, OUTPUTS), 1.0, a.dtype), input_precision="ieee")
-                    acc = tl.fma(sums, tl.broadcast_to(low[half], acc.shape), acc)
-    total = add_slices(acc, SLICES)
+    row_in, column_in = along(row_here, 1, AT_ONCE), along(column < outputs, 2, AT_ONCE)
+    for turn in tl.static_range(SLICES // AT_ONCE):
+        piece = turn * AT_ONCE + pieces(AT_ONCE)
+        first_input = piece * (HALVES * BYTES) + along(byte, 2, AT_ONCE)
+        x_at = x + along(row, 1, AT_ONCE).to(tl.int64) * WIDTH + first_input
+        chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
+        numbers_at = numbers + along(column, 2, AT_ONCE) * BYTES + along(byte, 1, AT_ONCE) + piece * chunk_bytes
+        groups_at = along(column, 2, AT_ONCE) + piece * tl.cast(outputs, tl.int64)
+        acc = zeros(ROWS, OUTPUTS, AT_ONCE)
+        for step in tl.range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS), num_stages=STAGES):
+            for part in tl.static_range(PARTS):
+                chunk = (step * PARTS + part) * SLICES
+                here = (chunk + piece < CHUNKS) & column_in
+                packed = tl.load(numbers_at + chunk.to(tl.int64) * chunk_bytes, mask=here, other=0)
+                weights = widen(packed, KIND, PTX, x.dtype.element_ty)
+                group = groups_at + chunk.to(tl.int64) * outputs
+                scale = load_groups(scales, group, here, HALVES) if SCALED else weights
+                low = load_groups(least, group, here, HALVES) if LEAST else weights
+                for half in tl.static_range(HALVES):
+                    start = (chunk * HALVES + half) * BYTES
+                    a = tl.load(x_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
+                    acc = add_group(acc, a, weights[half], scale[half], low[half], SCALED, LEAST)
+        total = add_slices(acc, AT_ONCE)
+        if turn % 2 == 0:
+            ones = total
+        else:
+            total = ones + total
+        if turn % 4 == 1:
+            pairs = total
+        if turn % 4 == 3:
+            total = pairs + total
+        if turn == 3:
+            fours = total
+        if turn == 7:
+            total = fours + total
     if not SCALED:
         total = total * tl.load(scales + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     if BIASED:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     return total
+
+
+@kernel
+def add_group(acc, a, weights, scale, low, SCALED: tl.constexpr, LEAST: tl.constexpr):
+    """The sums, and the products of a group: by its scale, and of its least value, where there are such."""
+    if not SCALED:
+        return tl.dot(a, weights, acc, input_precision="ieee")
+    else:  # noqa: RET505
+        sums = tl.dot(a, weights, input_precision="ieee")
+        acc = tl.fma(sums, tl.broadcast_to(scale, acc.shape), acc)
+        if LEAST:
+            sums = tl.dot(a, tl.full(weights.shape, 1.0, a.dtype), input_precision="ieee")
+            acc = tl.fma(sums, tl.broadcast_to(low, acc.shape), acc)
+        return acc
+
+
+@kernel
+def along(values, AXIS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Values by rows of a matrix, axis 1, or by its columns, axis 2; there are several matrices, or one."""
+    if AT_ONCE == 1:
+        return values[:, None] if AXIS == 1 else values[None, :]
+    else:  # noqa: RET505 (a return behind the branch would be compiled too)
+        return values[None, :, None] if AXIS == 1 else values[None, None, :]
+
+
+@kernel
+def pieces(AT_ONCE: tl.constexpr):
+    """The numbers of slices by matrices, or the only one's."""
+    if AT_ONCE == 1:
+        return 0
+    else:  # noqa: RET505
+        return tl.arange(0, AT_ONCE)[:, None, None]
+
+
+@kernel
+def zeros(ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Sums of as many matrices."""
+    if AT_ONCE == 1:
+        return tl.zeros((ROWS, OUTPUTS), tl.float32)
+    else:  # noqa: RET505
+        return tl.zeros((AT_ONCE, ROWS, OUTPUTS), tl.float32)
 
 
 @kernel
@@ -141,11 +189,14 @@ def load_groups(values, at, here, HALVES: tl.constexpr):
 @kernel
 def add_slices(acc, SLICES: tl.constexpr):
     """The sum of slices, a power of two: neighbours are added, then the sums of neighbours."""
-    parts = tl.permute(acc, (1, 2, 0))
-    for halvings in tl.static_range(SLICES.bit_length() - 1):
-        even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], SLICES >> (halvings + 1), 2)))
-        parts = even + odd
-    return tl.reshape(parts, (acc.shape[1], acc.shape[2]))
+    if SLICES == 1:
+        return acc
+    else:  # noqa: RET505
+        parts = tl.permute(acc, (1, 2, 0))
+        for halvings in tl.static_range(SLICES.bit_length() - 1):
+            even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], SLICES >> (halvings + 1), 2)))
+            parts = even + odd
+        return tl.reshape(parts, (acc.shape[1], acc.shape[2]))
 
 
 @kernel

@@ -7,7 +7,9 @@ to rounding; weights are widened in registers, to the bit (`group_kernels.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +20,8 @@ from torch.nn import functional
 from forerun.annotations import Float, Int8
 from forerun.device import stages
 from forerun.models.backends.gpu.ops import load_kernels
-from forerun.models.backends.gpu.tiles import GroupTile, group_tile_for
+from forerun.models.backends.gpu.tile_times import rows_measured
+from forerun.models.backends.gpu.tiles import GROUP_TILES, GroupTile, fitting, group_tile_for, group_tiles
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias
 
@@ -97,6 +100,24 @@ class PackedGroups:
         return weight
 
 
+@cache
+def joined_slices_agree(device: torch.device) -> bool:
+    """Whether a slice that all warps add up gets the bits that a warp of its own gives it, by random numbers.
+
+    The instructions are others. On an H200 both add up in the same order.
+    """
+    if device.type != "cuda":
+        return True
+    noise = torch.Generator(device).manual_seed(0)
+    numbers = torch.randint(-127, 128, (256, 1024), generator=noise, device=device, dtype=torch.int8)
+    weight = GroupedWeight(numbers, torch.rand(256, 32, generator=noise, device=device), None, 8, 32)
+    layer = GroupLinear(PackedGroups.of(weight, device), None, unpacks=False)
+    x = torch.randn(64, 1024, generator=noise, device=device, dtype=torch.bfloat16)
+    with torch.cuda.device(device):
+        products = ([layer.product(x, tile) for tile in tiles] for tiles in GROUP_TILES.values())
+        return all(torch.equal(other, first) for first, *others in products for other in others)
+
+
 def small_floats(numbers: Int8[Tensor, "outputs inputs"]) -> Int8[Tensor, "outputs inputs"] | None:
     """The codes of E2M1 of half these numbers; None where there are others. Takes a few bytes a number for a while."""
     sizes = numbers.abs()
@@ -119,13 +140,43 @@ class GroupLinear:
         self.weight = weight
         self.bias = bias
         self.unpacks = unpacks
+        self.tiles: dict[int, GroupTile] = {}
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         with torch.cuda.device_of(x):  # kernels are launched on the current one
             if self.unpacks and len(x) >= LONG_READ:
                 return functional.linear(x, self.weight.unpacked(x.dtype), self.bias)
-            tile = group_tile_for(len(x), self.weight.numbers.shape[1], x.dtype == torch.float32)
-            return self.product(x, tile)
+            return self.product(x, self.tile_for(len(x), x.dtype))
+
+    def tile_for(self, rows: int, dtype: torch.dtype) -> GroupTile:
+        """The tile that so many rows are multiplied by."""
+        return self.tiles.get(rows_measured(rows)) or group_tile_for(self.all_tiles(dtype), rows)
+
+    def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[GroupTile]:
+        """As in every TiledLinear."""
+        return fitting(self.all_tiles(dtype), rows)
+
+    def all_tiles(self, dtype: torch.dtype) -> Sequence[GroupTile]:
+        """All of inputs of this format that give the same bits."""
+        tiles = group_tiles(self.shape[0], dtype == torch.float32, self.weight.least is not None)
+        agree = len(tiles) == 1 or joined_slices_agree(self.weight.numbers.device)
+        return tiles if agree else [tile for tile in tiles if tile.at_once > 1]
+
+    @property
+    def matrix(self) -> str:
+        """As in every TiledLinear."""
+        scaled = "" if self.weight.least is None else ", with least values"
+        return f"{self.weight.kind}{scaled}, {self.shape[0]} x {self.shape[1]}"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As in every TiledLinear."""
+        return self.weight.numbers.shape[1], self.weight.inputs
+
+    @property
+    def num_bytes(self) -> int:
+        """As in every TiledLinear."""
+        return self.weight.numbers.nbytes
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: GroupTile) -> Float[Tensor, "rows outputs"]:
         """The product by such programs."""
@@ -135,7 +186,8 @@ class GroupLinear:
             x, w.numbers, w.scales, w.scales if w.least is None else w.least, x if self.bias is None else self.bias,
             out, len(x), outputs,
             WIDTH=w.inputs, CHUNKS=chunks, PARTS=1 if w.kind in FOUR_BITS else min(MOST_PARTS, CHUNK[8] // size),
-            BIASED=self.bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, SLICES=tile.slices, STAGES=under_way,
+            BIASED=self.bias is not None, ROWS=tile.rows, OUTPUTS=tile.outputs, SLICES=tile.slices,
+            AT_ONCE=tile.at_once, STAGES=under_way,
             PTX=not x.is_cpu and x.dtype == torch.bfloat16 and not torch.version.hip,
             num_warps=tile.warps, num_stages=under_way, **w.constants,
         )  # fmt: skip

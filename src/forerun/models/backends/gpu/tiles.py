@@ -8,7 +8,9 @@ weight is read again and again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +49,45 @@ def tile_for(rows: int, outputs: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class GroupTile:
-    """One program of a product with weights in groups; with tensor cores a slice is one warp's."""
+    """One program of a product with weights in groups. Of its slices so many `at_once` are summed, each by a warp of
+    its own, or one by all warps."""
 
     rows: int
     outputs: int
     slices: int
+    at_once: int
     warps: int
     stages: int
 
 
-GROUP_ROWS = (16, 32, 64)
-GROUP_OUTPUTS = 32
-FEW_PROGRAMS = 160  # up to so many, eight warps each are faster than four
-STAGES = {4: {16: 4, 32: 4, 64: 3}, 8: {16: 4, 32: 3, 64: 2}}  # by slices and rows: what registers and memory hold
+FEW_PROGRAMS, GROUP_OUTPUTS = 160, 32  # up to so many of so many outputs, eight slices are faster than four
+GROUP_TILES = {
+    4: (GroupTile(16, 32, 4, 4, 4, 4), GroupTile(32, 32, 4, 4, 4, 4), GroupTile(64, 64, 4, 1, 8, 3),
+        GroupTile(64, 128, 4, 1, 8, 3), GroupTile(128, 64, 4, 1, 8, 3)),
+    8: (GroupTile(16, 32, 8, 8, 8, 4), GroupTile(32, 32, 8, 8, 8, 3), GroupTile(32, 32, 8, 4, 4, 4),
+        GroupTile(64, 64, 8, 1, 8, 3)),
+}  # fmt: skip
+MOST_SUMS = {False: 1 << 13, True: 1 << 12}  # of a program, by whether groups have a least value
+AnyTile = TypeVar("AnyTile", Tile, GroupTile)
+WIDE_GROUPS = GroupTile(16, 16, 4, 4, 8, 4)  # for inputs of 32 bits: both factors are all in registers
 
 
-def group_tiles(outputs: int, wide: bool) -> tuple[GroupTile, ...]:
-    """The tiles of a layer, by rows. `wide` inputs have 32 bits, and both factors are all in registers."""
+def group_tiles(outputs: int, wide: bool, has_least: bool = False) -> tuple[GroupTile, ...]:
+    """The tiles that a layer may have, by rows; all have its slices. `wide` inputs have 32 bits.
+
+    Sums of least values take registers that the largest tiles do not have.
+    """
     if wide:
-        return (GroupTile(GROUP_ROWS[0], GROUP_OUTPUTS // 2, 4, 8, STAGES[4][16]),)
-    slices = 8 if -(-outputs // GROUP_OUTPUTS) <= FEW_PROGRAMS else 4
-    return tuple(GroupTile(rows, GROUP_OUTPUTS, slices, slices, STAGES[slices][rows]) for rows in GROUP_ROWS)
+        return (WIDE_GROUPS,)
+    tiles = GROUP_TILES[8 if -(-outputs // GROUP_OUTPUTS) <= FEW_PROGRAMS else 4]
+    return tuple(tile for tile in tiles if tile.rows * tile.outputs <= MOST_SUMS[has_least])
 
 
-def group_tile_for(rows: int, outputs: int, wide: bool) -> GroupTile:
-    """The smallest tile that holds so many rows, or the largest."""
-    tiles = group_tiles(outputs, wide)
+def group_tile_for(tiles: Sequence[GroupTile], rows: int) -> GroupTile:
+    """The smallest of a layer's tiles that holds so many rows, or the largest."""
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+def fitting(tiles: Sequence[AnyTile], rows: int) -> list[AnyTile]:
+    """Those that so many rows fill at most four times over; the first where there is none."""
+    return [tile for tile in tiles if rows <= 4 * tile.rows <= 4 * rows] or [tiles[0]]
