@@ -44,7 +44,7 @@ class Case:
         if self.quantize is None:
             found: Sequence[Tile | GroupTile] = TILES
         else:
-            found = [*group_tiles(FEW_OUTPUTS, wide=False), *group_tiles(MANY_OUTPUTS, wide=False)]
+            found = [*group_tiles(FEW_OUTPUTS, False), *group_tiles(MANY_OUTPUTS, False, self.quantize == "int8")]
         return [tile for tile in found if tile.rows <= self.rows]
 
     @property
@@ -54,7 +54,7 @@ class Case:
         return (
             tile_for(self.rows, outputs)
             if self.quantize is None
-            else group_tile_for(group_tiles(outputs, wide=False), self.rows)
+            else group_tile_for(group_tiles(outputs, False, self.quantize == "int8"), self.rows)
         )
 
     def layers(self, setting: Setting, count: int) -> list[Product]:

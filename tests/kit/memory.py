@@ -156,7 +156,6 @@ def counted_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Iterator
         for module in (ops, groups, backend):
             patch.setattr(module, "load_kernels", kernels)
         patch.setattr(backend, "tiles_agree", lambda _device: True)
-        patch.setattr(groups, "joined_slices_agree", lambda _device: True)
         patch.setattr(tile_times, "SMALL_BYTES", math.inf)  # nothing is measured
         patch.setattr(backend.GpuBackend, "arithmetic", "imagined")
         for name in ("device", "device_of", "stream"):

@@ -65,7 +65,7 @@ def check_products(form: tuple[str, int, int, bool], biased: bool, device: str, 
     together, dense = layer(x), weight.dense().double().to(device)
     wanted = functional.linear(x.double(), dense, None if bias is None else bias.double())
     held = wide and device != "cpu"  # the interpreter has room for every tile
-    for tiles in (group_tiles(OUTPUTS, held, form[3]), group_tiles(MANY_OUTPUTS, held, form[3])):
+    for tiles in (group_tiles(OUTPUTS, held, form[0] == "INT8"), group_tiles(MANY_OUTPUTS, held, form[0] == "INT8")):
         first, *others = [layer.product(x, tile) for tile in tiles]
         assert (first.double() - wanted).norm() <= (1e-6 if wide else 3e-3) * wanted.norm()
         assert all(torch.equal(other, first) for other in others)

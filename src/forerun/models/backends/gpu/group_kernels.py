@@ -81,21 +81,20 @@ def sum_groups(
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
     SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
 
-    Every SLICES-th chunk belongs to one slice; slices, 8 at most, are added in pairs, and pairs in pairs. AT_ONCE of
-    them are added up at the same time, each by a warp of its own, or one by all warps, which read a row of `x` for more
-    outputs.
+    Every SLICES-th chunk belongs to one slice, and slices are added in pairs. AT_ONCE of them, all or half, are
+    added up at the same time, each by a warp of its own.
     """
     byte = tl.arange(0, BYTES)
     HALVES: tl.constexpr = 1 if KIND < INT4 else 2
-    row_in, column_in = along(row_here, 1, AT_ONCE), along(column < outputs, 2, AT_ONCE)
+    row_in, column_in = row_here[None, :, None], (column < outputs)[None, None, :]
     for turn in tl.static_range(SLICES // AT_ONCE):
-        piece = turn * AT_ONCE + pieces(AT_ONCE)
-        first_input = piece * (HALVES * BYTES) + along(byte, 2, AT_ONCE)
-        x_at = x + along(row, 1, AT_ONCE).to(tl.int64) * WIDTH + first_input
+        piece = (turn * AT_ONCE + tl.arange(0, AT_ONCE))[:, None, None]
+        first_input = piece * (HALVES * BYTES) + byte[None, None, :]
+        x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
         chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
-        numbers_at = numbers + along(column, 2, AT_ONCE) * BYTES + along(byte, 1, AT_ONCE) + piece * chunk_bytes
-        groups_at = along(column, 2, AT_ONCE) + piece * tl.cast(outputs, tl.int64)
-        acc = zeros(ROWS, OUTPUTS, AT_ONCE)
+        numbers_at = numbers + column[None, None, :] * BYTES + byte[None, :, None] + piece * chunk_bytes
+        groups_at = column[None, None, :] + piece * tl.cast(outputs, tl.int64)
+        acc = tl.zeros((AT_ONCE, ROWS, OUTPUTS), tl.float32)
         for step in tl.range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS), num_stages=STAGES):
             for part in tl.static_range(PARTS):
                 chunk = (step * PARTS + part) * SLICES
@@ -109,19 +108,11 @@ def sum_groups(
                     start = (chunk * HALVES + half) * BYTES
                     a = tl.load(x_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
                     acc = add_group(acc, a, weights[half], scale[half], low[half], SCALED, LEAST)
-        total = add_slices(acc, AT_ONCE)
-        if turn % 2 == 0:
-            ones = total
+        some = add_slices(acc, AT_ONCE)
+        if turn == 0:
+            total = some
         else:
-            total = ones + total
-        if turn % 4 == 1:
-            pairs = total
-        if turn % 4 == 3:
-            total = pairs + total
-        if turn == 3:
-            fours = total
-        if turn == 7:
-            total = fours + total
+            total += some
     if not SCALED:
         total = total * tl.load(scales + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     if BIASED:
@@ -144,33 +135,6 @@ def add_group(acc, a, weights, scale, low, SCALED: tl.constexpr, LEAST: tl.const
 
 
 @kernel
-def along(values, AXIS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Values by rows of a matrix, axis 1, or by its columns, axis 2; there are several matrices, or one."""
-    if AT_ONCE == 1:
-        return values[:, None] if AXIS == 1 else values[None, :]
-    else:  # noqa: RET505 (a return behind the branch would be compiled too)
-        return values[None, :, None] if AXIS == 1 else values[None, None, :]
-
-
-@kernel
-def pieces(AT_ONCE: tl.constexpr):
-    """The numbers of slices by matrices, or the only one's."""
-    if AT_ONCE == 1:
-        return 0
-    else:  # noqa: RET505
-        return tl.arange(0, AT_ONCE)[:, None, None]
-
-
-@kernel
-def zeros(ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Sums of as many matrices."""
-    if AT_ONCE == 1:
-        return tl.zeros((ROWS, OUTPUTS), tl.float32)
-    else:  # noqa: RET505
-        return tl.zeros((AT_ONCE, ROWS, OUTPUTS), tl.float32)
-
-
-@kernel
 def load_groups(values, at, here, HALVES: tl.constexpr):
     """What the groups of a chunk have, in float32: two of 16 bits each in one load, or one load for each."""
     if values.dtype.element_ty == tl.float32:
@@ -189,14 +153,11 @@ def load_groups(values, at, here, HALVES: tl.constexpr):
 @kernel
 def add_slices(acc, SLICES: tl.constexpr):
     """The sum of slices, a power of two: neighbours are added, then the sums of neighbours."""
-    if SLICES == 1:
-        return acc
-    else:  # noqa: RET505
-        parts = tl.permute(acc, (1, 2, 0))
-        for halvings in tl.static_range(SLICES.bit_length() - 1):
-            even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], SLICES >> (halvings + 1), 2)))
-            parts = even + odd
-        return tl.reshape(parts, (acc.shape[1], acc.shape[2]))
+    parts = tl.permute(acc, (1, 2, 0))
+    for halvings in tl.static_range(SLICES.bit_length() - 1):
+        even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], SLICES >> (halvings + 1), 2)))
+        parts = even + odd
+    return tl.reshape(parts, (acc.shape[1], acc.shape[2]))
 
 
 @kernel

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,7 @@ from forerun.annotations import Float, Int8
 from forerun.device import stages
 from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.gpu.tile_times import rows_measured
-from forerun.models.backends.gpu.tiles import GROUP_TILES, GroupTile, fitting, group_tile_for, group_tiles
+from forerun.models.backends.gpu.tiles import GroupTile, fitting, group_tile_for, group_tiles
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias
 
@@ -29,7 +28,7 @@ CHUNK = {4: 32, 8: 64}  # bytes of an output at most, by bits of a number
 OUTPUTS = 32  # of a program that unpacks
 MOST_PARTS = 2  # chunks of a slice that are read at once, where they are small
 FOUR_BITS = ("INT4", "UINT4", "E2M1")
-LONG_READ = 192  # rows for which weights are unpacked first, where no bits are promised
+LONG_READ = 96  # rows for which weights are unpacked first, where no bits are promised
 FLOATS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of 4 bits with a point
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -100,24 +99,6 @@ class PackedGroups:
         return weight
 
 
-@cache
-def joined_slices_agree(device: torch.device) -> bool:
-    """Whether a slice that all warps add up gets the bits that a warp of its own gives it, by random numbers.
-
-    The instructions are others. On an H200 both add up in the same order.
-    """
-    if device.type != "cuda":
-        return True
-    noise = torch.Generator(device).manual_seed(0)
-    numbers = torch.randint(-127, 128, (256, 1024), generator=noise, device=device, dtype=torch.int8)
-    weight = GroupedWeight(numbers, torch.rand(256, 32, generator=noise, device=device), None, 8, 32)
-    layer = GroupLinear(PackedGroups.of(weight, device), None, unpacks=False)
-    x = torch.randn(64, 1024, generator=noise, device=device, dtype=torch.bfloat16)
-    with torch.cuda.device(device):
-        products = ([layer.product(x, tile) for tile in tiles] for tiles in GROUP_TILES.values())
-        return all(torch.equal(other, first) for first, *others in products for other in others)
-
-
 def small_floats(numbers: Int8[Tensor, "outputs inputs"]) -> Int8[Tensor, "outputs inputs"] | None:
     """The codes of E2M1 of half these numbers; None where there are others. Takes a few bytes a number for a while."""
     sizes = numbers.abs()
@@ -157,10 +138,8 @@ class GroupLinear:
         return fitting(self.all_tiles(dtype), rows)
 
     def all_tiles(self, dtype: torch.dtype) -> Sequence[GroupTile]:
-        """All of inputs of this format that give the same bits."""
-        tiles = group_tiles(self.shape[0], dtype == torch.float32, self.weight.least is not None)
-        agree = len(tiles) == 1 or joined_slices_agree(self.weight.numbers.device)
-        return tiles if agree else [tile for tile in tiles if tile.at_once > 1]
+        """All of inputs of this format."""
+        return group_tiles(self.shape[0], dtype == torch.float32, self.weight.kind == "INT8")
 
     @property
     def matrix(self) -> str:

@@ -15,7 +15,7 @@ from forerun.models.backends.gpu.verdicts import verdict_bytes
 from forerun.models.config import ModelConfig
 
 STEP = 128  # the rows of passes are rounded up to it
-LONG_READ = 192  # rows for which weights in groups are unpacked
+LONG_READ = 96  # rows for which weights in groups are unpacked
 WIDE = 4  # bytes of a logit
 OUTSIDE = 8.2  # times a round's logits that a verdict without a graph holds, by the widest filter, `top_p`
 STREAMS = 6  # rows of the stream that a layer holds at once

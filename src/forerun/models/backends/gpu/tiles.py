@@ -49,8 +49,7 @@ def tile_for(rows: int, outputs: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class GroupTile:
-    """One program of a product with weights in groups. Of its slices so many `at_once` are summed, each by a warp of
-    its own, or one by all warps."""
+    """One program of a product with weights in groups. Of its slices so many `at_once` are summed, each by a warp."""
 
     rows: int
     outputs: int
@@ -62,25 +61,21 @@ class GroupTile:
 
 FEW_PROGRAMS, GROUP_OUTPUTS = 160, 32  # up to so many of so many outputs, eight slices are faster than four
 GROUP_TILES = {
-    4: (GroupTile(16, 32, 4, 4, 4, 4), GroupTile(32, 32, 4, 4, 4, 4), GroupTile(64, 64, 4, 1, 8, 3),
-        GroupTile(64, 128, 4, 1, 8, 3), GroupTile(128, 64, 4, 1, 8, 3)),
-    8: (GroupTile(16, 32, 8, 8, 8, 4), GroupTile(32, 32, 8, 8, 8, 3), GroupTile(32, 32, 8, 4, 4, 4),
-        GroupTile(64, 64, 8, 1, 8, 3)),
-}  # fmt: skip
-MOST_SUMS = {False: 1 << 13, True: 1 << 12}  # of a program, by whether groups have a least value
-AnyTile = TypeVar("AnyTile", Tile, GroupTile)
+    4: (GroupTile(16, 32, 4, 4, 4, 4), GroupTile(32, 32, 4, 4, 4, 4)),
+    8: (GroupTile(16, 32, 8, 8, 8, 4), GroupTile(32, 32, 8, 8, 8, 3), GroupTile(32, 32, 8, 4, 4, 4)),
+}
+LARGE_INT8 = GroupTile(64, 32, 4, 4, 4, 3)  # other numbers take more registers to widen than are left
 WIDE_GROUPS = GroupTile(16, 16, 4, 4, 8, 4)  # for inputs of 32 bits: both factors are all in registers
+AnyTile = TypeVar("AnyTile", Tile, GroupTile)
 
 
-def group_tiles(outputs: int, wide: bool, has_least: bool = False) -> tuple[GroupTile, ...]:
-    """The tiles that a layer may have, by rows; all have its slices. `wide` inputs have 32 bits.
-
-    Sums of least values take registers that the largest tiles do not have.
-    """
+def group_tiles(outputs: int, wide: bool, int8: bool = False) -> tuple[GroupTile, ...]:
+    """The tiles that a layer may have, by rows; all have its slices. `wide` inputs have 32 bits."""
     if wide:
         return (WIDE_GROUPS,)
-    tiles = GROUP_TILES[8 if -(-outputs // GROUP_OUTPUTS) <= FEW_PROGRAMS else 4]
-    return tuple(tile for tile in tiles if tile.rows * tile.outputs <= MOST_SUMS[has_least])
+    if -(-outputs // GROUP_OUTPUTS) <= FEW_PROGRAMS:
+        return GROUP_TILES[8]
+    return (*GROUP_TILES[4], LARGE_INT8) if int8 else GROUP_TILES[4]
 
 
 def group_tile_for(tiles: Sequence[GroupTile], rows: int) -> GroupTile:
