@@ -134,7 +134,7 @@ def test_a_round_reads_its_text_once_and_draws_in_one_call(
         return reading(reads, **options)
 
     def draw_chains(*arguments: Any) -> Chains | None:
-        texts.append(sum(len(text) for text in arguments[-1].tokens) if len(arguments) == 7 else 0)
+        texts.append(sum(len(text) for text in arguments[6].tokens) if len(arguments) == 8 else 0)
         return drawing(*arguments)
 
     monkeypatch.setattr(drafter.runner, "read", read)

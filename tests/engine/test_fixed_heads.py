@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Placement
 from forerun.draft.base import Budget, Draft
+from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.sampling.draws import Draws
 from heads.adapters import adapter_of
@@ -65,6 +66,23 @@ class Priced:
         return draft
 
 
+@dataclass
+class Uneven:
+    """Asks for guesses of different depths, from none to 4, and notes what is guessed behind each text."""
+
+    propose: Callable[[Draws, Sequence[Budget]], Draft]
+    guesses: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def __call__(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
+        depths = [(len(row.tokens) + row.seq_id) % 5 for row in draws.rows]
+        cut = [min(budget.depth, depth) for budget, depth in zip(budgets, depths, strict=True)]
+        draft = self.propose(draws, [replace(b, depth=depth) for b, depth in zip(budgets, cut, strict=True)])
+        for row, depth, tokens in zip(draws.rows, cut, draft.tree.tokens.tolist(), strict=True):
+            self.guesses[tuple(row.tokens)] = [token for token in tokens[1:] if token >= 0]
+            assert len(self.guesses[tuple(row.tokens)]) <= depth
+        return draft
+
+
 def made(drafter: str | None, device: Placement | str = FIXED, **options: object) -> LLM:
     options |= {"kernels": "torch"} if device == "cpu" else {}
     return LLM(str(TARGET), drafter, dtype="float32", device=device, max_model_len=128, **options)  # type: ignore[arg-type]
@@ -108,6 +126,29 @@ def test_chains_end_where_they_are_too_unlikely(kind: str, tmp_path: Path, monke
     assert counts[0] == counts[1]
 
 
+@pytest.mark.short("hydra", "block")
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "adapter"])
+def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of rows that are drafted to different depths, some of them not at all."""
+    drafter, found, bodies = TRAINED[kind](tmp_path / "heads"), [], list[int]()
+    body = ChainGraph.body
+    monkeypatch.setattr(ChainGraph, "body", lambda *arguments: bodies.append(1) or body(*arguments))
+    for at_once in (True, False):
+        llm = made(drafter, speculation=4)
+        assert llm.engine.drafter is not None
+        runner = getattr(llm.engine.drafter, "runner", llm.engine.runner)
+        if not at_once:
+            monkeypatch.setattr(runner, "draw_chains", lambda *_, **__: None)
+        uneven = Uneven(llm.engine.drafter.propose)
+        monkeypatch.setattr(llm.engine.drafter, "propose", uneven)
+        assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
+        found.append(uneven.guesses)
+        assert (len(bodies) > 10) == at_once
+        bodies.clear()
+    assert found[0] == found[1]
+    assert sum(map(len, found[0].values())) > 100
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "mtp-of-3", "adapter", "block:heads"])
@@ -146,11 +187,14 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
     assert llm.stats.num_accepted > 0
 
 
-MOST_SENT = {"eagle-1": 21, "eagle": 21, "mtp": 21, "mtp-of-3": 22}  # operations of a round; graphs are one each
+MOST_SENT = {  # operations of a round; graphs are one each
+    "eagle-1": 21, "eagle": 21, "p-eagle": 21, "mtp": 21, "mtp-of-3": 22,
+    "medusa": 20, "hydra": 20, "block": 20, "block:heads": 20,
+}  # fmt: skip
 NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, the verdict
 
 
-@pytest.mark.short("eagle")
+@pytest.mark.short("eagle", "block:heads")
 @pytest.mark.parametrize("kind", MOST_SENT)
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -159,8 +203,9 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     drafter, sent = TRAINED[kind](tmp_path / "heads"), list[list[str]]()
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=5)
-        submit(llm, PROMPTS, PARAMS[1])
-        while llm.engine.has_work:
+        submit(llm, PROMPTS[:2], PARAMS[0])
+        submit(llm, PROMPTS[2:], PARAMS[1])
+        while llm.engine.has_work and len(sent) < 10:
             seen.clear()
             llm.engine.step()
             sent.append([*seen.sent])

@@ -254,11 +254,8 @@ def test_answers_of_other_lengths_capture_nothing_new() -> None:
     def captured() -> list[set[object]]:
         assert isinstance(llm.drafter, ModelDrafter)
         assert isinstance(llm.drafter.runner, GraphRunner)
-        assert llm.drafter.runner.chain_graph is not None
-        return [
-            *(set(runner.tables) for runner in runners if isinstance(runner, GraphRunner)),
-            {*llm.drafter.runner.chain_graph.tables},
-        ]
+        (graph,) = llm.drafter.runner.chain_graphs.values()
+        return [*(set(runner.tables) for runner in runners if isinstance(runner, GraphRunner)), {*graph.buffers}]
 
     def answer(lengths: Sequence[int]) -> None:
         params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]

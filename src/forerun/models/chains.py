@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,19 +41,58 @@ class UnreadTexts:
 
     `features` are the target's states, and `fuse` maps them to what the layers read beside the tokens; `beside` gives
     from their outputs what they read beside the guesses that follow. `roots` gets their outputs at the last token of
-    each text.
+    each text; None where nothing is guessed there.
     """
 
     tokens: Sequence[Sequence[int]]
     features: Float[Tensor, "total *features"]
-    roots: Float[Tensor, "starts outputs"]
+    roots: Float[Tensor, "starts outputs"] | None
     fuse: Callable[[Tensor], Tensor]
-    beside: Callable[[Tensor], Tensor]
+    beside: Callable[[Tensor], Tensor] | None = None
 
     @property
     def states(self) -> Float[Tensor, "total inputs"]:
         """What the layers read beside the tokens."""
         return self.fuse(self.features)
+
+
+class Foreseen(NamedTuple):
+    """What heads guess from, a row for each chain: the logits behind its text, or else the state that it was given, and
+    logits and states of the masked places that were read."""
+
+    first: Float[Tensor, "chains numbers"] | None
+    logits: Float[Tensor, "chains places vocab"] | None = None
+    states: Float[Tensor, "chains places hidden"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedPlaces:
+    """Tokens that are read behind each start's text in one pass, for the guesses that are made there.
+
+    `count` gives how many there are for a depth. Those from `first` on make a guess each, as far as the chain reaches.
+    `state` is read beside them, by layers that read states.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    count: Callable[[int], int]
+    first: int = 0
+    state: Float[Tensor, " inputs"] | None = None
+
+    def num_guesses(self, depth: int) -> int:
+        """How many guesses of a chain are made at these places."""
+        return min(depth, self.count(depth) - self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsAhead:
+    """Makes all guesses of chains without a pass between them, of `states` of each start, or of places behind texts.
+
+    `logits` gives those of each chain's next guess, from its root and the guesses so far [chains, path].
+    """
+
+    logits: Callable[[Foreseen, Int[Tensor, "chains path"]], Tensor]
+    states: Float[Tensor, "starts hidden"] | None = None
+    places: MaskedPlaces | None = None
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.models.backends.base import ChainStarts
 from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
-from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
+from forerun.models.chains import Chains, HeadsAhead, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree
@@ -231,6 +231,7 @@ class Runner:
         states: bool = False,
         before: Float[Tensor, "starts hidden"] | None = None,
         texts: UnreadTexts | None = None,
+        heads: HeadsAhead | None = None,
     ) -> Chains | None:
         """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
 
@@ -239,14 +240,14 @@ class Runner:
         these draws, or no room in the cache. `states`: whether to give those of the guesses that are read.
 
         With `texts` these are read and kept first, in the same call, which finds logits and states itself; the guesses
-        behind them are forgotten again.
+        behind them are forgotten again. With `heads` nothing is read between guesses: a call for them is a GPU's.
         """
         seq_ids, lengths = [start.seq_id for start in starts], [0] * len(starts)
         if texts is not None:
             lengths = [len(text) for text in texts.tokens]
         counts = [length + max(0, start.depth - 1) for start, length in zip(starts, lengths, strict=True)]
         reads_states = before is not None or texts is not None
-        draw = self.decoder.executor.chain_drawer(draws, reads_states) if ids.same else None
+        draw = self.decoder.executor.chain_drawer(draws, reads_states) if ids.same and heads is None else None
         if draw is None or not self.cache.can_reserve(seq_ids, counts):
             return None
         tails = [self.tails.setdefault(seq_id, Tail(0)) for seq_id in seq_ids]

@@ -7,14 +7,20 @@ drafted any more. What a drafter makes of states is for its `run` to say.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar
 
+import torch
+
 from forerun.draft.base import NO_DRAFT, Committed
 from forerun.draft.model.drafted_text import DraftRow
-from forerun.draft.model.follower import CHUNK_TOKENS, Follower
+from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS, Follower
 from forerun.draft.model.unread_states import ShownText
+from forerun.models.chains import Chains, HeadsAhead, Start, UnreadTexts
+from forerun.models.runner import Read
+from forerun.sampling.draws import Draws
 
 
 class FedFollower(Follower):
@@ -55,6 +61,44 @@ class FedFollower(Follower):
         while not self.states.fits():
             fullest = self.states.fullest()
             self.read_text([DraftRow(fullest, (), NO_DRAFT)], [fullest])
+
+    @torch.inference_mode()
+    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
+        """Where little text of each row is not read, as behind a round: the states beside it are there."""
+        texts = [self.unread(row.seq_id) for row in rows]
+        numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
+        if draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
+            return None
+        if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):
+            return None
+        if any(row.late != self.late(row.seq_id) or row.seq_id not in self.runner.cache for row in rows):
+            return None
+        starts = [
+            Start(numbers[row.seq_id], row.seq_id, min(row.budget.depth, row.budget.nodes), row.budget.min_survival)
+            for row in rows
+        ]
+        started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
+        read = self.unread_texts(reads)
+        if read is None:
+            return None
+        chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, self.heads_ahead(rows))
+        self.pass_s += time.perf_counter() - started_s
+        if chains is not None:
+            self.keep_ends(reads, read)
+            for read_text in reads:
+                self.states.drop(read_text.seq_id, len(read_text.tokens))
+        return chains
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
+        """These reads of text, for a call of the runner that reads them before it draws; None where there is none."""
+        return None
+
+    def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead | None:
+        """What makes the guesses of these rows without a pass between them; None where they are read one by one."""
+        return None
+
+    def keep_ends(self, reads: Sequence[Read], texts: UnreadTexts) -> None:
+        """Keep what such a call made of texts."""
 
     def unread_text(self, seq_id: int) -> ShownText:
         """A sequence's text, whose states begin where it is not read."""

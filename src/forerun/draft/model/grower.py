@@ -232,11 +232,15 @@ def unseen_chains(
 
 # The logits of the next guess of these sequences, given their roots and the guesses so far.
 LogitsBehind = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
+DrawAtOnce = Callable[[Sequence[Start]], Chains | None]
 
 
-def unseen_by_heads(draws: Draws, granted: Mapping[int, Budget], logits_behind: LogitsBehind) -> Draft | None:
-    """Chains whose guesses need no pass, drawn on a device; None where the host has to see each of them: in trees,
-    where a guess may be too unlikely to be made, and for requests with processors of their own."""
+def unseen_by_heads(
+    draws: Draws, granted: Mapping[int, Budget], logits_behind: LogitsBehind, draw: DrawAtOnce | None = None
+) -> Draft | None:
+    """Chains whose guesses need no pass, drawn on a device, in one call of `draw` where that gives any; None where the
+    host has to see each of them: in trees, where a guess may be too unlikely to be made, and for requests with
+    processors of their own."""
     asked = granted.values()
     if any(budget.width > 1 or budget.min_survival for budget in asked):
         return None
@@ -244,6 +248,8 @@ def unseen_by_heads(draws: Draws, granted: Mapping[int, Budget], logits_behind: 
         return None
     rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
     starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
+    if draw is not None and (at_once := draw(starts)) is not None:
+        return Draft(at_once.tree(draws), None)
     deepest, roots = max(start.depth for start in starts), draws.roots_tokens[:, None]
 
     def read(reads: Sequence[Read], drawn: DeviceTokens) -> Tensor:

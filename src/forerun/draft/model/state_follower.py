@@ -22,11 +22,9 @@ from forerun.annotations import Float
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.draft.model.follower import TAIL_TOKENS
-from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
+from forerun.models.chains import IdExchange, Start, UnreadTexts
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
-from forerun.sampling.draws import Draws
 
 
 class StateFollower(FedFollower, ABC):
@@ -101,37 +99,17 @@ class StateFollower(FedFollower, ABC):
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.spread(logits))
 
-    @torch.inference_mode()
-    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
-        """Where little text of each row is not read, as behind a round: the states beside it are there."""
-        texts = [self.unread(row.seq_id) for row in rows]
-        numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
-        if draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
-            return None
-        if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):
-            return None
-        if any(row.late or row.seq_id not in self.runner.cache for row in rows):
-            return None
-        starts = [
-            Start(numbers[row.seq_id], row.seq_id, min(row.budget.depth, row.budget.nodes), row.budget.min_survival)
-            for row in rows
-        ]
-        started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
-        read = self.unread_texts(reads)
-        chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read)
-        self.pass_s += time.perf_counter() - started_s
-        if chains is not None:
-            for row, text, root in zip(rows, texts, read.roots, strict=True):
-                self.outputs[row.seq_id] = [root]
-                self.states.drop(row.seq_id, len(text))
-        return chains
-
-    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
         """These reads of text, as a call of the runner reads them before it draws."""
         runner, features = self.runner, self.before_fusing(reads, self.states.of(reads))
         dtype = runner.decoder.stream if runner.draws_unseen else torch.float32
         roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
         return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.of_guess)
+
+    def keep_ends(self, reads: Sequence[Read], texts: UnreadTexts) -> None:
+        """Keep what the model made of the last token of each text: guesses begin with it."""
+        if texts.roots is not None:
+            self.outputs |= {read.seq_id: [root] for read, root in zip(reads, texts.roots, strict=True)}
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
         """The model's outputs there."""

@@ -31,7 +31,7 @@ from forerun.heads.block.student import BlockStudent
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
 from forerun.heads.vocabulary import MASK, OFFSETS, exchange_of, read_ids
-from forerun.models.chains import IdExchange
+from forerun.models.chains import Foreseen, HeadsAhead, IdExchange, MaskedPlaces, UnreadTexts
 from forerun.models.decoder import Decoder, States
 from forerun.models.projections import ADDING
 from forerun.models.runner import DeviceTokens, Read, Runner
@@ -64,12 +64,33 @@ class BlockDrafter(FedFollower):
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read the blocks. Gives the rows that had room, and the logits of all of their guesses."""
-        block, reads = self.decoder.block, []
-        for row in rows:
-            masks = [MASKED] * (block.num_places(row.budget.depth) - 1)
-            places = range(block.first, block.first + row.budget.depth)
-            reads.append(Read(row.seq_id, [*row.late, *masks], judged=places))
+        first = self.decoder.block.first
+        judged = [range(first, first + row.budget.depth) for row in rows]
+        reads = [Read(row.seq_id, self.block_of(row), judged=places) for row, places in zip(rows, judged, strict=True)]
         return self.read_fitting(reads, rows)
+
+    def block_of(self, row: DraftRow) -> Sequence[int]:
+        """The root and the masked places behind it."""
+        return [*row.late, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
+        """Context, which nothing is guessed from; on devices alone."""
+        if not self.runner.draws_unseen:
+            return None
+        return UnreadTexts([read.tokens for read in reads], self.states.of(reads), None, self.decoder.fuse)
+
+    def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:
+        """All guesses are made at the places of a block."""
+
+        def logits(foreseen: Foreseen, path: Tensor) -> Tensor:
+            level, after = path.shape[1] - 1, self.heads.after
+            assert foreseen.logits is not None, "blocks are read"
+            assert foreseen.states is not None, "blocks are read"
+            at_place = foreseen.logits[:, level]
+            return at_place if after is None else after(at_place, layers.states(foreseen.states[:, level]), path[:, -1])
+
+        layers, block = self.decoder, self.decoder.block
+        return HeadsAhead(logits, places=MaskedPlaces([*map(self.block_of, rows)], block.num_places, block.first))
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""

@@ -30,6 +30,7 @@ from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import HeadFolder
 from forerun.heads.layouts import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
+from forerun.models.chains import Foreseen, HeadsAhead, MaskedPlaces, UnreadTexts
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
 from forerun.models.widen import Plan
@@ -77,8 +78,21 @@ class ParallelEagleDrafter(EagleDrafter):
         assert self.decoder.mask is not None, "it has masked places"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
-    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> None:
-        """No: masked places are read behind the text."""
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
+        """As for layers that guess one by one, on devices alone."""
+        return super().unread_texts(reads) if self.runner.draws_unseen else None
+
+    def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:
+        """The first guess is made behind the text, each further one at a masked place."""
+
+        def logits(foreseen: Foreseen, path: Tensor) -> Tensor:
+            level = path.shape[1] - 1
+            at_place = foreseen.first if level == 0 or foreseen.logits is None else foreseen.logits[:, level - 1]
+            assert at_place is not None, "text is read"
+            return at_place
+
+        tokens = [[self.mask_token] * (row.budget.depth - 1) for row in rows]
+        return HeadsAhead(logits, places=MaskedPlaces(tokens, lambda depth: depth - 1, state=self.decoder.mask))
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read masked places. Gives the rows that had room, and the logits of all of their guesses."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,7 @@ from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa import format as names
 from forerun.heads.medusa.format import MedusaConfig, fitted_heads
 from forerun.heads.medusa.student import make_medusa
+from forerun.models.chains import Chains, Foreseen, HeadsAhead, SameIds, Start
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.loading import HELD_BYTES
@@ -80,14 +81,15 @@ class MedusaHeads:
 
 
 class MedusaDrafter:
-    """Drafts with `heads`, at most as deep as there are heads."""
+    """Drafts with `heads` on the states of `target`, at most as deep as there are heads."""
 
     names: tuple[str, ...] = ("medusa",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, heads: MedusaHeads, draws_unseen: bool = False) -> None:
+    def __init__(self, heads: MedusaHeads, target: Runner) -> None:
         self.heads = heads
-        self.draws_unseen = draws_unseen  # chains, which the host does not wait for
+        self.target = target
+        self.ids = SameIds(target.vocab_size, target.vocab_size)
         self.states: dict[int, Float[Tensor, " hidden"]] = {}
         self.pass_s = 0.0
 
@@ -111,27 +113,43 @@ class MedusaDrafter:
         if not any(budget.depth for budget in granted):
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
-        if self.draws_unseen:
+        if self.target.draws_unseen:
             asked = {seq_id: b for seq_id, b in zip(draws.seq_ids, granted, strict=True) if b.depth}
-
-            def logits_ahead(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-                states = torch.stack([self.states[seq_id] for seq_id in seq_ids])
-                return self.heads.logits(path.shape[1] - 1, states, path)
-
-            if (unseen := unseen_by_heads(draws, asked, logits_ahead)) is not None:
+            if (unseen := self.draw_unseen(draws, asked)) is not None:
                 return unseen
 
         def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
             started_s, paths = time.perf_counter(), [place.path() for place in places]
             rows = [draws.rows[place.row] for place in places]
             seen = [[row.tokens[-1], *path] for row, path in zip(rows, paths, strict=True)]
-            states = torch.stack([self.states[row.seq_id] for row in rows])
+            states = self.states_of([row.seq_id for row in rows])
             of_heads = self.heads.logits(len(paths[0]), states, upload(seen, torch.long, states.device))
             self.pass_s += time.perf_counter() - started_s
             return of_heads
 
         draft = grow(draws, granted, None, logits_behind)
         return replace(draft, pass_s=self.pass_s)
+
+    def draw_unseen(self, draws: Draws, asked: Mapping[int, Budget]) -> Draft | None:
+        """Chains that the host does not wait for, in one call of the target's runner or step by step; None for trees,
+        and where a guess may end a chain."""
+
+        def logits_behind(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+            return self.heads.logits(path.shape[1] - 1, self.states_of(seq_ids), path)
+
+        def logits_ahead(foreseen: Foreseen, path: Tensor) -> Tensor:
+            assert foreseen.first is not None, "states are given"
+            return self.heads.logits(path.shape[1] - 1, foreseen.first, path)
+
+        def draw(starts: Sequence[Start]) -> Chains | None:
+            heads = HeadsAhead(logits_ahead, self.states_of([start.seq_id for start in starts]))
+            return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
+
+        return unseen_by_heads(draws, asked, logits_behind, draw)
+
+    def states_of(self, seq_ids: Sequence[int]) -> Float[Tensor, "rows hidden"]:
+        """Those that these sequences left behind."""
+        return torch.stack([self.states[seq_id] for seq_id in seq_ids])
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:
         """The budget, cut to the number of heads."""
@@ -144,7 +162,10 @@ class MedusaDrafter:
         """As many guesses as there are heads; nothing has to be read first."""
         limit = [self.heads.config.num_heads if seq_id in self.states else 0 for seq_id in seq_ids]
         return Outlook(
-            unread=[0] * len(seq_ids), limit=limit, expected=[None] * len(seq_ids), ends_early=not self.draws_unseen
+            unread=[0] * len(seq_ids),
+            limit=limit,
+            expected=[None] * len(seq_ids),
+            ends_early=not self.target.draws_unseen,
         )
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -177,7 +198,7 @@ class MedusaBlueprint(FolderBlueprint):
 
     def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:
         """The drafter for engines on this runner."""
-        return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder), target.draws_unseen)
+        return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder), target)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """What their blocks add stays 0 in the new channels."""

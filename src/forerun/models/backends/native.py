@@ -310,6 +310,7 @@ class NativeExecutor:
         deepest, texts, read = max(depths), begin.texts, {}
         if texts is not None:
             counts, unread = array("q", map(len, texts.tokens)), array("q", itertools.chain(*texts.tokens))
+            assert texts.roots is not None, "layers that read states guess behind texts"
             beside = texts.states.float().contiguous()
             read = {"text_counts": address(counts), "text_tokens": address(unread)}
             read |= {"text_states": beside.data_ptr(), "roots": texts.roots.data_ptr()}

@@ -1,8 +1,9 @@
-"""ChainGraph: the whole chains of a draft model, or of layers that read states, as one captured graph.
+"""ChainGraph: the whole chains of a draft model, of layers that read states or of heads, as one captured graph.
 
 Draw, read, draw, ... without a launch in between. Layers that read states begin with text: what the target has made of
-it is mapped, read and kept in the same graph, and a guess is read beside what the layers made of its parent. A graph
-does the same work for every round, so nothing in it may depend on a request: what requests ask for is in tensors.
+it is mapped, read and kept in the same graph, and a guess is read beside what the layers made of its parent. Heads that
+guess several places ahead need no pass between two draws, and at most one over masked places before them. A graph does
+the same work for every round, so nothing in it may depend on a request: what requests ask for is in tensors.
 Chains may end at different depths: the deepest come first, and at every step the rows that have ended are padding. So a
 graph also serves shorter chains and fewer rows than it was captured for. What it gives is the round's tree as the
 device holds it, row by row.
@@ -26,7 +27,7 @@ from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout, Shape, run_pass
 from forerun.models.backends.gpu.ops import Ops
 from forerun.models.backends.gpu.verdicts import fixed_steps, holds, in_parts, row_sizes
-from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
+from forerun.models.chains import Chains, Foreseen, HeadsAhead, IdExchange, MaskedPlaces, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
 from forerun.models.rows import power_of_two
 from forerun.models.runner import Read
@@ -59,16 +60,18 @@ class ChainShape(NamedTuple):
 class Buffers:
     """The tensors of one graph: what chains begin with, and tables that are filled in one copy.
 
-    These are the transforms' by name (`RoundTables.arrays`), each chain's `keys` and `positions`, those of each pass,
-    and by row of the round its root (`roots`), the number of its chain (`chains`) and how deep that is (`depths`), 0
-    without one. Chains begin with `logits`, or with `text` beside the target's states, `features`.
+    These are the transforms' by name (`RoundTables.arrays`), each chain's `keys`, `positions` and root (`begins`),
+    those of each pass, and by row of the round its root (`roots`), the number of its chain (`chains`) and how deep that
+    is (`depths`), 0 without one. Chains begin with `given` logits, or states of heads, or with `text` beside the
+    target's states, `features`; masked `places` are read behind it.
     """
 
     packed: PackedTables
     passes: Sequence[Inputs]
-    logits: Float[Tensor, "rows vocab"] | None
+    given: Float[Tensor, "rows numbers"] | None
     text: Inputs | None
     features: Float[Tensor, "text *features"] | None
+    places: Inputs | None = None
 
 
 @runtime_checkable
@@ -105,9 +108,10 @@ class ChainGraph:
         starts: Sequence[Start],
         logits: Float[Tensor, "starts vocab"] | None,
         texts: UnreadTexts | None,
+        heads: HeadsAhead | None = None,
     ) -> Chains | None:
-        """The chains, behind these logits or texts, which are kept; None, with nothing changed, where the graph cannot
-        draw this round or there is no room.
+        """The chains, behind these logits or texts, which are kept, or by heads; None, with nothing changed, where the
+        graph cannot draw this round or there is no room.
 
         Grammars have no say in it: the host would have to see the guesses. Nor is it known how likely these are, so
         chains that are to end where that is too little are left to others.
@@ -122,27 +126,34 @@ class ChainGraph:
         if shape is None:
             return None
         runner, seq_ids = self.runner, [start.seq_id for start in starts]
+        places = None if heads is None else heads.places
+        ahead = [s.depth - 1 if heads is None else 0 for s in starts] if places is None else map(len, places.tokens)
+        counts = [len(text) + count for text, count in zip(unread, ahead, strict=True)]
         try:
-            runner.cache.reserve(seq_ids, [len(text) + s.depth - 1 for text, s in zip(unread, starts, strict=True)])
+            if any(counts):
+                runner.cache.reserve(seq_ids, counts)
         except OutOfBlocks:
             return None
-        buffers = self.buffers_of(shape, texts)
-        buffers.packed.fill(rows.arrays(shape.steps) | self.arrays(buffers, draws, starts, order, unread))
-        if buffers.logits is not None and logits is not None:
+        first = logits if heads is None or logits is not None else heads.states
+        buffers = self.buffers_of(shape, texts, heads)
+        arrays = self.arrays(buffers, draws, starts, order, unread, places)
+        buffers.packed.fill(rows.arrays(shape.steps) | arrays)
+        if buffers.given is not None and first is not None:
             in_order = order == [*range(len(starts))]
-            buffers.logits[: len(starts)] = logits if in_order else logits[upload(order, torch.long, runner.device)]
+            buffers.given[: len(starts)] = first if in_order else first[upload(order, torch.long, runner.device)]
         if buffers.features is not None and texts is not None:
             buffers.features[: len(texts.features)] = texts.features
-        key = ("chains", shape, draws.num_ids)
-        nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts))
-        if texts is not None and ends is not None:
+        key = ("chains", self.ids, shape, draws.num_ids)
+        nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts, heads))
+        if texts is not None:
+            runner.keep(seq_ids, [range(len(text)) for text in unread])
+        if texts is not None and texts.roots is not None and ends is not None:
             at = [start.row for start in starts]
             ends = ends[: len(at)] if at == [*range(len(at))] else ends[upload(at, torch.long, runner.device)]
             texts.roots.copy_(ends)
-            runner.keep(seq_ids, [range(len(text)) for text in unread])
         depth_of = {start.row: start.depth for start in starts}
         trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(len(draws.rows))]
-        num_read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1 and texts is None}
+        num_read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1 and texts is None and heads is None}
         return Chains(trees, num_read, nodes=nodes[:, : len(trees), : 1 + depth].clone())
 
     def arrays(
@@ -152,6 +163,7 @@ class ChainGraph:
         starts: Sequence[Start],
         order: Sequence[int],
         unread: Sequence[Sequence[int]],
+        places: MaskedPlaces | None,
     ) -> dict[str, np.ndarray]:
         """The tables of all steps: where tokens lie is known before they are."""
         deepest_first, keys = [starts[i] for i in order], draws.host_keys(Purpose.COUPLED)
@@ -161,6 +173,7 @@ class ChainGraph:
         arrays = {
             "keys": np.array([signed(keys[start.row]) for start in deepest_first]),
             "positions": np.array([draws.root_places[start.row] + 1 for start in deepest_first]),
+            "begins": np.array([draws.rows[start.row].tokens[-1] for start in deepest_first]),
             "roots": np.array([row.tokens[-1] for row in draws.rows]),
             "chains": chains,
             "depths": np.concatenate([depths, np.zeros(len(buffers.packed.lines["depths"]) - len(depths), np.int64)]),
@@ -170,12 +183,28 @@ class ChainGraph:
         if buffers.text is not None:
             reads = [Read(s.seq_id, text, judged=[len(text) - 1]) for s, text in zip(starts, unread, strict=True)]
             layout, lasts = runner.lay_out(reads)
-            numbers = buffers.text.numbers(layout, [lasts[i] for i in order], block_size, spare_slot)
-            arrays["text"] = np.array(numbers, dtype=np.int32)
+            judged = [lasts[i] for i in order] if buffers.text.shape.judged else []
+            arrays["text"] = np.array(buffers.text.numbers(layout, judged, block_size, spare_slot), np.int32)
+        if buffers.places is not None and places is not None:
+            layout, judged = self.lay_out_places(buffers, places, starts, order)
+            arrays["places"] = np.array(buffers.places.numbers(layout, judged, block_size, spare_slot), np.int32)
         for level, step in enumerate(buffers.passes, start=1):
             reads = [Read(start.seq_id, [0], judged=[0]) for start in deepest_first if start.depth > level]
             arrays[f"pass {level}"] = np.array(step.numbers(*runner.lay_out(reads), block_size, spare_slot), np.int32)
         return arrays
+
+    def lay_out_places(
+        self, buffers: Buffers, places: MaskedPlaces, starts: Sequence[Start], order: Sequence[int]
+    ) -> tuple[Layout, list[int]]:
+        """Rows of the masked places, and which of them make each chain's guesses, as many for each chain."""
+        assert buffers.places is not None, "a pass over them"
+        each = buffers.places.shape.judged // len(buffers.packed.lines["depths"])
+        layout, firsts = self.runner.lay_out([Read(starts[i].seq_id, places.tokens[i], judged=[0]) for i in order])
+        judged = []
+        for first, i in zip(firsts, order, strict=True):
+            count = places.num_guesses(starts[i].depth)
+            judged += [first + places.first + guess for guess in range(count)] + [0] * (each - count)
+        return layout, judged
 
     def shape_of(self, needed: ChainShape) -> ChainShape | None:
         """The shape of a captured graph, or of a new one if too much of a captured one would be padding."""
@@ -186,53 +215,82 @@ class ChainGraph:
         text = max(LEAST_TEXT, power_of_two(needed.text)) if needed.text else 0
         return None if fixed is None else ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
 
-    def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None) -> Buffers:
+    def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
         """The buffers of this shape, always the same."""
         if shape in self.buffers:
             return self.buffers[shape]
-        device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, (shape.rows,), self.runner.most_keys
-        step, names = Shape(shape.rows, 0, shape.rows, keys), range(1, shape.depth)
-        of_text, long, whole = Shape(shape.text, 0, shape.rows, keys), np.dtype(np.int64), np.dtype(np.int32)
-        sizes = row_sizes(shape.rows, shape.steps, vocab)
-        sizes |= dict.fromkeys(("keys", "positions", "roots", "chains", "depths"), (rows, long))
-        sizes |= {f"pass {level}": ((Inputs.size_of(step),), whole) for level in names}
-        sizes |= {} if texts is None else {"text": ((Inputs.size_of(of_text),), whole)}
+        device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, shape.rows, self.runner.most_keys
+        passes = {}
+        if texts is not None:
+            passes["text"] = Shape(shape.text, 0, 0 if texts.roots is None else rows, keys)
+        if heads is None:
+            passes |= {f"pass {level}": Shape(rows, 0, rows, keys) for level in range(1, shape.depth)}
+        elif heads.places is not None and (count := heads.places.count(shape.depth)):
+            num_guesses = rows * heads.places.num_guesses(shape.depth)
+            passes["places"] = Shape(power_of_two(rows * count), 0, num_guesses, keys)
+        sizes = row_sizes(rows, shape.steps, vocab)
+        names = "keys", "positions", "begins", "roots", "chains", "depths"
+        sizes |= dict.fromkeys(names, ((rows,), np.dtype(np.int64)))
+        sizes |= {name: ((Inputs.size_of(each),), np.dtype(np.int32)) for name, each in passes.items()}
         packed = PackedTables(sizes, device)
-        self.buffers[shape] = Buffers(
-            packed,
-            [Inputs(step, device, flat=packed.tables[f"pass {level}"]) for level in names],
-            logits=self.runner.graphs.logits(shape.rows, vocab) if texts is None else None,
-            text=None if texts is None else Inputs(of_text, device, flat=packed.tables["text"]),
-            features=None if texts is None else texts.features.new_zeros(shape.text, *texts.features.shape[1:]),
-        )
+        inputs = {name: Inputs(each, device, flat=packed.tables[name]) for name, each in passes.items()}
+        text, places = inputs.pop("text", None), inputs.pop("places", None)
+        features = None if texts is None else texts.features.new_zeros(shape.text, *texts.features.shape[1:])
+        first = None
+        if heads is not None and heads.states is not None:
+            first = heads.states.new_zeros(rows, heads.states.shape[1])
+        elif texts is None:
+            first = self.runner.graphs.logits(rows, vocab)
+        self.buffers[shape] = Buffers(packed, [*inputs.values()], first, text, features, places)
         return self.buffers[shape]
 
     def body(
-        self, shape: ChainShape, buffers: Buffers, num_ids: int, texts: UnreadTexts | None
+        self,
+        shape: ChainShape,
+        buffers: Buffers,
+        num_ids: int,
+        texts: UnreadTexts | None,
+        heads: HeadsAhead | None,
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
         """All steps: tokens and parents of the round's rows, and what layers made of their texts. Tensor code alone."""
-        tables, logits, states, ends = buffers.packed.tables, buffers.logits, None, None
+        tables, logits, states, ends = buffers.packed.tables, buffers.given, None, None
         if buffers.text is not None and buffers.features is not None and texts is not None:
             buffers.text.states = texts.fuse(buffers.features)
             passed = self.read(buffers.text)
-            logits, states = self.ids.spread(passed.logits), passed.hidden[buffers.text.judged]
-            ends = states[tables["chains"]]
-        assert logits is not None, "chains begin with logits or with text"
+            if texts.roots is not None:
+                logits, states = self.ids.spread(passed.logits), passed.hidden[buffers.text.judged]
+                ends = states[tables["chains"]]
+        foreseen = self.foresee(shape, buffers, logits, heads)
         transforms = Transforms(shape.steps, lambda: tables, self.ids.vocab_size, num_ids)
         draws = Draws.of_tables(transforms, tables["keys"])
-        row = torch.arange(shape.rows, device=logits.device)
+        row = torch.arange(shape.rows, device=tables["keys"].device)
         drawn = row.new_empty(shape.rows, 0)
         for level in range(shape.depth):
+            if heads is not None:
+                path = torch.cat([tables["begins"][:, None], drawn.clamp_min(0)], dim=1)
+                logits = heads.logits(foreseen, path)
+            assert logits is not None, "chains begin with logits, text or heads"
             at = PathState(row, drawn, tables["positions"] + level)
             guesses = likeliest(draws, logits, at)
             drawn = torch.cat([drawn, guesses], dim=1)
             if level < len(buffers.passes):
                 step = buffers.passes[level]
                 step.columns["tokens"].copy_(self.ids.own(guesses[:, 0]).clamp_min(0))
-                step.states = None if texts is None or states is None else texts.beside(states)
+                step.states = None if texts is None or texts.beside is None or states is None else texts.beside(states)
                 passed = self.read(step)
                 logits, states = self.ids.spread(passed.logits), passed.hidden
         return nodes_of(drawn, tables["roots"], tables["chains"], tables["depths"]), ends
+
+    def foresee(self, shape: ChainShape, buffers: Buffers, first: Tensor | None, heads: HeadsAhead | None) -> Foreseen:
+        """What heads guess from, with the masked places read, where there are any."""
+        places = buffers.places
+        if places is None or heads is None or heads.places is None:
+            return Foreseen(first)
+        state = heads.places.state
+        places.states = None if state is None else state.expand(places.shape.rows, -1)
+        passed = self.read(places)
+        logits, states = self.ids.spread(passed.logits), passed.hidden[places.judged]
+        return Foreseen(first, logits.unflatten(0, (shape.rows, -1)), states.unflatten(0, (shape.rows, -1)))
 
     def read(self, inputs: Inputs) -> States:
         """One pass over these tables."""

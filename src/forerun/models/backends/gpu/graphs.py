@@ -25,7 +25,7 @@ from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph
-from forerun.models.chains import Chains, IdExchange, Start, UnreadTexts
+from forerun.models.chains import Chains, HeadsAhead, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States, Tapped
 from forerun.models.layer import counters_of
 from forerun.models.rows import power_of_two
@@ -51,7 +51,7 @@ class GraphRunner(Runner):
         rows = max(LOGITS_ROWS, self.whole_steps(most_judged))
         self.graphs = Graphs(self.device, logits_rows=rows, counters=counters_of(decoder.layers))
         self.tables: dict[tuple[Shape, int], Inputs] = {}
-        self.chain_graph: ChainGraph | None = None
+        self.chain_graphs: dict[IdExchange, ChainGraph] = {}
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
         c = decoder.config
         self.tile = tile_rows(c.heads, c.kv_heads)
@@ -100,17 +100,17 @@ class GraphRunner(Runner):
         states: bool = False,
         before: Float[Tensor, "starts hidden"] | None = None,
         texts: UnreadTexts | None = None,
+        heads: HeadsAhead | None = None,
     ) -> Chains | None:
         """Chains drawn by a graph, whose guesses the host does not see, with the text before them where it is to be
-        read; None for layers that read states of which the text was read before. A runner's ids are always the same.
+        read; None for layers that read states of which the text was read before. A drafter's ids are its own.
         """
         assert not states, "a graph leaves no states"
         if before is not None:
             return None
-        if self.chain_graph is None:
-            self.chain_graph = ChainGraph(self, ids)
-        assert self.chain_graph.ids is ids, "a graph is captured with its ids"
-        return self.chain_graph.draw(draws, starts, logits, texts)
+        if ids not in self.chain_graphs:
+            self.chain_graphs[ids] = ChainGraph(self, ids)
+        return self.chain_graphs[ids].draw(draws, starts, logits, texts, heads)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
         """Those of states that a pass gave."""
