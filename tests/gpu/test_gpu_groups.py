@@ -1,14 +1,19 @@
 """Weights in groups on the GPU: they are what they stand for, rows are strangers, and drafted tokens are plain ones."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.config import Speculation
+from forerun.config import Quantization, Speculation
 from forerun.models.backends.gpu.ops import TritonOps, load_kernels
 from kit.checkpoints import TARGET
-from models.group_laws import FORMS, check_numbers, check_products
-from models.kernel_laws import check_runs_have_the_bits_of_splits, random_case
+from kit.quantized_folders import write_mxfp4
+from kit.sparse import write_sparse
+from models.group_laws import FORMS, check_numbers, check_products, check_products_of_experts
+from models.kernel_laws import check_experts, check_runs_have_the_bits_of_splits, random_case
 
 RUNS = [
     {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 64, "lengths": (0, 1500)},
@@ -32,6 +37,23 @@ def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_of_experts_have_the_bits_of_their_experts_layers(
+    form: tuple[str, int, int, bool], dtype: torch.dtype
+) -> None:
+    for biased in (False, True):
+        check_products_of_experts(form, biased, "cuda", dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("quantize", ["int8", "fp8"])
+def test_quantised_experts_are_their_definition_and_rows_strangers(
+    quantize: Quantization, dtype: torch.dtype, tolerance: float
+) -> None:
+    check_experts(TritonOps(load_kernels()), "cuda", dtype, tolerance, quantize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(len(RUNS)))
 def test_long_reads_attend_to_the_bit_as_rows_do(seed: int, dtype: torch.dtype) -> None:
     shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 150}
@@ -42,10 +64,26 @@ def test_long_reads_attend_to_the_bit_as_rows_do(seed: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
 def test_with_one_gemm_drafted_tokens_are_those_of_plain_decoding(quantize: str) -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "quantize": quantize, "one_gemm": True, "max_model_len": 256}
+    check_drafted(str(TARGET), f"model:{TARGET}", dtype="bfloat16", quantize=quantize)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
+def test_with_one_gemm_drafted_tokens_of_experts_in_few_bits_are_plain_ones(
+    quantize: str | None, tmp_path: Path
+) -> None:
+    """In captured passes, which serve any choice; as they are stored, in MXFP4, and rounded."""
+    source = write_sparse(tmp_path / "source", "gpt_oss", intermediate_size=96, torch_dtype="bfloat16")
+    if quantize is None:
+        write_mxfp4(source, tmp_path / "stored")
+    check_drafted(str(source if quantize else tmp_path / "stored"), "early-exit:2", quantize=quantize)
+
+
+def check_drafted(model: str, draft: str, **options: Any) -> None:
+    """One sampled and one greedy text, with and without guesses."""
+    options |= {"device": "cuda", "one_gemm": True, "max_model_len": 256}
     params = [SamplingParams(temperature=t, seed=3, max_tokens=64) for t in (0, 1)]
     prompts = ["Once upon a time", "Lily and her mom"]
-    plain, drafted = LLM(str(TARGET), **options), LLM(str(TARGET), f"model:{TARGET}", **options)
+    plain, drafted = LLM(model, **options), LLM(model, draft, **options)
     for each in params:
         answers = [
             [c.token_ids for r in llm.generate(prompts, each, speculation=Speculation(3)) for c in r.outputs]

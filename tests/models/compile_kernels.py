@@ -24,13 +24,14 @@ from triton.runtime.driver import driver
 
 from forerun.models.backends.gpu import groups, ops
 from forerun.models.backends.gpu.backend import OneGemmLinear
+from forerun.models.backends.gpu.experts import BY_ROWS, ExpertWeights, Pairs
 from forerun.models.backends.gpu.fixed import Inputs, Shape
-from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
+from forerun.models.backends.gpu.groups import GroupLinear, PackedExperts, PackedGroups
 from forerun.models.backends.gpu.ops import TritonOps, load_kernels
 from forerun.models.backends.gpu.tiles import SMALLEST, TILES, group_tiles
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
+from forerun.models.layer import Attention, GatedMlp, Mlp, Router, StackedExperts
 from kit.checkpoints import TARGET
 
 SHARED = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes that a program may have: A100, H100 and H200, B200
@@ -53,7 +54,8 @@ AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")  # registers, and bytes
 # What may spill so many bytes, by kernel and the beginning of a case, and why.
 SPILLS = {
     **{
-        ("group_gemm", f"torch.float32, {kind}"): (8, "8 warps get 128 registers; newer compilers than 3.6 spill none")
+        (kernel, f"torch.float32, {kind}"): (8, "8 warps get 128 registers; newer compilers than 3.6 spill none")
+        for kernel in ("group_gemm", "group_expert_gemm")
         for kind in ("INT4", "E2M1")
     },
     ("attend_splits", "torch.float32, heads of 64"): (
@@ -195,8 +197,22 @@ def products(kernels: Compiling, dtype: torch.dtype) -> None:
         OneGemmLinear(kernels, meta(4096, 4096, dtype=dtype), bias).product(meta(144, 4096, dtype=dtype), tile)
 
 
+def experts_in_groups(weight: PackedGroups, dtype: torch.dtype) -> None:
+    """Products of 128 experts with weights such as these, of as many outputs as make all numbers of slices."""
+    for outputs, rows in product((4096, 1 << 17), (16,) if dtype == torch.float32 else (16, 32)):
+        numbers, scales = (
+            meta(128, len(each), outputs, each.shape[2], dtype=each.dtype) for each in (weight.numbers, weight.scales)
+        )
+        stacked = replace(weight, numbers=numbers, scales=scales, least=None if weight.least is None else scales)
+        pairs = Pairs(meta(64, dtype=torch.int32), meta(3 * 128, dtype=torch.int32), 128, 9, BY_ROWS[rows])
+        Compiling.case = f"{dtype}, {weight.kind}, {rows} rows, experts of {outputs} outputs"
+        PackedExperts(stacked, meta(128, outputs, dtype=dtype)).product(
+            Compiling("triton_experts"), meta(8, weight.inputs, dtype=dtype), pairs, 8
+        )
+
+
 def grouped_products(dtype: torch.dtype) -> None:
-    """Weights in groups, of every kind: multiplied, and unpacked."""
+    """Weights in groups, of every kind: multiplied, those of experts too, and unpacked."""
     for kind, (size, groups_, least) in GROUPS.items():
         chunk, halves = (size, 1) if kind in ("INT8", "E4M3") else (32, 2)
         scales = meta(groups_ // halves or 1, 4096, halves, dtype=torch.float16 if halves == 2 else torch.float32)
@@ -208,6 +224,7 @@ def grouped_products(dtype: torch.dtype) -> None:
             layer = GroupLinear(weight, meta(4096, dtype=dtype), unpacks=False)
             layer.product(meta(tile.rows, 4096, dtype=dtype), tile)
         weight.unpacked(torch.bfloat16)
+        experts_in_groups(weight, dtype)
     Compiling.case = f"{dtype}, one output"
     single = PackedGroups(meta(64, 1, 64, dtype=torch.uint8), meta(1, 1, 1), None, "INT8", 4096)
     GroupLinear(single, None, unpacks=False).product(

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
+from forerun.models.backends.gpu.experts import sorted_pairs
+from forerun.models.backends.gpu.groups import GroupLinear, PackedExperts, PackedGroups
+from forerun.models.backends.gpu.ops import load_kernels
 from forerun.models.backends.gpu.tiles import group_tiles
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.layer import GatedMlp, Router, StackedExperts
 
 OUTPUTS = 40  # more than a program's, and no multiple of them
 MANY_OUTPUTS = 1 << 20  # of layers with fewer slices
@@ -22,9 +25,9 @@ FORMS = [
 ]  # fmt: skip
 
 
-def random_groups(kind: str, inputs: int, size: int, has_least: bool) -> GroupedWeight:
+def random_groups(kind: str, inputs: int, size: int, has_least: bool, seed: int = 0) -> GroupedWeight:
     """Every number that the kind has, with scales that float16 does not all have."""
-    noise = torch.Generator().manual_seed(inputs + size)
+    noise = torch.Generator().manual_seed(inputs + size + 1000 * seed)
     low, high = {"INT4": (-8, 8), "UINT4": (0, 16)}.get(kind, (-128, 128))
     numbers = torch.randint(low, high, (OUTPUTS, inputs), generator=noise).to(torch.int8)
     if kind == "E4M3":
@@ -72,3 +75,43 @@ def check_products(form: tuple[str, int, int, bool], biased: bool, device: str, 
         assert torch.equal(together, first) or tiles[0].slices != group_tiles(OUTPUTS, wide)[0].slices
     for row in (0, 16, 69):
         assert torch.equal(layer(x[row : row + 1])[0], together[row])
+
+
+class Tiled(PackedExperts):
+    """Experts whose tiles have as many rows as a test says."""
+
+    rows = 16
+
+    def tile_rows(self, average: float) -> int:
+        return self.rows
+
+
+def check_products_of_experts(form: tuple[str, int, int, bool], biased: bool, device: str, dtype: torch.dtype) -> None:
+    """Every row has the bits of its expert's own layer, in tiles of any rows: those of the weights, up to rounding.
+
+    Many rows choose one expert, one expert has no rows, and rows of no expert are left as they are.
+    """
+    count, active, wide, noise = 5, 2, dtype == torch.float32, torch.Generator().manual_seed(1)
+    biases = torch.randn(count, OUTPUTS, generator=noise).to(device, dtype)
+    groups = [PackedGroups.of(random_groups(*form, seed=i), torch.device(device)) for i in range(count)]
+    layers = [GroupLinear(weight, bias if biased else None, False) for weight, bias in zip(groups, biases, strict=True)]
+    stack = Tiled.of_layers(layers)
+    assert isinstance(stack, Tiled)
+    x = rows_of(24, form[1]).to(device, dtype)
+    chosen = torch.stack([torch.randperm(count - 1, generator=noise)[:active] for _ in x]).to(device, torch.int32)
+    chosen[:, 0] = torch.where(torch.arange(24, device=device) % 4 == 0, chosen[:, 0], 4)
+    chosen[chosen == 3] = count  # no expert's
+    kernels, inactive = load_kernels("triton_experts"), GatedMlp(layers[0], layers[0])
+    for Tiled.rows in (16,) if wide else (16, 32):
+        stacked = StackedExperts(stack, stack, inactive, tiled=True)
+        pairs = sorted_pairs(kernels, chosen, Router(layers[0], count, active, True), stacked)
+        assert pairs.tile.rows == Tiled.rows
+        found = stack.product(kernels, x, pairs, active).unflatten(0, (-1, active))
+        for expert, layer in enumerate(layers):
+            mine, alone = chosen == expert, layer(x)
+            assert bool(mine.any()) == (expert != 3)
+            assert torch.equal(found[mine], alone[:, None].expand(-1, active, -1)[mine])
+            assert torch.equal(stack.of(expert)(x[:1]), alone[:1])
+            dense = random_groups(*form, seed=expert).dense().double().to(device)
+            wanted = functional.linear(x.double(), dense, biases[expert].double() if biased else None)
+            assert (alone.double() - wanted).norm() <= (1e-6 if wide else 3e-3) * wanted.norm()

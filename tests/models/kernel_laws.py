@@ -4,19 +4,25 @@ Each law is a function of the operations under test; references are by definitio
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.config import Quantization
+from forerun.device import Placement
+from forerun.models.backends.gpu.backend import GpuBackend, stack
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
+from forerun.models.backends.gpu.groups import GroupLinear
 from forerun.models.backends.gpu.ops import SPLIT, KeyMap, Ops
 from forerun.models.config import read_config
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import Attention, ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
+from forerun.models.layer import Attention, ExpertLayers, GatedMlp, Mlp, Router, StackedExperts
 from forerun.models.rows import power_of_two
 from kit.checkpoints import TARGET
 
@@ -247,20 +253,28 @@ def check_runs_have_the_bits_of_splits(ops: Ops, case: Case) -> None:
 
 
 def random_experts(
-    seed: int, device: str, dtype: torch.dtype, count: int, active: int, normalised: bool, gated: bool, form: GatedMlp
-) -> Mlp:
+    seed: int, device: str, dtype: torch.dtype, count: int, active: int, normalised: bool, gated: bool, form: GatedMlp,
+    quantize: Quantization | None = None,
+) -> Mlp:  # fmt: skip
     """Experts of 32 neurons that read 48 numbers, with biases where they are bounded."""
     noise = torch.Generator().manual_seed(seed)
+    backend = GpuBackend(Placement(torch.device(device), fixed=True, one_gemm=True))
 
-    def stack(outputs: int, inputs: int) -> ExpertWeights:
-        weight = torch.randn(count, outputs, inputs, generator=noise) * inputs**-0.5
-        bias = torch.randn(count, outputs, generator=noise) if form.clamp else None
-        return ExpertWeights(weight.to(device, dtype), None if bias is None else bias.to(device, dtype))
+    def layers(outputs: int, inputs: int) -> ExpertLayers:
+        weights = (torch.randn(count, outputs, inputs, generator=noise) * inputs**-0.5).to(device, dtype)
+        biases = torch.randn(count, outputs, generator=noise).to(device, dtype) if form.clamp else [None] * count
+        return stack([backend.linear(w, b, quantize) for w, b in zip(weights, biases, strict=True)], dtype)
 
     router = Router(nothing, count, active, normalised)
     num_read = torch.zeros(1, dtype=torch.int64, device=device)
-    stacked = StackedExperts(stack(64, 48), stack(48, 32), form, False, num_read)
+    stacked = StackedExperts(layers(64, 48), layers(48, 32), form, False, num_read)
     return Mlp(None, form if gated else None, router, stacked=stacked)
+
+
+def exactly(layer: Any) -> Callable[[Tensor], Tensor]:
+    """A layer in float64."""
+    weight = layer.weight.unpacked(torch.float32) if isinstance(layer, GroupLinear) else layer.weight
+    return partial(functional.linear, weight=weight.double(), bias=None if layer.bias is None else layer.bias.double())
 
 
 def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) -> Tensor:
@@ -268,16 +282,13 @@ def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) ->
     assert mlp.router is not None
     assert mlp.stacked is not None
     router, wide, rows = mlp.router, logits[:, : mlp.router.count].double(), []
+    layers = [[exactly(each.of(i)) for i in range(router.count)] for each in (mlp.stacked.gate_up, mlp.stacked.down)]
     for i, scores in enumerate(wide):
         chosen = sorted(range(router.count), key=lambda e: (-float(scores[e]), e))[: router.active]
         weights = scores[chosen].softmax(0) if router.normalised else scores.softmax(0)[chosen]
         total = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
         for expert, weight in zip(chosen, weights, strict=True):
-            layers = mlp.stacked.gate_up, mlp.stacked.down
-            first, second = (
-                ExpertWeights(each.weight.double(), None if each.bias is None else each.bias.double()).of(expert)
-                for each in layers
-            )
+            first, second = (each[expert] for each in layers)
             gate, up = first(x[i].double()).chunk(2)
             if clamp := mlp.stacked.form.clamp:
                 gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + 1
@@ -296,13 +307,15 @@ EXPERTS = [  # how many, how many of them a row takes, whether their weights add
 ]
 
 
-def check_experts(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def check_experts(
+    ops: Ops, device: str, dtype: torch.dtype, tolerance: float, quantize: Quantization | None = None
+) -> None:
     """What experts add is the definition in float64 for any choice, and a row has the same bits alone; experts count.
 
     Results of products are rounded twice on the way.
     """
     for seed, (*sizes, clamp) in enumerate(EXPERTS):
-        mlp = random_experts(seed, device, dtype, *sizes, GatedMlp(nothing, nothing, clamp))
+        mlp = random_experts(seed, device, dtype, *sizes, GatedMlp(nothing, nothing, clamp), quantize)
         noise, outputs = torch.Generator().manual_seed(seed), sizes[0] + sizes[3]
         for rows in (1, 24):
             x, every = (torch.randn(rows, 48, generator=noise).to(device, dtype) for _ in range(2))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.config import Speculation
+from forerun.config import Quantization, Speculation
 from forerun.device import CPU, Placement
-from forerun.errors import InvalidRequest
 from forerun.models.families import FAMILIES
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
@@ -79,17 +78,31 @@ def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_
     assert all(llm.stats.num_accepted > 0 for llm in drafted[1:])
 
 
-def test_experts_are_unpacked_and_not_quantised(tmp_path: Path) -> None:
-    folder = str(write_architecture(tmp_path / "target", "MixtralForCausalLM"))
-    with pytest.raises(InvalidRequest, match=r"quantize.*has experts, which are quantised on CPUs alone"):
-        Blueprint.of(folder, device=FIXED, quantize="int8")
+def test_experts_stay_as_they_are_stored(tmp_path: Path) -> None:
     source = write_architecture(tmp_path / "gpt", "GptOssForCausalLM", hidden_size=64, intermediate_size=64)
     write_mxfp4(source, tmp_path / "stored")
     plain, fixed = (
         Blueprint.of(str(tmp_path / "stored"), device=place, kernels=kernels)
         for place, kernels in ((CPU, "torch"), (FIXED, "auto"))
     )
-    assert not fixed.as_stored
+    assert fixed.format == "float32, MXFP4 weights"
     read = Read(0, list(range(3, 40)), judged=range(37))
     wanted, found = (blueprint.load(64).read([read]).logits for blueprint in (plain, fixed))
     assert (wanted - found).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_quantised_experts_draft_what_plain_decoding_says(quantize: Quantization, tmp_path: Path) -> None:
+    folder = str(write_architecture(tmp_path / "target", "Qwen2MoeForCausalLM", num_hidden_layers=3))
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 1)]
+    plain, *drafted = (
+        LLM(folder, draft, dtype="float32", device=FIXED, quantize=quantize, speculation=shape, max_model_len=128)
+        for draft, shape in (
+            (None, 1),
+            ("early-exit:2", 3),
+            ("early-exit:2", Speculation(depth=3, width=2)),
+        )
+    )
+    wanted = tokens_of(plain.generate(PROMPTS[:2], params))
+    assert [tokens_of(llm.generate(PROMPTS[:2], params)) for llm in drafted] == [wanted] * 2
+    assert all(llm.stats.num_accepted > 0 for llm in drafted)

@@ -12,11 +12,28 @@ from forerun.config import Quantization
 from forerun.device import Placement
 from forerun.models.backends.gpu import backend
 from forerun.models.backends.gpu.backend import GpuBackend
-from forerun.models.backends.gpu.groups import CHUNK, FLOATS, LONG_READ, GroupLinear, PackedGroups, small_floats
+from forerun.models.backends.gpu.experts import LibraryLinear
+from forerun.models.backends.gpu.groups import (
+    CHUNK,
+    FLOATS,
+    LONG_READ,
+    GroupLinear,
+    PackedExperts,
+    PackedGroups,
+    small_floats,
+)
 from forerun.models.backends.gpu.tiles import group_tiles
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from kit.interpreted import products  # noqa: F401 (a fixture)
-from models.group_laws import FORMS, OUTPUTS, check_numbers, check_products, random_groups, rows_of
+from models.group_laws import (
+    FORMS,
+    OUTPUTS,
+    check_numbers,
+    check_products,
+    check_products_of_experts,
+    random_groups,
+    rows_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -44,6 +61,33 @@ def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
     form: tuple[str, int, int, bool], biased: bool
 ) -> None:
     check_products(form, biased, "cpu", torch.float32)
+
+
+@pytest.mark.short("UINT4-320-*", "INT8-200-*", "E2M1-*")
+def test_rows_of_experts_have_the_bits_of_their_experts_layers(form: tuple[str, int, int, bool]) -> None:
+    check_products_of_experts(form, True, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(("kinds", "stays"), [
+    ((FORMS[3], ("E2M1", 224, 32, False)), "INT8"), ((("INT4", 320, 32, False), FORMS[2]), "UINT4"),
+    ((FORMS[12], FORMS[12]), "INT4"), ((FORMS[10], FORMS[14]), "INT8"), ((FORMS[7], ("INT8", 256, 32, False)), None),
+])  # fmt: skip
+def test_experts_whose_numbers_have_other_forms_are_held_in_one(
+    kinds: tuple[tuple[str, int, int, bool], ...], stays: str | None
+) -> None:
+    """One of them may have no numbers but zeros. Without a form in common they are unpacked."""
+    groups = [random_groups(*form, seed=i) for i, form in enumerate(kinds)]
+    if stays == "INT4":
+        groups[1] = GroupedWeight(groups[1].numbers, groups[1].scales.bfloat16().float(), None, 4, 32)
+    layers = [GroupLinear(PackedGroups.of(weight, CPU), None, unpacks=False) for weight in groups]
+    made = backend.stack(layers, torch.float32)
+    assert (made.weight.kind if isinstance(made, PackedExperts) else None) == stays
+    for i, weight in enumerate(groups):
+        one = made.of(i)
+        assert isinstance(one, GroupLinear | LibraryLinear)
+        found = one.weight.unpacked(torch.float32) if isinstance(one, GroupLinear) else one.weight
+        rounds = 1e-6 if stays == "UINT4" else 0  # with least values numbers are counted from the least one
+        assert (found - weight.dense()).abs().max() <= rounds * weight.dense().abs().max()
 
 
 @pytest.mark.parametrize(

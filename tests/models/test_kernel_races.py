@@ -30,6 +30,7 @@ from forerun.models.backends.gpu.ops import TritonOps
 from forerun.models.backends.gpu.tiles import TILES
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from kit.interpreted import products  # noqa: F401 (a fixture)
+from models.group_laws import check_products_of_experts
 from models.kernel_laws import (
     check_activations,
     check_norms,
@@ -142,6 +143,7 @@ def everything() -> list[torch.Tensor]:
     for law in (check_norms, check_rotation, check_activations):
         law(ops, "cpu", torch.float32, 1e-5)
     check_tiles_of_experts(ops, "cpu", torch.float32, 40)
+    check_products_of_experts(("INT4", 64, 32, False), True, "cpu", torch.float32)
     return found
 
 
@@ -151,7 +153,7 @@ def test_programs_in_any_order_give_the_same_bits_and_do_not_meet(watch: Watch) 
     watch.dice = random.Random(0)
     assert all(map(torch.equal, everything(), wanted))
     watched = {"attend_splits", "join_splits", "add_norm", "rotate_store", "activate", "one_gemm", "group_gemm"}
-    watched |= {"choose_experts", "sort_by_expert", "expert_gemm", "add_experts"}
+    watched |= {"choose_experts", "sort_by_expert", "expert_gemm", "group_expert_gemm", "add_experts"}
     assert watched <= watch.kernels
 
 

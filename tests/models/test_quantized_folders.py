@@ -76,7 +76,7 @@ def test_weights_are_what_their_tensors_stand_for(kind: str, sources: dict[str, 
 @pytest.mark.parametrize("kind", ["awq, 64", "gptq, 8 bits, zeros", "compressed, 64", "fp8", "compressed, fp8"])
 def test_a_plan_knows_what_weights_take_on_a_card(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     write_quantized(sources["llama"], tmp_path, kind)
-    checkpoint = Checkpoint.of_model(tmp_path, torch.bfloat16, holds_floats=True)
+    checkpoint = Checkpoint.of_model(tmp_path, torch.bfloat16, on_gpu=True)
     for name, entry in checkpoint.stored.items():
         if isinstance(entry, QuantizedTensor) and entry.held_bytes is not None:
             groups = checkpoint.groups(name, entry.shape)
@@ -93,7 +93,7 @@ def test_parts_of_a_layer_in_whole_and_in_floating_numbers_are_unpacked(
     """As one layer they would have no numbers that hold both."""
     of_both = [write_quantized(sources["llama"], tmp_path / kind, kind) for kind in ("compressed, bytes", "fp8")]
     whole, floats = (
-        Checkpoint.of_model(tmp_path / kind, torch.bfloat16, holds_floats=True) for kind in ("compressed, bytes", "fp8")
+        Checkpoint.of_model(tmp_path / kind, torch.bfloat16, on_gpu=True) for kind in ("compressed, bytes", "fp8")
     )
     config = Blueprint.of(str(tmp_path / "fp8"), device=FIXED).config
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]

@@ -25,7 +25,7 @@ def compiled(folder: Path, *arguments: str) -> str:
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels need triton, which is not installed")
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     kernels = {line.split()[2].rstrip(",") for line in compiled(tmp_path, "90").splitlines()}
-    of_experts = {"choose_experts", "sort_by_expert", "expert_gemm", "add_experts"}
+    of_experts = {"choose_experts", "sort_by_expert", "expert_gemm", "group_expert_gemm", "add_experts"}
     usual = {"attend_splits", "join_splits", "add_norm", "rotate_store", "activate", "one_gemm"}
     usual |= {"attend_run", "group_gemm", "unpack_groups"}
     assert kernels == usual | of_experts

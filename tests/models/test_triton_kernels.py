@@ -1,14 +1,19 @@
 """The kernels on a CPU, in Triton's interpreter: attention is torch's attention, and rows do not know each other."""
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from forerun.config import Quantization
 from forerun.device import Placement
 from forerun.models.backends.gpu.backend import OneGemmLinear
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.backends.gpu.groups import PackedExperts
 from forerun.models.backends.gpu.ops import Ops, TorchOps, TritonOps, load_kernels
 from forerun.models.backends.gpu.tiles import (
     FEW_ROWS,
@@ -23,10 +28,13 @@ from forerun.models.backends.gpu.tiles import (
     Tile,
     tile_for,
 )
+from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from kit.checkpoints import TARGET
 from kit.interpreted import products  # noqa: F401 (a fixture)
+from kit.quantized_folders import write_mxfp4
+from kit.sparse import write_sparse
 from models.kernel_laws import (
     check_activations,
     check_attention,
@@ -108,11 +116,14 @@ def test_long_reads_attend_to_the_bit_as_rows_do(ops: TritonOps, seed: int, dtyp
     check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
 
 
-@pytest.mark.short("dtype0-1e-05")
+@pytest.mark.short("None-dtype0-1e-05")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
-def test_experts_are_their_definition_and_rows_strangers(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
-    check_experts(ops, "cpu", dtype, tolerance)
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_are_their_definition_and_rows_strangers(
+    ops: TritonOps, quantize: Quantization | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    check_experts(ops, "cpu", dtype, tolerance, quantize)
 
 
 @pytest.mark.full
@@ -163,16 +174,44 @@ def test_tiles_grow_with_the_rows_as_long_as_there_are_enough() -> None:
             assert tile is FEW_ROWS or (rows > tile.rows // 2 and tile.num_programs(rows, outputs) >= 64)
 
 
+ONE_GEMM, TEXT = Placement(torch.device("cpu"), fixed=True, one_gemm=True), [403, 407, 261, 378]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "quantize", [None, pytest.param("int8", marks=pytest.mark.full), pytest.param("int4", marks=pytest.mark.full)]
-)
-def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, quantize: str | None) -> None:
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, quantize: Quantization | None) -> None:
     """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
-    placement = Placement(torch.device("cpu"), fixed=True, one_gemm=True)
-    decoder = Blueprint.of(str(TARGET), dtype="float32", quantize=quantize, device=placement).load(64).decoder
+    decoder = Blueprint.of(str(TARGET), dtype="float32", quantize=quantize, device=ONE_GEMM).load(64).decoder
     decoder.layers = decoder.layers[:2]
-    text = [403, 407, 261, 378]
+    check_reads(ops, decoder)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
+def test_experts_in_few_bits_read_chunks_and_trees_to_the_same_bits(
+    ops: TritonOps, quantize: Quantization | None, tmp_path: Path
+) -> None:
+    """Those of gpt-oss as they are stored, in MXFP4, and experts that are rounded: the logits of torch's operators."""
+    source = write_sparse(tmp_path / "source", "gpt_oss", num_hidden_layers=1, intermediate_size=64)
+    if quantize is None:
+        write_mxfp4(source, tmp_path / "stored")
+    folder = str(source if quantize else tmp_path / "stored")
+    placements = ONE_GEMM, replace(ONE_GEMM, one_gemm=False)
+    decoder, by_torch = (Blueprint.of(folder, quantize=quantize, device=each).load(64).decoder for each in placements)
+    stacked = decoder.layers[0].mlp.stacked
+    assert stacked is not None
+    assert {each.weight.kind for each in (stacked.gate_up, stacked.down) if isinstance(each, PackedExperts)} == {
+        {None: "E2M1", "int8": "INT8", "int4": "INT4", "fp8": "E4M3"}[quantize]
+    }
+    found = check_reads(ops, decoder)
+    wanted = GraphRunner.of(by_torch, 128, block_size=16).read([Read(0, TEXT, judged=range(4))]).logits
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    assert 4 * 3 < decoder.num_experts_read <= 4 * 3 + 2 * 8  # of four rows, and of a chunk and a tree at most
+
+
+def check_reads(ops: TritonOps, decoder: Decoder) -> Tensor:
+    """The logits of TEXT, which are the same bits however it is read."""
 
     def fresh() -> GraphRunner:
         runner = GraphRunner.of(decoder, 128, block_size=16)
@@ -181,17 +220,18 @@ def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, q
 
     single, at_once, tree = fresh(), fresh(), fresh()
     wanted = []
-    for token in text:
+    for token in TEXT:
         wanted.append(single.read([Read(0, [token], judged=[0])]).logits)
         single.keep([0], [[0]])
-    assert torch.equal(at_once.read([Read(0, text, judged=range(4))]).logits, torch.cat(wanted))
-    tokens, parents = [text[0], 9, text[1], 8, text[2], text[3]], [-1, 0, 0, 2, 2, 4]
+    assert torch.equal(at_once.read([Read(0, TEXT, judged=range(4))]).logits, torch.cat(wanted))
+    tokens, parents = [TEXT[0], 9, TEXT[1], 8, TEXT[2], TEXT[3]], [-1, 0, 0, 2, 2, 4]
     reads = [Read(1, [5, 6, 7]), Read(0, tokens, parents, judged=[0, 2, 4, 5])]
     assert torch.equal(tree.read(reads).logits, torch.cat(wanted))
     tree.keep([0], [[0, 2, 4, 5]])
     runs = [(r.cache.start(0), r.cache.keys[:2]) for r in (single, tree)]
     kept = [keys[:, :, start : start + 4] for start, keys in runs]
     assert torch.equal(*kept)
+    return torch.cat(wanted)
 
 
 def test_kernels_are_operations() -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.models.experts_config import Clamp
@@ -79,17 +77,23 @@ class Router:
     normalised: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """One linear layer of every expert: weights and biases, an expert's after another's."""
-
-    weight: Float[Tensor, "experts outputs inputs"]
-    bias: Float[Tensor, "experts outputs"] | None
+@runtime_checkable
+class ExpertLayers(Protocol):
+    """One linear layer of every expert, which a backend multiplies in one go."""
 
     def of(self, expert: int) -> Linear:
-        """One expert's, by torch's product."""
-        bias = None if self.bias is None else self.bias[expert]
-        return partial(functional.linear, weight=self.weight[expert], bias=bias)
+        """One expert's alone."""
+        ...
+
+    def tile_rows(self, average: float) -> int:
+        """The rows of a tile where so many choose an expert on average."""
+        ...
+
+    def product(
+        self, kernels: Any, x: Float[Tensor, "_ inputs"], pairs: Any, sharing: int
+    ) -> Float[Tensor, "pairs outputs"]:
+        """Each pair's row of `x`, which `sharing` pairs have in common, by the expert that it chose."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ class StackedExperts:
     it is there, counts up in every pass the experts that rows chose, on the device.
     """
 
-    gate_up: ExpertWeights
-    down: ExpertWeights
+    gate_up: ExpertLayers
+    down: ExpertLayers
     form: GatedMlp
     tiled: bool
     num_read: Int[Tensor, "1"] | None = None

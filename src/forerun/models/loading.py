@@ -99,9 +99,6 @@ class Blueprint:
             )
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
-        if placement.fixed and spec.quantize and config.experts:
-            why = f"{spec.model} has experts, which are quantised on CPUs alone: leave it out, or use device cpu."
-            raise InvalidRequest("quantize", why)
         dtypes = number_formats(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0], placement.fixed)
         judged = check_weights(config, checkpoint)
@@ -144,8 +141,7 @@ class Blueprint:
     def as_stored(self) -> bool:
         """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
         as_asked = self.quantize is None and self.spec.dtype == "auto"
-        kernels = self.kernels == "native" or (self.placement.fixed and not self.config.experts)
-        kernels = kernels and self.placement.holds_groups
+        kernels = (self.kernels == "native" or self.placement.fixed) and self.placement.holds_groups
         return kernels and as_asked and self.stored is not None and bool(self.stored.formats)
 
     @property

@@ -30,7 +30,7 @@ T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
 TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None where it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
-StackExperts = Callable[[Sequence[GatedMlp]], StackedExperts | None]
+StackExperts = Callable[[Sequence[GatedMlp], torch.dtype], StackedExperts | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class LayerMaker:
             router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
             held = cache(fetch) if e.names.is_stacked else fetch
             experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
-            stacked = self.stack(experts) if self.stack else None
+            stacked = self.stack(experts, self.dtype) if self.stack else None
         attention = Attention(
             norm=norm(c.norms.attention),
             qkv=qkv,

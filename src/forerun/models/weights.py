@@ -100,15 +100,15 @@ class Checkpoint:
         self.stored = read_tensors(folder)
 
     @classmethod
-    def of_model(cls, folder: Path, dtype: torch.dtype, holds_floats: bool = False) -> Checkpoint:
+    def of_model(cls, folder: Path, dtype: torch.dtype, on_gpu: bool = False) -> Checkpoint:
         """The tensors of a whole model, which may have other names in front: those of a base model saved without its
-        head have no "model.", and wrappers put their own before it. `holds_floats`: FP8 need not be unpacked."""
+        head have no "model.", and wrappers put their own before it. `on_gpu`: weights are for kernels of GPUs."""
         checkpoint = cls(folder, dtype)
         checkpoint.stored = by_usual_names(checkpoint.stored)
-        if holds_floats:
+        if on_gpu:
             for name, entry in checkpoint.stored.items():
-                if isinstance(entry, QuantizedTensor):
-                    checkpoint.stored[name] = entry.with_floats()
+                if isinstance(entry, QuantizedTensor | GgufTensor):
+                    checkpoint.stored[name] = entry.for_gpu()
         return checkpoint
 
     def __contains__(self, name: str) -> bool:

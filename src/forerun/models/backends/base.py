@@ -136,8 +136,9 @@ class Backend(Protocol):
         """A layer of weights in groups, as they are; inputs are rounded to 8 bits."""
         ...
 
-    def stacked(self, experts: Sequence[GatedMlp]) -> StackedExperts | None:
-        """All experts of a layer as one, where this backend multiplies them so; None where it asks each of them."""
+    def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts | None:
+        """All experts of a layer as one, for rows of `dtype`, where this backend multiplies them so; None where it asks
+        each of them."""
         ...
 
     def capped(self, head: Linear, limit: float) -> Linear:

@@ -109,7 +109,7 @@ class NativeBackend:
         shape = weight.numbers.shape
         return NativeLinear(self.lib, shape, self.lib.forerun_grouped(groups, *shape, *addresses(*kept)))
 
-    def stacked(self, experts: Sequence[GatedMlp]) -> None:
+    def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> None:
         """None: each is asked for its rows."""
 
     def capped(self, head: Linear, limit: float) -> Linear:

@@ -113,6 +113,7 @@ GROUPED: dict[str, tuple[Callable[[Bytes], Unpacked], int, int, float]] = {
     "Q6_K": (q6_k, 8, 16, 10),
     "MXFP4": (mxfp4, 8, 32, 8.5),
 }
+GPU_BITS = {"Q8_0": 9, "Q5_0": 9, "Q5_1": 10, "MXFP4": 4.5}  # on GPUs, where scales of 8-bit numbers are in float32
 
 
 def grouped(rows: NDArray[np.uint8], number_format: str, shape: tuple[int, ...]) -> GroupedWeight:

@@ -21,7 +21,7 @@ from forerun.errors import MissingPackage, MissingWeights
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.families import FAMILIES, ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
-from forerun.models.gguf.groups import GROUPED, grouped
+from forerun.models.gguf.groups import GPU_BITS, GROUPED, grouped
 
 ROTATED = (
     "llama",
@@ -74,7 +74,7 @@ class GgufTensor:
 
     `shape` is that of the result. With `heads` the rows are those of so many heads, the halves of each by turns.
     `transposed`: the result has inputs before outputs. `added` is what was added to each number, and is taken off.
-    `counted`: so was its place.
+    `counted`: so was its place. `on_gpu`: it is for kernels of GPUs.
     """
 
     shape: tuple[int, ...]
@@ -83,6 +83,7 @@ class GgufTensor:
     transposed: bool = False
     added: float = 0.0
     counted: bool = False
+    on_gpu: bool = False
 
     readable: ClassVar[bool] = True
 
@@ -102,7 +103,12 @@ class GgufTensor:
         is_matrix = len(self.places) == 1 and not self.transposed and len(self.shape) == 2
         if not (is_matrix or self.transposed) or any(place.format not in GROUPED for place in self.places):
             return None
-        return max(GROUPED[place.format][3] for place in self.places) / 8
+        others = GPU_BITS if self.on_gpu else {}
+        return max(others.get(place.format, GROUPED[place.format][3]) for place in self.places) / 8
+
+    def for_gpu(self) -> GgufTensor:
+        """The tensor for kernels of GPUs."""
+        return replace(self, on_gpu=True)
 
     def read(self) -> Tensor:
         """The numbers, in float32."""

@@ -236,7 +236,8 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
     fits = not outer and weight.format == "F8_E4M3" and (blocks[1] == 1 or inputs % columns == columns % HELD == 0)
     held = 1.0 if blocks[-1] == 1 else 1 + (4 if scales.format == "F32" else 2) / HELD  # each output's scales
-    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, floats=floats if fits else None, floats_bytes=held)
+    as_floats = (floats, held) if fits else (None, None)
+    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, None, None, *as_floats)
 
 
 def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -258,8 +259,9 @@ def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         dense = (expert(i).dense_into(torch.empty(sizes, dtype=torch.bfloat16)).T for i in range(experts))
         return torch.stack([*dense])
 
-    shape, held = (experts, 32 * num_groups, outputs), held_bytes(8, 32 * num_groups, num_groups, "F16")
-    return QuantizedTensor(blocks.file, shape, "MXFP4", unpack, held, expert)
+    shape = (experts, 32 * num_groups, outputs)
+    whole, on_gpu = (held_bytes(bits, shape[1], num_groups, "F16") for bits in (8, 4))
+    return QuantizedTensor(blocks.file, shape, "MXFP4", unpack, whole, expert, gpu_bytes=on_gpu)
 
 
 def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:

@@ -18,6 +18,7 @@ from forerun.annotations import Float, Int, Int8
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 
 GROUP = 32  # of the forms that kernels multiply the one for these weights
+WIDE_BYTES = 1 + 4 / GROUP  # of a number of 8 bits and its share of a scale in float32
 BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
 
 
@@ -72,8 +73,8 @@ class QuantizedTensor:
     """A weight, judged by the headers of the tensors that it lies in. `unpack` reads them; `file` has the first.
 
     `format` is for a reader. `held_bytes` are those of a number where it stays as it is stored; None where it is
-    unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one. `floats` gives
-    those of FP8 as they are, for kernels that multiply such; a number takes `floats_bytes` then.
+    unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one. On GPUs a
+    number takes `gpu_bytes`, if these are others, and `floats` gives those of FP8 as they are.
     """
 
     file: Path
@@ -83,7 +84,7 @@ class QuantizedTensor:
     held_bytes: float | None = None
     unpack_part: Callable[[int], WholeNumbers] | None = None
     floats: Callable[[], GroupedWeight | None] | None = None
-    floats_bytes: float = 1.0
+    gpu_bytes: float | None = None
 
     readable: ClassVar[bool] = True
 
@@ -105,9 +106,10 @@ class QuantizedTensor:
         numbers = self.unpack() if part is None else self.unpack_part(part) if self.unpack_part else None
         return numbers.grouped() if isinstance(numbers, WholeNumbers) else None
 
-    def with_floats(self) -> QuantizedTensor:
-        """The weight for kernels that multiply FP8."""
-        return self if self.floats is None else replace(self, held_bytes=self.floats_bytes)
+    def for_gpu(self) -> QuantizedTensor:
+        """The weight for kernels of GPUs, where scales of 8-bit numbers are in float32."""
+        held = self.held_bytes
+        return replace(self, held_bytes=self.gpu_bytes or (max(held, WIDE_BYTES) if held and held > 1 else held))
 
 
 def held_bytes(

@@ -8,20 +8,20 @@ sums over the inputs in one order, so a row's bits depend on the row alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from forerun.annotations import Float
 from forerun.config import Quantization
 from forerun.device import Placement, stages
 from forerun.models.backends.base import DecoderParts
 from forerun.models.backends.gpu.executor import FixedExecutor
-from forerun.models.backends.gpu.groups import GroupLinear, PackedGroups
+from forerun.models.backends.gpu.experts import ExpertWeights, LibraryLinear
+from forerun.models.backends.gpu.groups import GroupLinear, PackedExperts, PackedGroups
 from forerun.models.backends.gpu.ops import load_kernels, ops_for
 from forerun.models.backends.gpu.tile_times import choose_tiles, rows_measured
 from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, fitting, tile_for
@@ -29,7 +29,7 @@ from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear
 from forerun.models.backends.torch_cpu.quantized import GROUP, quantize_groups, quantize_rows
-from forerun.models.layer import Bias, ExpertWeights, GatedMlp, Linear, StackedExperts, WeightMatrix
+from forerun.models.layer import Bias, ExpertLayers, GatedMlp, Linear, StackedExperts, WeightMatrix
 
 AT_ONCE = 1 << 24  # numbers that are rounded at a time, in float32 and some of them several times
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
@@ -92,17 +92,6 @@ class OneGemmLinear:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryLinear:
-    """The library's product, whose last bits depend on the number of rows."""
-
-    weight: WeightMatrix
-    bias: Bias | None = None
-
-    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        return functional.linear(x, self.weight, self.bias)
-
-
 @cache
 def tiles_agree(device: torch.device) -> bool:
     """Whether all tiles give the same bits on this card, in bfloat16, by random numbers.
@@ -126,13 +115,6 @@ def quantize_floats(weight: WeightMatrix) -> tuple[Float[Tensor, "outputs inputs
 
 
 QUANTIZERS = {"int8": quantize_rows, "int4": quantize_groups, "fp8": quantize_floats}
-
-
-def wide_linear(
-    x: Float[Tensor, "rows inputs"], weight: WeightMatrix, bias: Bias | None
-) -> Float[Tensor, "rows outputs"]:
-    """x @ weight.T + bias in float32, from and to the format of `x`."""
-    return functional.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 class GpuBackend:
@@ -161,7 +143,7 @@ class GpuBackend:
         """A layer whose weights stay in groups; on a CPU without kernels they are unpacked."""
         place = self.placement
         if not (place.graphs or place.one_gemm):
-            return partial(wide_linear, weight=weight.dense(), bias=bias)
+            return LibraryLinear(weight.dense(), None if bias is None else bias.float())
         return GroupLinear(PackedGroups.of(weight, place.device), bias, unpacks=not place.one_gemm)
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
@@ -176,11 +158,13 @@ class GpuBackend:
             return LibraryLinear(weight, bias)
         return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))
 
-    def stacked(self, experts: Sequence[GatedMlp]) -> StackedExperts:
+    def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts:
         """Weights of all experts side by side; those of each are dropped."""
         device = self.placement.device
-        gate_up, down = (stack([getattr(expert, name) for expert in experts]) for name in ("gate_up", "down"))
-        tiled = self.placement.graphs and gate_up.weight.dtype == torch.bfloat16 and tiles_agree(device)
+        gate_up, down = (stack([getattr(expert, name) for expert in experts], dtype) for name in ("gate_up", "down"))
+        tiled = self.placement.graphs and dtype.itemsize == 2 and type(gate_up) is type(down)
+        dense = isinstance(gate_up, ExpertWeights)
+        tiled = tiled and not (dense and (dtype != torch.bfloat16 or not tiles_agree(device)))
         form = replace(experts[0], gate_up=gate_up.of(0), down=down.of(0))  # which holds no weights of its own
         num_read = torch.zeros(1, dtype=torch.int64, device=device)
         return StackedExperts(gate_up, down, form, tiled, num_read)
@@ -202,7 +186,13 @@ class GpuBackend:
         return FixedExecutor(parts, ops_for(self.placement.device))
 
 
-def stack(layers: Sequence[OneGemmLinear | LibraryLinear]) -> ExpertWeights:
-    """Their weights as one tensor, and their biases."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return ExpertWeights(torch.stack([layer.weight for layer in layers]), torch.stack(biases) if biases else None)
+def stack(layers: Sequence[OneGemmLinear | LibraryLinear | GroupLinear], dtype: torch.dtype) -> ExpertLayers:
+    """One expert's layer each as one. Where some are in groups and others are not, or in other ones, all are unpacked
+    to `dtype`."""
+    packed = [layer for layer in layers if isinstance(layer, GroupLinear)]
+    if len(packed) == len(layers) and (experts := PackedExperts.of_layers(packed)) is not None:
+        return experts
+    weights = [each.weight.unpacked(dtype) if isinstance(each, GroupLinear) else each.weight for each in layers]
+    widest = max((weight.dtype for weight in weights), key=lambda each: each.itemsize)
+    biases = [layer.bias.to(widest) for layer in layers if layer.bias is not None]
+    return ExpertWeights(torch.stack([w.to(widest) for w in weights]), torch.stack(biases) if biases else None)

@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.device import stages
-from forerun.models.backends.gpu.tiles import FEW_ROWS, NARROW, SMALLEST, Tile
-from forerun.models.layer import ExpertWeights, GatedMlp, Mlp, Router, StackedExperts
+from forerun.models.backends.gpu.tiles import FEW_ROWS, NARROW, SMALLEST, SOME_ROWS, Tile
+from forerun.models.layer import Bias, GatedMlp, Linear, Mlp, Router, StackedExperts, WeightMatrix
 from forerun.models.rows import power_of_two
 
 SORTED = 8192  # comparisons of a step of the sort
 ADDED = 1024  # numbers that a program adds up
 MANY_ROWS = 48  # of an expert, on average, from which on larger tiles pay
+BY_ROWS = {tile.rows: tile for tile in (FEW_ROWS, SOME_ROWS, NARROW)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,47 @@ class Pairs:
     lanes: int
     num_tiles: int
     tile: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryLinear:
+    """The library's product in the format of the weight, whose last bits depend on the number of rows."""
+
+    weight: WeightMatrix
+    bias: Bias | None = None
+
+    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One linear layer of every expert: weights and biases, an expert's after another's."""
+
+    weight: Float[Tensor, "experts outputs inputs"]
+    bias: Float[Tensor, "experts outputs"] | None
+
+    def of(self, expert: int) -> Linear:
+        """One expert's, by torch's product."""
+        return LibraryLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
+
+    def tile_rows(self, average: float) -> int:
+        """Of two tiles."""
+        return (NARROW if average >= MANY_ROWS else FEW_ROWS).rows
+
+    def product(
+        self, kernels: Any, x: Float[Tensor, "_ inputs"], pairs: Pairs, sharing: int
+    ) -> Float[Tensor, "pairs outputs"]:
+        """A sum is one chain over the inputs."""
+        _, outputs, inputs = self.weight.shape
+        tile, out = pairs.tile, x.new_empty(len(pairs.order), outputs)
+        kernels.expert_gemm[pairs.num_tiles, -(-outputs // tile.outputs)](
+            x, self.weight, self.weight if self.bias is None else self.bias, out, pairs.order, pairs.table, outputs,
+            WIDTH=inputs, LANES=pairs.lanes, SHARING=sharing, BIASED=self.bias is not None, ROWS=tile.rows,
+            OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=stages(tile.stages),
+            **kernels.OPTIONS,
+        )  # fmt: skip
+        return out
 
 
 def run_experts(
@@ -57,8 +100,8 @@ def run_experts(
         num_warps=1, **kernels.OPTIONS,
     )  # fmt: skip
     pairs = sorted_pairs(kernels, chosen, router, stacked)
-    inner = activate(multiply(kernels, x, stacked.gate_up, pairs, router.active), stacked.form)
-    outputs = multiply(kernels, inner, stacked.down, pairs, 1)
+    inner = activate(stacked.gate_up.product(kernels, x, pairs, router.active), stacked.form)
+    outputs = stacked.down.product(kernels, inner, pairs, 1)
     out = torch.empty_like(x)
     kernels.add_experts[rows, -(-hidden // ADDED)](
         outputs, chosen, weights, x if every is None else every, gates, out, WIDTH=hidden, COUNT=router.count,
@@ -70,7 +113,7 @@ def run_experts(
 def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Router, stacked: StackedExperts) -> Pairs:
     """The pairs by their experts: as many tiles as there can be, whoever was chosen."""
     num_pairs, count, lanes = chosen.numel(), router.count, power_of_two(router.count)
-    tile = NARROW if stacked.tiled and num_pairs >= MANY_ROWS * count else FEW_ROWS if stacked.tiled else SMALLEST
+    tile = BY_ROWS[stacked.gate_up.tile_rows(num_pairs / count)] if stacked.tiled else SMALLEST
     order, table = chosen.new_empty(num_pairs), chosen.new_empty(3 * lanes)
     num_read, counted = (table, False) if stacked.num_read is None else (stacked.num_read, True)
     kernels.sort_by_expert[(1,)](
@@ -78,18 +121,3 @@ def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Route
         BLOCK=max(16, min(128, SORTED // lanes)), ROWS=tile.rows, COUNTED=counted, num_warps=8, **kernels.OPTIONS,
     )  # fmt: skip
     return Pairs(order, table, lanes, num_pairs // tile.rows + min(count, num_pairs), tile)
-
-
-def multiply(
-    kernels: Any, x: Float[Tensor, "_ inputs"], stack: ExpertWeights, pairs: Pairs, sharing: int
-) -> Float[Tensor, "pairs outputs"]:
-    """Each pair's row of `x`, which `sharing` pairs have in common, times the weights of its expert."""
-    _, outputs, inputs = stack.weight.shape
-    tile, out = pairs.tile, x.new_empty(len(pairs.order), outputs)
-    kernels.expert_gemm[pairs.num_tiles, -(-outputs // tile.outputs)](
-        x, stack.weight, stack.weight if stack.bias is None else stack.bias, out, pairs.order, pairs.table, outputs,
-        WIDTH=inputs, LANES=pairs.lanes, SHARING=sharing, BIASED=stack.bias is not None,
-        ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=stages(tile.stages),
-        **kernels.OPTIONS,
-    )  # fmt: skip
-    return out

@@ -2,16 +2,17 @@
 
 The host knows nothing of the choice. Grids are as large as any choice needs, and programs without work end at once. A
 row and one expert that it chose are a *pair*; pair p is of row p // active. A pair's product is one chain of sums over
-the inputs, as `one_gemm` has it, whatever pairs stand beside it in its tile.
+the inputs, as `one_gemm` has it, or the sums of `group_gemm`, whatever pairs stand beside it in its tile.
 """
 
 from __future__ import annotations
 
 import triton.language as tl
 
+from forerun.models.backends.gpu.group_kernels import sum_groups
 from forerun.models.backends.gpu.triton_kernels import OPTIONS, kernel, sum_products
 
-__all__ = ["OPTIONS", "add_experts", "choose_experts", "expert_gemm", "sort_by_expert"]
+__all__ = ["OPTIONS", "add_experts", "choose_experts", "expert_gemm", "group_expert_gemm", "sort_by_expert"]
 
 
 @kernel
@@ -89,14 +90,9 @@ def expert_gemm(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """A tile of pairs of one expert times its weights. SHARING pairs read the same row of `x`, one after the other."""
-    tile = tl.program_id(0)
-    ends = tl.load(table + tl.arange(0, LANES))
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    expert = expert_of(table, LANES)
     if expert < LANES:
-        passed = tl.load(table + expert - 1, mask=expert > 0, other=0)
-        place = tl.load(table + LANES + expert) + (tile - passed) * ROWS + tl.arange(0, ROWS)
-        here = place < tl.load(table + 2 * LANES + expert)
-        pair = tl.load(order + place, mask=here, other=0).to(tl.int64)
+        pair, here = pairs_of(order, table, expert, LANES, ROWS)
         column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = column < outputs
         stacked_output = expert.to(tl.int64) * outputs + column
@@ -106,6 +102,45 @@ def expert_gemm(
             acc += tl.load(bias + stacked_output, mask=inside, other=0.0).to(tl.float32)[None, :]
         out_at = out + pair[:, None] * outputs + column[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None] & inside[None, :])
+
+
+@kernel
+def group_expert_gemm(
+    x, numbers, scales, least, bias, out, order, table, outputs,
+    WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
+    SLICES: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr,
+    PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, SHARING: tl.constexpr,
+):  # fmt: skip
+    """As `expert_gemm`, of weights in groups, of which an output has GROUPS."""
+    expert = expert_of(table, LANES)
+    if expert < LANES:
+        pair, here = pairs_of(order, table, expert, LANES, ROWS)
+        column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        before = expert.to(tl.int64) * outputs
+        total = sum_groups(
+            x, pair // SHARING, here, numbers + before * (CHUNKS * BYTES), scales + before * GROUPS,
+            least + before * GROUPS, bias + before, column, outputs,
+            WIDTH, CHUNKS, KIND, BYTES, PARTS, SLICES, AT_ONCE, SCALED, LEAST, BIASED, PTX, ROWS, OUTPUTS, STAGES,
+        )  # fmt: skip
+        out_at = out + pair[:, None] * outputs + column[None, :]
+        tl.store(out_at, total.to(out.dtype.element_ty), mask=here[:, None] & (column < outputs)[None, :])
+
+
+@kernel
+def expert_of(table, LANES: tl.constexpr):
+    """Whose pairs this program's tile has; LANES where there are none."""
+    ends = tl.load(table + tl.arange(0, LANES))
+    return tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)
+
+
+@kernel
+def pairs_of(order, table, expert, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """The pairs of this program's tile, all of this expert's, and which of its ROWS there are."""
+    passed = tl.load(table + expert - 1, mask=expert > 0, other=0)
+    place = tl.load(table + LANES + expert) + (tl.program_id(0) - passed) * ROWS + tl.arange(0, ROWS)
+    here = place < tl.load(table + 2 * LANES + expert)
+    return tl.load(order + place, mask=here, other=0).to(tl.int64), here
 
 
 @kernel

@@ -49,7 +49,7 @@ class TorchBackend:
         """By the definition, which is slow: the loader unpacks such weights for this backend."""
         return GroupedLinear(weight, bias)
 
-    def stacked(self, experts: Sequence[GatedMlp]) -> StackedExperts | None:
+    def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts | None:
         """None: each is asked for its rows."""
         return None
 
