@@ -197,7 +197,7 @@ def test_the_work_of_laying_out_a_prompt_grows_with_its_length_alone() -> None:
         layout = Layout(8)
         sys.settrace(count)
         try:
-            layout.add([1] * length, [range(n + 1) for n in range(length)], 0, 0, 0)
+            layout.add([1] * length, range(length), 0, 0)
         finally:
             sys.settrace(None)
         return lines

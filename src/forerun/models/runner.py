@@ -96,6 +96,11 @@ class Tail:
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)  # 0 hangs off the committed text
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node hangs off the one before it."""
+        return not self.depths or self.depths[-1] == len(self.depths) - 1
+
     def path(self, node: int) -> list[int]:
         """The nodes from the committed text down to this one."""
         path = [node]
@@ -106,9 +111,13 @@ class Tail:
     def grow(self, parents: Sequence[int] | None, count: int) -> range:
         """Number new nodes and record their parents."""
         first = len(self.parents)
-        for i in range(count):
-            parent = first + i - 1 if parents is None else parents[i]
-            assert parent < first + i, f"node {first + i} has parent {parent}, which is not before it"
+        if parents is None:
+            depth = self.depths[-1] + 1 if first else 0
+            self.parents += range(first - 1, first + count - 1)
+            self.depths += range(depth, depth + count)
+            return range(first, first + count)
+        for node, parent in enumerate(parents, start=first):
+            assert parent < node, f"node {node} has parent {parent}, which is not before it"
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
         return range(first, first + count)
@@ -361,7 +370,7 @@ class ReadSlots:
 
 def chain_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
     """The one path of a chain: its nodes are where a chain's belong."""
-    assert tail.depths[nodes.stop - 1] == nodes.stop - 1, "a branching tail needs scratch slots on its first read"
+    assert tail.is_chain, "a branching tail needs scratch slots on its first read"
     queries = list(range(place.packed, place.packed + len(nodes)))
     return make_paths(queries, [place.length + n for n in nodes], place.run, place.rule)
 

@@ -30,7 +30,7 @@ from forerun.models.backends.gpu.verdicts import fixed_steps, holds, in_parts, r
 from forerun.models.chains import Chains, Foreseen, HeadsAhead, IdExchange, MaskedPlaces, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
 from forerun.models.rows import power_of_two
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Tail
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, signed
 from forerun.sampling.tables import RoundTables, Steps
@@ -82,6 +82,7 @@ class ReadingRunner(Protocol):
     cache: PagedCache
     ops: Ops
     graphs: Graphs
+    tails: dict[int, Tail]
     spare_slot: int
     most_keys: int
 
@@ -167,7 +168,7 @@ class ChainGraph:
     ) -> dict[str, np.ndarray]:
         """The tables of all steps: where tokens lie is known before they are."""
         deepest_first, keys = [starts[i] for i in order], draws.host_keys(Purpose.COUPLED)
-        chains, depths = np.zeros((2, len(draws.rows)), dtype=np.int64)
+        chains, depths = np.zeros((2, len(buffers.packed.lines["depths"])), dtype=np.int64)
         for chain, start in enumerate(deepest_first):
             chains[start.row], depths[start.row] = chain, start.depth
         arrays = {
@@ -176,7 +177,7 @@ class ChainGraph:
             "begins": np.array([draws.rows[start.row].tokens[-1] for start in deepest_first]),
             "roots": np.array([row.tokens[-1] for row in draws.rows]),
             "chains": chains,
-            "depths": np.concatenate([depths, np.zeros(len(buffers.packed.lines["depths"]) - len(depths), np.int64)]),
+            "depths": depths,
         }
         runner = self.runner
         block_size, spare_slot = runner.cache.blocks.block_size, runner.spare_slot
@@ -184,13 +185,19 @@ class ChainGraph:
             reads = [Read(s.seq_id, text, judged=[len(text) - 1]) for s, text in zip(starts, unread, strict=True)]
             layout, lasts = runner.lay_out(reads)
             judged = [lasts[i] for i in order] if buffers.text.shape.judged else []
-            arrays["text"] = np.array(buffers.text.numbers(layout, judged, block_size, spare_slot), np.int32)
+            arrays["text"] = buffers.text.numbers(layout, judged, block_size, spare_slot)
         if buffers.places is not None and places is not None:
             layout, judged = self.lay_out_places(buffers, places, starts, order)
-            arrays["places"] = np.array(buffers.places.numbers(layout, judged, block_size, spare_slot), np.int32)
-        for level, step in enumerate(buffers.passes, start=1):
-            reads = [Read(start.seq_id, [0], judged=[0]) for start in deepest_first if start.depth > level]
-            arrays[f"pass {level}"] = np.array(step.numbers(*runner.lay_out(reads), block_size, spare_slot), np.int32)
+            arrays["places"] = buffers.places.numbers(layout, judged, block_size, spare_slot)
+        if buffers.passes:
+            going_on = [start for start in deepest_first if start.depth > 1]
+            layout, judged = runner.lay_out([Read(start.seq_id, [0], judged=[0]) for start in going_on])
+            numbers = buffers.passes[0].numbers(layout, judged, block_size, spare_slot)
+            for level, step in enumerate(buffers.passes):
+                rows = sum(start.depth > 1 + level for start in going_on)
+                arrays[f"pass {1 + level}"] = step.later(numbers, level, rows, spare_slot)
+            for start in going_on:
+                runner.tails[start.seq_id].grow(None, start.depth - 2)
         return arrays
 
     def lay_out_places(

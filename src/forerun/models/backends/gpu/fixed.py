@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.device import overwrite
+from forerun.device import HostArray, overwrite
 from forerun.models.backends.base import DecoderParts, Entered, Stream
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
 from forerun.models.batch import TokenBatch
@@ -53,7 +54,7 @@ class Layout:
     slots: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)  # where tokens are found that only the device knows
     prefixes: list[int] = field(default_factory=list)
-    paths: list[list[int]] = field(default_factory=list)
+    paths: list[Sequence[int]] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
@@ -61,32 +62,36 @@ class Layout:
     shared: list[int] = field(default_factory=list)
 
     def add(
-        self, tokens: Sequence[int], paths: Sequence[Sequence[int]], first_node: int, run: int, length: int
+        self, tokens: Sequence[int], nodes: range, run: int, length: int, paths: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Rows for the nodes of a tail from `first_node` on; each path leads from behind the committed text to itself.
+        """Rows for nodes of a tail; each path leads from behind the committed text to its node. Without paths the tail
+        is a chain.
 
         The sequence's slots begin at `run`, `length` of them are committed, and node n lies in the n-th behind those.
         """
-        begin = len(self.tokens)
-        for i, (token, path) in enumerate(zip(tokens, paths, strict=True)):
-            lead = len(leading(path))
-            self.tokens.append(token)
-            self.positions.append(length + len(path) - 1)
-            self.slots.append(run + length + first_node + i)
-            self.prefixes.append(length + lead)
-            self.paths.append([run + length + node for node in path[lead:]])
-        for first in range(begin, len(self.tokens), self.tile):
-            self.add_tile(first, min(self.tile, len(self.tokens) - first), run)
+        begin, count, behind = len(self.tokens), len(nodes), run + length
+        self.tokens += tokens
+        self.slots += range(behind + nodes.start, behind + nodes.stop)
+        if paths is None:  # by ranges: a prompt has many rows
+            self.positions += range(length + nodes.start, length + nodes.stop)
+            self.prefixes += range(length + nodes.start + 1, length + nodes.stop + 1)
+            self.paths += [()] * count
+        else:
+            leads = [next((i for i, node in enumerate(path) if node != i), len(path)) for path in paths]
+            self.positions += [length + len(path) - 1 for path in paths]
+            self.prefixes += [length + lead for lead in leads]
+            self.paths += [[behind + node for node in path[lead:]] for path, lead in zip(paths, leads, strict=True)]
+        for first in range(begin, begin + count, self.tile):
+            self.add_tile(first, min(self.tile, begin + count - first), run)
 
     def add_tile(self, first: int, count: int, run: int) -> None:
         """Group rows of one sequence: what they see in the same slots is read once."""
-        rows = range(first, first + count)
-        together = all(not self.paths[row] for row in rows)
+        apart = any(self.paths[first : first + count])
         self.homes += [len(self.firsts)] * count
         self.starts.append(run)
         self.firsts.append(first)
         self.counts.append(count)
-        self.shared.append(ALL_KEYS if together else min(self.prefixes[row] for row in rows) // SPLIT * SPLIT)
+        self.shared.append(min(self.prefixes[first : first + count]) // SPLIT * SPLIT if apart else ALL_KEYS)
 
     @property
     def longest_path(self) -> int:
@@ -99,14 +104,6 @@ class Layout:
         return max(self.positions) + 1
 
 
-def leading(path: Sequence[int]) -> range:
-    """The beginning of a path that lies where a chain's nodes would. A range is a chain from its first node on."""
-    if isinstance(path, range):
-        return path  # not looked at one by one: a prompt's paths have as many nodes as the square of its length
-    end = next((i for i, node in enumerate(path) if node != i), len(path))
-    return range(end)
-
-
 class Inputs:
     """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy.
 
@@ -115,7 +112,8 @@ class Inputs:
     """
 
     KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
-    COLUMNS = ("tokens", "slots", "starts", "sources", *KEY_COLUMNS)
+    COLUMNS = ("tokens", "sources", "slots", *KEY_COLUMNS[:3], "starts", *KEY_COLUMNS[3:])
+    OF_ROWS, SLOTS, POSITIONS, PREFIXES, STARTS = 6, 2, 3, 4, 6  # the first columns are of rows, the others of tiles
 
     def __init__(
         self,
@@ -143,23 +141,38 @@ class Inputs:
     def fill(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> None:
         """Set all tables to a pass's rows, and padding behind them."""
         self.num_tiles = len(layout.firsts)
-        overwrite(self.flat, torch.tensor(self.numbers(layout, judged, block_size, spare_slot), dtype=torch.int32))
+        overwrite(self.flat, torch.from_numpy(self.numbers(layout, judged, block_size, spare_slot)))
 
-    def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> list[int]:
+    def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> HostArray:
         """What `fill` sets the buffer to."""
-        rows, width = self.shape.rows, max(ALIGNED, self.shape.rows)
-        starts = [run // block_size for run in layout.starts]
-        padding = {"tokens": 0, "positions": -1, "slots": spare_slot}
-        values: list[int] = []
-        for name in self.COLUMNS:
-            column = starts if name == "starts" else getattr(layout, name)
-            values += [*column, *[padding.get(name, 0)] * (width - len(column))]
-        values += [*judged, *[0] * (self.shape.judged - len(judged))]
+        numbers = np.zeros(self.flat.shape[0], np.int32)
+        table, rest = self.split(numbers)
+        rows, tiles = len(layout.tokens), len(layout.firsts)
+        columns = [getattr(layout, name) or [0] * rows for name in self.COLUMNS]
+        table[: self.OF_ROWS, :rows] = columns[: self.OF_ROWS]
+        table[self.OF_ROWS :, :tiles] = columns[self.OF_ROWS :]
+        table[self.STARTS, :tiles] //= block_size
+        table[self.SLOTS, rows:], table[self.POSITIONS, rows:] = spare_slot, -1
+        rest[: len(judged)] = judged
         if self.shape.path:
-            for path in layout.paths:
-                values += [*path, *[0] * (self.shape.path - len(path))]
-            values += [0] * ((rows - len(layout.paths)) * self.shape.path)
-        return values
+            paths = rest[self.shape.judged :].reshape(-1, self.shape.path)
+            for line, path in zip(paths, layout.paths, strict=False):
+                line[: len(path)] = path
+        return numbers
+
+    def split(self, numbers: HostArray) -> tuple[HostArray, HostArray]:
+        """The columns of such numbers, and what is behind them: which rows are judged, and paths."""
+        table, rest = np.split(numbers, [len(self.COLUMNS) * max(ALIGNED, self.shape.rows)])
+        return table.reshape(len(self.COLUMNS), -1), rest
+
+    def later(self, numbers: HostArray, steps: int, rows: int, spare_slot: int) -> HostArray:
+        """Numbers of chains of one token each, as they are so many steps later, when only the first `rows` go on."""
+        numbers = numbers.copy()
+        table, judged = self.split(numbers)
+        table[self.SLOTS : self.PREFIXES + 1, :rows] += steps
+        table[:, rows:], judged[rows:] = 0, 0
+        table[self.SLOTS, rows:], table[self.POSITIONS, rows:] = spare_slot, -1
+        return numbers
 
     def key_map(self, block_size: int) -> KeyMap:
         """Where rows find their keys; each tile's sequence is one run of blocks."""

@@ -126,12 +126,12 @@ class GraphRunner(Runner):
         """The reads as rows, and which of them are judged; their room is reserved already."""
         layout, judged = Layout(self.tile), []
         for read in reads:
-            judged += [len(layout.tokens) + i for i in read.judged]
+            first = len(layout.tokens)
+            judged += [first + i for i in read.judged]
             tail = self.tails.setdefault(read.seq_id, Tail(0))
             nodes = tail.grow(read.parents, len(read.tokens))
-            paths = [range(n + 1) if tail.depths[n] == n else tail.path(n) for n in nodes]
-            length = self.cache.length(read.seq_id)
-            layout.add(read.tokens, paths, nodes.start, self.cache.start(read.seq_id), length)
+            paths = None if tail.is_chain else [tail.path(n) for n in nodes]
+            layout.add(read.tokens, nodes, self.cache.start(read.seq_id), self.cache.length(read.seq_id), paths)
         return layout, judged
 
     def shape_of(self, layout: Layout, num_judged: int, longest_read: int) -> Shape:
