@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
 from forerun.models.backends.gpu.capture import Graphs
-from forerun.models.backends.gpu.fixed import Layout
+from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.config import read_config
 from forerun.models.loading import Blueprint
@@ -203,6 +203,23 @@ def test_the_work_of_laying_out_a_prompt_grows_with_its_length_alone() -> None:
         return lines
 
     assert num_lines(512) < 3 * num_lines(256)
+
+
+def test_later_passes_of_chains_are_as_if_they_were_laid_out(pair: tuple[Runner, GraphRunner]) -> None:
+    """Chains of 5, 3, 3 and 1 tokens behind texts of other lengths, of which those that have ended are padding."""
+    _, runner = fresh(pair)
+    assert isinstance(runner, GraphRunner)
+    depths, step = (5, 3, 3, 1), Inputs(Shape(8, 0, 8, 512), runner.device)
+    for seq_id in range(4):
+        runner.read([Read(seq_id, [7] * (3 + 20 * seq_id))])
+        runner.keep([seq_id], [range(3 + 20 * seq_id)])
+        runner.cache.reserve([seq_id], [depths[seq_id]])
+    places = runner.cache.blocks.block_size, runner.spare_slot
+    levels = [[s for s in range(4) if depths[s] > level] for level in range(5)]
+    numbers = [step.numbers(*runner.lay_out([Read(s, [0], judged=[0]) for s in ids]), *places) for ids in levels]
+    for level, ids in enumerate(levels):
+        later = step.later(numbers[0], level, len(ids), runner.spare_slot)
+        assert later.tolist() == numbers[level].tolist(), f"{level} steps later"
 
 
 def test_what_runs_before_a_capture_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
