@@ -82,7 +82,7 @@ def chains(
     """The tables of a pass over a chain of `rows` behind each text; sequence i has its slots from i * `slots` on."""
     layout = Layout(tile_rows(c.heads, c.kv_heads))
     for i, length in enumerate(lengths):
-        layout.add([0] * rows, [range(n + 1) for n in range(rows)], 0, i * slots, length)
+        layout.add([0] * rows, range(rows), i * slots, length)
     total = len(lengths) * rows
     size = max(LEAST_ROWS, power_of_two(total)) if captured else total
     keys = c.max_positions if captured else max(lengths) + rows  # a captured pass serves the longest text
