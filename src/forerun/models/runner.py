@@ -111,13 +111,9 @@ class Tail:
     def grow(self, parents: Sequence[int] | None, count: int) -> range:
         """Number new nodes and record their parents."""
         first = len(self.parents)
-        if parents is None:
-            depth = self.depths[-1] + 1 if first else 0
-            self.parents += range(first - 1, first + count - 1)
-            self.depths += range(depth, depth + count)
-            return range(first, first + count)
-        for node, parent in enumerate(parents, start=first):
-            assert parent < node, f"node {node} has parent {parent}, which is not before it"
+        for i in range(count):
+            parent = first + i - 1 if parents is None else parents[i]
+            assert parent < first + i, f"node {first + i} has parent {parent}, which is not before it"
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
         return range(first, first + count)

@@ -125,7 +125,7 @@ class Inputs:
         self.shape = shape
         self.states = states
         rows, sizes = shape.rows, [max(ALIGNED, shape.rows)] * len(self.COLUMNS)
-        size = self.size_of(shape)
+        size, self.judged_from = self.size_of(shape), sum(sizes)
         self.flat = torch.zeros(size, dtype=torch.int32, device=device) if flat is None else flat
         self.num_tiles = 0
         *columns, judged, paths = self.flat.split([*sizes, shape.judged, rows * shape.path])
@@ -146,31 +146,24 @@ class Inputs:
     def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> HostArray:
         """What `fill` sets the buffer to."""
         numbers = np.zeros(self.flat.shape[0], np.int32)
-        table, rest = self.split(numbers)
+        table = numbers[: self.judged_from].reshape(len(self.COLUMNS), -1)
         rows, tiles = len(layout.tokens), len(layout.firsts)
         columns = [getattr(layout, name) or [0] * rows for name in self.COLUMNS]
-        table[: self.OF_ROWS, :rows] = columns[: self.OF_ROWS]
-        table[self.OF_ROWS :, :tiles] = columns[self.OF_ROWS :]
+        table[: self.OF_ROWS, :rows], table[self.OF_ROWS :, :tiles] = columns[: self.OF_ROWS], columns[self.OF_ROWS :]
         table[self.STARTS, :tiles] //= block_size
         table[self.SLOTS, rows:], table[self.POSITIONS, rows:] = spare_slot, -1
-        rest[: len(judged)] = judged
-        if self.shape.path:
-            paths = rest[self.shape.judged :].reshape(-1, self.shape.path)
-            for line, path in zip(paths, layout.paths, strict=False):
-                line[: len(path)] = path
+        numbers[self.judged_from : self.judged_from + len(judged)] = judged
+        for row, path in enumerate(layout.paths if self.shape.path else ()):
+            first = self.judged_from + self.shape.judged + row * self.shape.path
+            numbers[first : first + len(path)] = path
         return numbers
-
-    def split(self, numbers: HostArray) -> tuple[HostArray, HostArray]:
-        """The columns of such numbers, and what is behind them: which rows are judged, and paths."""
-        table, rest = np.split(numbers, [len(self.COLUMNS) * max(ALIGNED, self.shape.rows)])
-        return table.reshape(len(self.COLUMNS), -1), rest
 
     def later(self, numbers: HostArray, steps: int, rows: int, spare_slot: int) -> HostArray:
         """Numbers of chains of one token each, as they are so many steps later, when only the first `rows` go on."""
         numbers = numbers.copy()
-        table, judged = self.split(numbers)
+        table = numbers[: self.judged_from].reshape(len(self.COLUMNS), -1)
         table[self.SLOTS : self.PREFIXES + 1, :rows] += steps
-        table[:, rows:], judged[rows:] = 0, 0
+        table[:, rows:], numbers[self.judged_from + rows :] = 0, 0
         table[self.SLOTS, rows:], table[self.POSITIONS, rows:] = spare_slot, -1
         return numbers
 
