@@ -87,11 +87,11 @@ def random_case(
         run += sizes[i] + dice.randint(0, 2)
     layout, chains = Layout(tile_rows(heads, kv_heads)), []
     for i, (length, tail) in enumerate(zip(lengths, tails, strict=True)):
-        layout.add([0] * len(tail), tail, 0, runs[i], length)
+        layout.add([0] * len(tail), range(len(tail)), runs[i], length, tail)
         chains += [[*range(runs[i], runs[i] + length), *(runs[i] + length + n for n in path)] for path in tail]
     rows = power_of_two(len(chains))
     path = power_of_two(layout.longest_path) if layout.longest_path else 0
-    inputs = Inputs(Shape(rows, path, 0, -(-layout.num_keys // SPLIT) * SPLIT), torch.device(device))
+    inputs = Inputs(Shape(rows, path, 0, -(-(max(layout.positions) + 1) // SPLIT) * SPLIT), torch.device(device))
     inputs.fill(layout, [], block_size, run * block_size)
     query = torch.randn(rows, heads, head_dim, generator=noise)
     keys, values = (torch.randn(kv_heads, run * block_size + SPARE_SLOTS, head_dim, generator=noise) for _ in range(2))
@@ -153,7 +153,7 @@ def check_rows_are_strangers(ops: Ops, case: Case) -> None:
                         for t in (case.keys, case.values))  # fmt: skip
         keys[:, : len(chain)], values[:, : len(chain)] = case.keys[:, chain], case.values[:, chain]
         layout = Layout(1)
-        layout.add([0], [[0]], 0, 0, len(chain) - 1)
+        layout.add([0], range(1), 0, len(chain) - 1)
         inputs = Inputs(Shape(1, 0, 0, -(-len(chain) // SPLIT) * SPLIT), case.keys.device)
         inputs.fill(layout, [], size, num_blocks * size)
         alone = replace(

@@ -194,8 +194,8 @@ class ChainGraph:
             layout, judged = runner.lay_out([Read(start.seq_id, [0], judged=[0]) for start in going_on])
             numbers = buffers.passes[0].numbers(layout, judged, block_size, spare_slot)
             for level, step in enumerate(buffers.passes):
-                rows = sum(start.depth > 1 + level for start in going_on)
-                arrays[f"pass {1 + level}"] = step.later(numbers, level, rows, spare_slot)
+                num_left = sum(start.depth > 1 + level for start in starts)
+                arrays[f"pass {1 + level}"] = step.later(numbers, level, num_left, spare_slot)
             for start in going_on:
                 runner.tails[start.seq_id].grow(None, start.depth - 2)
         return arrays

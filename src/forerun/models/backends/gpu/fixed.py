@@ -64,8 +64,7 @@ class Layout:
     def add(
         self, tokens: Sequence[int], nodes: range, run: int, length: int, paths: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Rows for nodes of a tail; each path leads from behind the committed text to its node. Without paths the tail
-        is a chain.
+        """Rows for nodes of a tail: a chain, unless paths lead to each of them from behind the committed text.
 
         The sequence's slots begin at `run`, `length` of them are committed, and node n lies in the n-th behind those.
         """
@@ -81,27 +80,19 @@ class Layout:
             self.positions += [length + len(path) - 1 for path in paths]
             self.prefixes += [length + lead for lead in leads]
             self.paths += [[behind + node for node in path[lead:]] for path, lead in zip(paths, leads, strict=True)]
-        for first in range(begin, begin + count, self.tile):
-            self.add_tile(first, min(self.tile, begin + count - first), run)
-
-    def add_tile(self, first: int, count: int, run: int) -> None:
-        """Group rows of one sequence: what they see in the same slots is read once."""
-        apart = any(self.paths[first : first + count])
-        self.homes += [len(self.firsts)] * count
-        self.starts.append(run)
-        self.firsts.append(first)
-        self.counts.append(count)
-        self.shared.append(min(self.prefixes[first : first + count]) // SPLIT * SPLIT if apart else ALL_KEYS)
+        for first in range(begin, begin + count, self.tile):  # what rows of a tile see in the same slots is read once
+            size = min(self.tile, begin + count - first)
+            apart = any(self.paths[first : first + size])
+            self.homes += [len(self.firsts)] * size
+            self.starts.append(run)
+            self.firsts.append(first)
+            self.counts.append(size)
+            self.shared.append(min(self.prefixes[first : first + size]) // SPLIT * SPLIT if apart else ALL_KEYS)
 
     @property
     def longest_path(self) -> int:
         """Most nodes of a row that lie away from where a chain's would."""
         return max(map(len, self.paths), default=0)
-
-    @property
-    def num_keys(self) -> int:
-        """Keys of the longest row."""
-        return max(self.positions) + 1
 
 
 class Inputs:

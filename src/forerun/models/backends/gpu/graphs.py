@@ -126,8 +126,7 @@ class GraphRunner(Runner):
         """The reads as rows, and which of them are judged; their room is reserved already."""
         layout, judged = Layout(self.tile), []
         for read in reads:
-            first = len(layout.tokens)
-            judged += [first + i for i in read.judged]
+            judged += [len(layout.tokens) + i for i in read.judged]
             tail = self.tails.setdefault(read.seq_id, Tail(0))
             nodes = tail.grow(read.parents, len(read.tokens))
             paths = None if tail.is_chain else [tail.path(n) for n in nodes]
@@ -138,7 +137,7 @@ class GraphRunner(Runner):
         """A shape that holds a pass: of few sizes where passes are captured, else the smallest."""
         rows, longest = len(layout.tokens), layout.longest_path
         path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
-        keys = -(-layout.num_keys // SPLIT) * SPLIT
+        keys = -(-(max(layout.positions) + 1) // SPLIT) * SPLIT
         judged = self.whole_steps(num_judged)
         if rows > SMALL_ROWS and (longest_read > SHORT_READ or rows > MOST_ROWS):
             size, few = -(-rows // LARGE_STEP) * LARGE_STEP, power_of_two(num_judged) if num_judged else 0
