@@ -13,10 +13,10 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -231,16 +231,23 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 class PackedTables:
     """Tensors of several kinds in one buffer of a device, so that they are filled in one copy.
 
-    `tables` are views of the buffer, by name; `lines` the same places on the host.
+    `tables` are views of the buffer, by name; `lines` the same places on the host. `room` gives the buffer, of so many
+    bytes, if it is not to be one of their own; a fill sets all of it.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[Sequence[int], np.dtype[Any]]], device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[Sequence[int], np.dtype[Any]]],
+        device: torch.device,
+        room: Callable[[int], Tensor] | None = None,
+    ) -> None:
         if not has_doubles(device):
             shapes = {name: (shape, NARROW.get(dtype, dtype)) for name, (shape, dtype) in shapes.items()}
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()]
         ends = list(itertools.accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
         self.host = np.zeros(ends[-1] if ends else 0, np.uint8)
-        self.flat = torch.empty(len(self.host), dtype=torch.uint8, device=device)  # whole fills leave nothing of it
+        room = room or partial(torch.empty, dtype=torch.uint8, device=device)
+        self.flat = room(len(self.host))
         self.lines: dict[str, HostArray] = {}
         self.tables: dict[str, Tensor] = {}
         for (name, (shape, dtype)), first, size in zip(shapes.items(), [0, *ends], sizes, strict=False):

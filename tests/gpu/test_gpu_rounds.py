@@ -14,9 +14,11 @@ from forerun import LLM, Grammar, SamplingParams
 from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
+from forerun.models.backends.gpu import capture
 from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.chain_graph import ChainShape
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.backends.gpu.verdicts import VerdictGraph
+from forerun.models.backends.gpu.verdicts import VerdictGraph, VerdictShape
 from forerun.models.decoder import States
 from forerun.models.runner import Read
 from forerun.output import RequestOutput
@@ -136,6 +138,20 @@ def test_passes_are_captured_once_and_replayed(target_dir: Path) -> None:
     assert runner.graphs.num_replays > replays
 
 
+def test_graphs_that_were_dropped_are_captured_again_and_give_the_same_tokens(
+    target_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = texts_of(make(target_dir, one_gemm=True).generate(PROMPTS, SAMPLED))
+    monkeypatch.setattr(capture, "MOST_SHAPES", 2)
+    llm = make(target_dir, f"model:{draft_dir}", one_gemm=True)
+    for depth in (1, 6, 2, 1):
+        assert texts_of(llm.generate(PROMPTS, SAMPLED, speculation=depth)) == plain
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    assert len(runner.graphs.captured) <= 2 * 2, "passes and verdicts"
+    assert not runner.graphs.refused
+
+
 def test_a_replay_gives_what_the_kernels_give_one_by_one(target_dir: Path) -> None:
     runner = make(target_dir).engine.runner
     assert isinstance(runner, GraphRunner)
@@ -218,11 +234,11 @@ def test_rounds_of_every_parameter_are_judged_by_graphs_as_plain_decoding_has_it
     results = drafted.generate(PROMPTS, params)
     runner = drafted.engine.runner
     assert isinstance(runner, GraphRunner)
-    assert any(key[0] == "verdict" for key in runner.graphs.captured if isinstance(key, tuple))
+    assert any(isinstance(key[0], VerdictShape) for key in runner.graphs.captured)
     assert not runner.graphs.refused
     guesser = getattr(drafted.drafter, "runner", None)
     if isinstance(guesser, GraphRunner):
-        assert any(key[0] == "chains" for key in guesser.graphs.captured if isinstance(key, tuple))
+        assert any(isinstance(key[0], ChainShape) for key in guesser.graphs.captured)
         assert not guesser.graphs.refused
     monkeypatch.setattr(VerdictGraph, "judge", lambda *_: None)
     plain = make(target_dir, one_gemm=True).generate(PROMPTS, params)
@@ -246,12 +262,12 @@ def test_bandwidth_is_that_of_the_card() -> None:
 def test_what_cannot_be_captured_runs_without_and_what_can_is_captured_afterwards() -> None:
     graphs, x = Graphs(torch.device("cuda", 0)), torch.arange(4.0, device="cuda")
     stream = torch.cuda.current_stream()
-    assert graphs.run("waits", lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
-    assert graphs.run("waits", lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
-    assert (graphs.refused, graphs.num_replays) == ({"waits"}, 0)
+    assert graphs.run(("waits",), lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
+    assert graphs.run(("waits",), lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
+    assert (graphs.refused, graphs.num_replays) == ({("waits",)}, 0)
     assert torch.cuda.current_stream() == stream
     for _ in range(2):
-        assert graphs.run("sums", lambda: x + 1).tolist() == [1, 2, 3, 4]
+        assert graphs.run(("sums",), lambda: x + 1).tolist() == [1, 2, 3, 4]
     assert graphs.num_replays == 2
 
 

@@ -229,5 +229,5 @@ def test_what_runs_before_a_capture_does_not_count(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     count = torch.zeros(1)
     with unchecked():
-        Graphs(torch.device("cuda"), counters=[count]).run("key", lambda: count.add_(1))
+        Graphs(torch.device("cuda"), counters=[count]).run(("key",), lambda: count.add_(1))
     assert count == 1, "the run that is captured, which computes nothing on a GPU"

@@ -79,3 +79,15 @@ def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
 def power_of_two(size: int) -> int:
     """The smallest one that is not less."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def few_rows(rows: int) -> int:
+    """The size of a larger pass: a multiple of 64 up to 512 rows, then of an eighth of the next power of two."""
+    step = max(64, power_of_two(rows) // 8)
+    return -(-rows // step) * step
+
+
+def half_step(size: int) -> int:
+    """The smallest power of two, or number half between two of them, that is not less."""
+    top = power_of_two(size)
+    return top * 3 // 4 if size <= top * 3 // 4 else top

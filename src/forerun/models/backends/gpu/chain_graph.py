@@ -23,13 +23,13 @@ from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
 from forerun.device import PackedTables, upload
-from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout, Shape, run_pass
 from forerun.models.backends.gpu.ops import Ops
 from forerun.models.backends.gpu.verdicts import fixed_steps, holds, in_parts, row_sizes
 from forerun.models.chains import Chains, Foreseen, HeadsAhead, IdExchange, MaskedPlaces, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States
-from forerun.models.rows import power_of_two
+from forerun.models.rows import half_step, power_of_two
 from forerun.models.runner import Read, Tail
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, signed
@@ -37,7 +37,8 @@ from forerun.sampling.tables import RoundTables, Steps
 from forerun.sampling.transforms import PathState, Transforms
 from forerun.tree import HostTree
 
-LONGER = 2  # how many times its depth a round may be padded to, rather than that another graph is captured
+LONGER = 1.5  # how many times its depth a round may be padded to, rather than that another graph is captured
+FEW_ROWS = 16  # take a drafter as long as one
 LEAST_TEXT = 16  # tokens
 
 
@@ -50,10 +51,14 @@ class ChainShape(NamedTuple):
     text: int = 0
 
     def holds(self, other: ChainShape) -> bool:
-        """Whether such chains fit, without too much padding."""
-        fits = other.rows <= self.rows <= PADDED * other.rows and other.depth <= self.depth <= LONGER * other.depth
-        text = max(LEAST_TEXT, PADDED * other.text) if other.text else 0
+        """Whether chains of another shape fit, without too much padding."""
+        rows, text = max(FEW_ROWS, PADDED * other.rows), max(LEAST_TEXT, PADDED * other.text) if other.text else 0
+        fits = other.rows <= self.rows <= rows and other.depth <= self.depth <= LONGER * other.depth
         return fits and other.text <= self.text <= text and holds(self.steps, other.steps)
+
+    def size(self) -> tuple[int, int, Steps]:
+        """What takes least comes first."""
+        return self.rows * self.depth, self.text, self.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class ChainGraph:
     def __init__(self, runner: ReadingRunner, ids: IdExchange) -> None:
         self.runner = runner
         self.ids = ids
-        self.buffers: dict[ChainShape, Buffers] = {}
+        self.buffers = KeptShapes[ChainShape, Buffers](runner.graphs)
 
     @torch.inference_mode()
     def draw(
@@ -123,7 +128,8 @@ class ChainGraph:
         order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
         rows = RoundTables([draws.rows[starts[i].row] for i in order], self.ids.vocab_size)
         steps, depth = rows.steps._replace(masks=0), starts[order[0]].depth
-        shape = self.shape_of(ChainShape(len(draws.rows), depth, steps, sum(map(len, unread))))
+        most = half_step(depth) if heads is None else depth  # there are no more heads, perhaps
+        shape = self.shape_of(ChainShape(len(draws.rows), most, steps, sum(map(len, unread))))
         if shape is None:
             return None
         runner, seq_ids = self.runner, [start.seq_id for start in starts]
@@ -144,7 +150,7 @@ class ChainGraph:
             buffers.given[: len(starts)] = first if in_order else first[upload(order, torch.long, runner.device)]
         if buffers.features is not None and texts is not None:
             buffers.features[: len(texts.features)] = texts.features
-        key = ("chains", self.ids, shape, draws.num_ids)
+        key = shape, self.ids, draws.num_ids
         nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts, heads))
         if texts is not None:
             runner.keep(seq_ids, [range(len(text)) for text in unread])
@@ -215,17 +221,19 @@ class ChainGraph:
 
     def shape_of(self, needed: ChainShape) -> ChainShape | None:
         """The shape of a captured graph, or of a new one if too much of a captured one would be padding."""
-        there = [shape for shape in self.buffers if shape.holds(needed)]
-        if there:
-            return min(there, key=lambda shape: (shape.rows * shape.depth, shape.text))
         fixed = fixed_steps(needed.steps, needed.depth, self.ids.vocab_size)
+        if fixed is None:
+            return None
         text = max(LEAST_TEXT, power_of_two(needed.text)) if needed.text else 0
-        return None if fixed is None else ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
+        own = ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
+        return self.buffers.choose(own, lambda shape: shape.holds(own), ChainShape.size)
 
     def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
-        """The buffers of this shape, always the same."""
-        if shape in self.buffers:
-            return self.buffers[shape]
+        """The buffers of this shape, always the same as long as it is kept."""
+        return self.buffers.take(shape, lambda: self.make_buffers(shape, texts, heads))
+
+    def make_buffers(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
+        """New buffers of this shape."""
         device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, shape.rows, self.runner.most_keys
         passes = {}
         if texts is not None:
@@ -239,7 +247,7 @@ class ChainGraph:
         names = "keys", "positions", "begins", "roots", "chains", "depths"
         sizes |= dict.fromkeys(names, ((rows,), np.dtype(np.int64)))
         sizes |= {name: ((Inputs.size_of(each),), np.dtype(np.int32)) for name, each in passes.items()}
-        packed = PackedTables(sizes, device)
+        packed = PackedTables(sizes, device, self.buffers.buffer)
         inputs = {name: Inputs(each, device, flat=packed.tables[name]) for name, each in passes.items()}
         text, places = inputs.pop("text", None), inputs.pop("places", None)
         features = None if texts is None else texts.features.new_zeros(shape.text, *texts.features.shape[1:])
@@ -248,8 +256,7 @@ class ChainGraph:
             first = heads.states.new_zeros(rows, heads.states.shape[1])
         elif texts is None:
             first = self.runner.graphs.logits(rows, vocab)
-        self.buffers[shape] = Buffers(packed, [*inputs.values()], first, text, features, places)
-        return self.buffers[shape]
+        return Buffers(packed, [*inputs.values()], first, text, features, places)
 
     def body(
         self,

@@ -13,6 +13,7 @@ The chains of a draft model and of trained heads are one graph each (`chain_grap
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,15 +21,15 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.device import upload
-from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs
+from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs, KeptShapes
 from forerun.models.backends.gpu.chain_graph import ChainGraph
-from forerun.models.backends.gpu.fixed import LEAST_PATH, PADDED, Inputs, Layout, Shape, run_pass, tile_rows
+from forerun.models.backends.gpu.fixed import LEAST_PATH, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph
 from forerun.models.chains import Chains, HeadsAhead, IdExchange, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States, Tapped
 from forerun.models.layer import counters_of
-from forerun.models.rows import power_of_two
+from forerun.models.rows import few_rows, power_of_two
 from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runner, Tail, TreeRule
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -36,7 +37,8 @@ from forerun.tree import DraftTree
 SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
 LEAST_ROWS = 16  # the smallest size
 SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
-CAPTURED_STEP, LARGE_STEP = 64, 128  # the rows of larger passes are multiples of these: captured ones, and others
+LARGER = 2  # how many times its own size a pass may be padded to, rather than that this is captured
+LARGE_STEP, JUDGED_STEP = 128, 64  # rows of passes that are not captured are multiples of these, as are those judged
 
 
 class GraphRunner(Runner):
@@ -48,9 +50,9 @@ class GraphRunner(Runner):
     def __init__(self, decoder: Decoder, cache: PagedCache, most_judged: int = 0) -> None:
         super().__init__(decoder, cache)
         self.ops = ops_for(self.device)
-        rows = max(LOGITS_ROWS, self.whole_steps(most_judged))
+        rows = max(LOGITS_ROWS, few_rows(most_judged))
         self.graphs = Graphs(self.device, logits_rows=rows, counters=counters_of(decoder.layers))
-        self.tables: dict[tuple[Shape, int], Inputs] = {}
+        self.tables = KeptShapes[tuple[Shape, int], Inputs](self.graphs)
         self.chain_graphs: dict[IdExchange, ChainGraph] = {}
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
         c = decoder.config
@@ -75,8 +77,8 @@ class GraphRunner(Runner):
         assert begun is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
-        shape = self.shape_of(layout, len(judged), max(len(read.tokens) for read in reads))
-        tables = self.tables_of(shape, 0 if inputs is None else inputs.shape[1])
+        width = 0 if inputs is None else inputs.shape[1]
+        tables = self.tables_of(self.shape_of(layout, len(judged), max(len(r.tokens) for r in reads), width), width)
         layout.sources += [] if drawn is None else [max(0, place) for place in drawn.source]
         tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
         if drawn is not None:
@@ -133,42 +135,43 @@ class GraphRunner(Runner):
             layout.add(read.tokens, nodes, self.cache.start(read.seq_id), self.cache.length(read.seq_id), paths)
         return layout, judged
 
-    def shape_of(self, layout: Layout, num_judged: int, longest_read: int) -> Shape:
-        """A shape that holds a pass: of few sizes where passes are captured, else the smallest."""
+    def shape_of(self, layout: Layout, num_judged: int, longest_read: int, width: int) -> Shape:
+        """A shape that holds a pass, with states of this width: of few sizes where passes are captured, else the
+        smallest."""
         rows, longest = len(layout.tokens), layout.longest_path
         path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
         keys = -(-(max(layout.positions) + 1) // SPLIT) * SPLIT
-        judged = self.whole_steps(num_judged)
         if rows > SMALL_ROWS and (longest_read > SHORT_READ or rows > MOST_ROWS):
-            size, few = -(-rows // LARGE_STEP) * LARGE_STEP, power_of_two(num_judged) if num_judged else 0
-            return Shape(size, path, min(judged, few), keys, captured=False)
-        size = self.captured_rows(rows, path, num_judged > 0)
-        judged = judged if size > SMALL_ROWS or not judged else size
-        return Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
+            few = min(-(-num_judged // JUDGED_STEP) * JUDGED_STEP, power_of_two(num_judged)) if num_judged else 0
+            return Shape(-(-rows // LARGE_STEP) * LARGE_STEP, path, few, keys, captured=False)
+        small = rows <= SMALL_ROWS
+        size = max(LEAST_ROWS, power_of_two(rows)) if small else few_rows(rows)
+        most = LARGER * size if size > LEAST_ROWS else size  # most rounds are of the least size
+        most = min(SMALL_ROWS, most) if small else most
+        judged = 0 if not num_judged else size if small else few_rows(num_judged)
+        own = Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
 
-    @staticmethod
-    def whole_steps(rows: int) -> int:
-        """As many rows, or a few more, as larger passes that are captured have."""
-        return -(-rows // CAPTURED_STEP) * CAPTURED_STEP
+        def serves(there: tuple[Shape, int]) -> bool:
+            shape = there[0]
+            alike = replace(own, rows=shape.rows, judged=shape.judged) == shape and there[1] == width
+            return (
+                alike and size <= shape.rows <= most and judged <= shape.judged and (judged > 0) == (shape.judged > 0)
+            )
 
-    def captured_rows(self, rows: int, path: int, judges: bool) -> int:
-        """The size of a captured pass, or a new one if too much of every captured one would be padding."""
-        if rows > SMALL_ROWS:
-            return self.whole_steps(rows)
-        least, most = max(LEAST_ROWS, power_of_two(rows)), min(SMALL_ROWS, PADDED * rows)
-        there = (s.rows for s, _ in self.tables if s.path == path and (s.judged > 0) == judges)
-        return min((size for size in there if least <= size <= most), default=least)
+        return self.tables.choose((own, width), serves, lambda there: (there[0].rows, there[0].judged))[0]
 
     def tables_of(self, shape: Shape, width: int) -> Inputs:
-        """Tables of this shape, with states where these have a width; always the same tensors where a graph uses
-        them."""
-        if (shape, width) in self.tables:
-            return self.tables[shape, width]
-        states = torch.zeros(shape.rows, width, dtype=self.decoder.stream, device=self.device) if width else None
-        tables = Inputs(shape, self.device, states)
-        if shape.captured and self.graphs.enabled:
-            self.tables[shape, width] = tables
-        return tables
+        """Tables of this shape, with states where these have a width; where a graph uses them always the same tensors
+        as long as they are kept."""
+
+        def make(flat: Tensor | None = None) -> Inputs:
+            states = torch.zeros(shape.rows, width, dtype=self.decoder.stream, device=self.device) if width else None
+            return Inputs(shape, self.device, states, flat)
+
+        if not (shape.captured and self.graphs.enabled):
+            return make()
+        num_bytes = Inputs.size_of(shape) * torch.int32.itemsize
+        return self.tables.take((shape, width), lambda: make(self.tables.buffer(num_bytes).view(torch.int32)))
 
     def run(self, inputs: Inputs, taps: tuple[int, ...]) -> States:
         """The pass over these tables, replayed where its shape is captured."""
@@ -177,7 +180,7 @@ class GraphRunner(Runner):
             keep = self.graphs.keep_logits if inputs.shape.captured else Tensor.float
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps, keep)
 
-        key = (inputs.shape, taps, 0 if inputs.states is None else inputs.states.shape[1])
+        key = (inputs.shape, 0 if inputs.states is None else inputs.states.shape[1]), taps
         return self.graphs.run(key if inputs.shape.captured else None, body)
 
 

@@ -13,8 +13,9 @@ from forerun.models.backends.gpu.capture import LOGITS_ROWS
 from forerun.models.backends.gpu.ops import SCRATCH_BYTES, SPLIT
 from forerun.models.backends.gpu.verdicts import verdict_bytes
 from forerun.models.config import ModelConfig
+from forerun.models.rows import few_rows
 
-STEP = 128  # the rows of passes are rounded up to it
+STEP = 128  # the rows of passes without capture are rounded up to it
 LONG_READ = 96  # rows for which weights in groups are unpacked
 WIDE = 4  # bytes of a logit
 OUTSIDE = 8.2  # times a round's logits that a verdict without a graph holds, by the widest filter, `top_p`
@@ -43,8 +44,8 @@ def scratch_bytes(config: ModelConfig, size: int, passes: PassSizes, vocab: int,
 
     `unpacks`: weights are held in groups, and unpacked for long reads.
     """
-    logits, judged = vocab * WIDE, -(-passes.judged // 64) * 64
-    rows = -(-passes.rows // STEP) * STEP
+    logits, judged = vocab * WIDE, few_rows(passes.judged)
+    rows = max(few_rows(passes.rows), -(-passes.rows // STEP) * STEP)
     one_pass = pass_bytes(config, size, rows, max(judged, STEP), vocab, unpacks)
     in_graphs = max(one_pass, verdict_bytes(vocab))
     warm_up = logits * passes.judged + verdict_bytes(vocab)  # before a capture, with a round's logits beside it

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.device import PackedTables
-from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.rows import power_of_two
 from forerun.models.runner import Judged, TreeRule
 from forerun.sampling.constraint import constrained
@@ -39,7 +39,9 @@ from forerun.tree import DraftTree
 MOST_ROWS = 192  # of a round that is judged by a graph
 ROWS_AT_ONCE = 32  # are drawn, so that what that takes is bounded:
 WORK = 16  # times their logits: at most 11 in tensors; as torch sorts it is 4, and the rest is for its inside
-SPARE = 4  # how many times its rows a round may be padded to, rather than that another graph is captured
+SPARE = 8  # how many times its rows a round may be padded to, rather than that another graph is captured,
+LEAST_DEPTH = 4  # of a graph that judges guesses at all
+WIDER = 4  # and how many times the width of its tables
 MOST_IDS = 16_384  # of a row, in any table
 MOST_PAIRS = 4  # of ids and guesses that are compared for each node, in parts of the vocabulary,
 LEAST_PAIRS = 2**15  # or so many where it is small
@@ -59,8 +61,8 @@ def kinds_of(steps: Steps) -> tuple[bool, ...]:
 
 
 def holds(steps: Steps, needed: Steps) -> bool:
-    """Whether these transforms can do what is needed, and make no kind that takes time and is not."""
-    return kinds_of(steps) == kinds_of(needed) and all(mine >= other for mine, other in zip(steps, needed, strict=True))
+    """Whether transforms can do what is needed, and no kind that is not, in tables that are not much wider."""
+    return all(need <= mine <= WIDER * need for mine, need in zip(steps, needed, strict=True))
 
 
 def fixed_steps(needed: Steps, depth: int, vocab: int) -> Steps | None:
@@ -99,19 +101,25 @@ class VerdictShape(NamedTuple):
     ranked: int = 0  # how many log-probabilities are wanted of a token, itself among them
 
     def holds(self, other: VerdictShape) -> bool:
-        """Whether such a round fits, without too much padding or work that nobody asks for."""
-        large = all(mine >= needed for mine, needed in zip(self[:4], other[:4], strict=True))
-        small = self.rows <= SPARE * other.rows and self.batch * self.nodes <= SPARE**2 * other.rows
+        """Whether rounds of another shape fit, without too much padding or work that nobody asks for.
+
+        Rounds without guesses are common, and walk no paths.
+        """
+        large = (self.depth > 0) == (other.depth > 0) and all(
+            mine >= needed for mine, needed in zip(self[:4], other[:4], strict=True)
+        )
+        rows = max(ROWS_AT_ONCE, SPARE * other.rows)
+        small = self.rows <= rows and self.batch * self.nodes <= SPARE * rows
         ranks = self.ranked >= other.ranked and (self.ranked > 0) == (other.ranked > 0)
         return large and small and ranks and holds(self.steps, other.steps)
 
     def rounded(self, vocab: int) -> VerdictShape | None:
         """The shape of a new graph for such a round; None where no graph can judge it."""
-        depth = power_of_two(self.depth) if self.depth else 0
+        depth = max(LEAST_DEPTH, power_of_two(self.depth)) if self.depth else 0
         steps = fixed_steps(self.steps, depth, vocab)
         if steps is None:
             return None
-        nodes = 1 + power_of_two(self.nodes - 1) if self.nodes > 1 else 1
+        nodes = 1 + max(LEAST_DEPTH, power_of_two(self.nodes - 1)) if self.nodes > 1 else 1
         ranks = self.ranked and 1 + (FEW if self.ranked <= 1 + FEW else MOST_LOGPROBS)
         rows = min(power_of_two(self.rows), MOST_ROWS)
         return VerdictShape(rows, power_of_two(self.batch), nodes, depth, steps, ranks)
@@ -155,7 +163,7 @@ class VerdictGraph:
 
     def __init__(self, graphs: Graphs, device: torch.device, vocab: int) -> None:
         self.graphs, self.device, self.vocab = graphs, device, vocab
-        self.tables: dict[VerdictShape, Tables] = {}
+        self.tables = KeptShapes[VerdictShape, Tables](graphs)
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
@@ -180,19 +188,22 @@ class VerdictGraph:
         tables.logits[: len(logits)] = logits
         tables.tokens[:batch, :nodes] = tree.tokens
         self.fill(tables, shape, draws, tree, host)
-        judged = self.graphs.run(("verdict", shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
+        judged = self.graphs.run((shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
         return Judged(
             judged.packed[:batch, : 3 + tree.depth], None if judged.ranked is None else judged.ranked[: len(logits)]
         )
 
     def shape_of(self, needed: VerdictShape) -> VerdictShape | None:
-        """A shape that holds the round: one that is there, else a new one; None where no graph can judge it."""
-        there = [shape for shape in self.tables if shape.holds(needed)]
-        return min(there) if there else needed.rounded(self.vocab)
+        """The narrowest shape there is that holds the round, else a new one; None where no graph can judge it."""
+        own = needed.rounded(self.vocab)
+        if own is None:
+            return None
+        return self.tables.choose(own, lambda shape: shape.holds(own), lambda shape: (shape.rows, shape.steps, shape))
 
     def tables_of(self, shape: VerdictShape) -> Tables:
-        """The tensors of this shape, always the same."""
-        if shape not in self.tables:
+        """The tensors of this shape, always the same as long as it is kept."""
+
+        def make() -> Tables:
             grid = shape.batch, shape.nodes
             of_rows = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
             of_nodes = dict.fromkeys(("parents", "row"), grid)
@@ -201,10 +212,10 @@ class VerdictGraph:
             if shape.steps.masks:
                 sizes["masks"] = (shape.rows, shape.steps.masks), np.dtype(np.int32)
             tokens = torch.zeros(grid, dtype=torch.int64, device=self.device)
-            self.tables[shape] = Tables(
-                PackedTables(sizes, self.device), self.graphs.logits(shape.rows, self.vocab), tokens
-            )
-        return self.tables[shape]
+            packed = PackedTables(sizes, self.device, self.tables.buffer)
+            return Tables(packed, self.graphs.logits(shape.rows, self.vocab), tokens)
+
+        return self.tables.take(shape, make)
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
         """What the host knows of the round: all but logits and tokens."""

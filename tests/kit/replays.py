@@ -1,0 +1,62 @@
+"""Graphs where there is no card: a replay runs what was captured once more, into the tensors that the capture gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from forerun.device import Captures
+from forerun.models.backends.gpu.capture import Graphs
+
+
+@dataclass
+class RunAgain:
+    """Stands for a captured graph."""
+
+    body: Callable[[], Any]
+    result: Any
+
+    def replay(self) -> None:
+        for old, new in zip(tensors_of(self.result), tensors_of(self.body()), strict=True):
+            old.copy_(new)
+
+
+def tensors_of(result: Any) -> Iterator[Tensor]:
+    """All tensors in what a body gives."""
+    if isinstance(result, Tensor):
+        yield result
+    elif is_dataclass(result):
+        for field in fields(result):
+            yield from tensors_of(getattr(result, field.name))
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from tensors_of(each)
+
+
+def imagine_captures(monkeypatch: pytest.MonkeyPatch) -> list[Hashable]:
+    """Let graphs be captured on the CPU, from now on, of objects that are made now; the keys, as they are captured."""
+    keys: list[Hashable] = []
+    make = Graphs.__init__
+
+    def enabled(graphs: Graphs, *args: Any, **options: Any) -> None:
+        make(graphs, *args, **options)
+        graphs.enabled = True
+
+    def run(graphs: Graphs, key: Any, body: Callable[[], Any]) -> Any:
+        return body() if key is None else graphs.replay(key, body)
+
+    def capture(graphs: Graphs, key: Any, body: Callable[[], Any]) -> None:
+        result = body()
+        graphs.captured[key] = RunAgain(body, result), result  # type: ignore[assignment]
+        keys.append(key)
+        Captures.num += 1
+
+    monkeypatch.setattr(Graphs, "__init__", enabled)
+    monkeypatch.setattr(Graphs, "run", run)
+    monkeypatch.setattr(Graphs, "try_capture", capture)
+    monkeypatch.setattr(Captures, "num", 0)
+    return keys
