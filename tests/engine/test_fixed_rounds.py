@@ -163,12 +163,12 @@ EVERY = SamplingParams(
 @pytest.mark.parametrize(
     ("drafter", "params", "most"),
     [
-        (None, PARAMS[1], 6),
-        ("model", PARAMS[1], 17),
-        (None, PARAMS[2], 6),
-        (None, EVERY, 6),
-        (None, replace(EVERY, logprobs=3), 7),
-        ("model", EVERY, 42),
+        (None, PARAMS[1], 8),
+        ("model", PARAMS[1], 19),
+        (None, PARAMS[2], 8),
+        (None, EVERY, 8),
+        (None, replace(EVERY, logprobs=3), 9),
+        ("model", EVERY, 19),
     ],
     ids=["plain", "model", "penalised", "every", "logprobs", "every-model"],
 )

@@ -172,9 +172,9 @@ class Held(TorchDispatchMode):
 class CardFunctions(TorchFunctionMode):
     """What of torch's functions does not reach the dispatcher."""
 
-    def __init__(self, waits: list[str], card: torch.device = CARD) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()
-        self.waits, self.card = waits, card
+        self.waits, self.card, self.seen = seen.waits, seen.card, seen
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -200,7 +200,10 @@ class CardFunctions(TorchFunctionMode):
 
     def indexed(self, func: Callable[..., Any], args: Sequence[Any]) -> object:
         """What indices in brackets give, of which a GPU sees tensors alone."""
-        for each in args[1] if isinstance(args[1], tuple) else args[1:2]:
+        by = args[1] if isinstance(args[1], tuple) else args[1:2]
+        if not self.seen.replaying and (len(args) > 2 or any(isinstance(each, (list, Tensor)) for each in by)):
+            self.seen.sent.append(func.__name__)
+        for each in by:
             of_host = isinstance(each, list) or (isinstance(each, Tensor) and not isinstance(each, OnCard))
             if of_host or (isinstance(each, Tensor) and each.dtype == torch.bool):
                 self.waits.append("index by numbers of the host" if of_host else "index by truth")
@@ -229,7 +232,7 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         for name in ("current_stream", "_lazy_init"):
             patch.setattr(torch.cuda, name, MagicMock())
         patch.setattr(torch.cuda, "Event", lambda **_: MagicMock(elapsed_time=lambda _: 1.0))
-        with CardFunctions(seen.waits), CardMode(seen):
+        with CardFunctions(seen), CardMode(seen):
             yield seen
 
 
@@ -250,5 +253,5 @@ def imagined_mps(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[Any, Sequen
         for module in (ops, groups, backend):
             patch.setattr(module, "load_kernels", refused)
         patch.setattr(Tensor, "pin_memory", refused)
-        with CardFunctions(seen.waits, MPS), CardMode(seen):
+        with CardFunctions(seen), CardMode(seen):
             yield seen

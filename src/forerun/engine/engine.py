@@ -222,7 +222,8 @@ class Engine:
 
     def sanitized(self, tree: DraftTree, plan: RoundPlan, bare: DraftTree, budgets: Seq[Budget]) -> DraftTree:
         """What a drafter gave as a tree of these roots within its budgets, whatever it was."""
-        roots = bare.tokens[:, 0] if tree.tokens.is_cpu else plan.draws.roots_tokens
+        rooted = tree if tree.sound else bare if tree.tokens.is_cpu else None
+        roots = plan.draws.roots_tokens if rooted is None else rooted.tokens[:, 0]
         return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
 
     def matched(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:

@@ -39,13 +39,13 @@ class Start:
 class UnreadTexts:
     """Text of each start that is to be read before its chain is drawn, one token at least.
 
-    `features` are the target's states, and `fuse` maps them to what the layers read beside the tokens; `beside` gives
-    from their outputs what they read beside the guesses that follow. `roots` gets their outputs at the last token of
-    each text; None where nothing is guessed there.
+    `features` are the target's states, in pieces, and `fuse` maps them to what the layers read beside the tokens;
+    `beside` gives from their outputs what they read beside the guesses that follow. `roots` gets their outputs at the
+    last token of each text; None where nothing is guessed there.
     """
 
     tokens: Sequence[Sequence[int]]
-    features: Float[Tensor, "total *features"]
+    features: Sequence[Float[Tensor, "_ *features"]]
     roots: Float[Tensor, "starts outputs"] | None
     fuse: Callable[[Tensor], Tensor]
     beside: Callable[[Tensor], Tensor] | None = None
@@ -53,7 +53,12 @@ class UnreadTexts:
     @property
     def states(self) -> Float[Tensor, "total inputs"]:
         """What the layers read beside the tokens."""
-        return self.fuse(self.features)
+        return self.fuse(joined(self.features))
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces, one behind the other; a single one as it is."""
+    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
 
 
 class Foreseen(NamedTuple):
@@ -91,7 +96,7 @@ class HeadsAhead:
     """
 
     logits: Callable[[Foreseen, Int[Tensor, "chains path"]], Tensor]
-    states: Float[Tensor, "starts hidden"] | None = None
+    states: Sequence[Float[Tensor, " hidden"]] | None = None
     places: MaskedPlaces | None = None
 
 

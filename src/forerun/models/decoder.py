@@ -63,7 +63,12 @@ class Tapped:
         states = self.states
         if self.together is not None:
             together = self.together
-            return together if places is None else together[upload(places, torch.long, together.device)]
+            if places is None:
+                return together
+            first = min(places, default=0)
+            if places == [*range(first, first + len(places))]:  # as of one chain
+                return together[first : first + len(places)]
+            return together[upload(places, torch.long, together.device)]
         if places is not None and places != [*range(len(states[0]))]:
             at = upload(places, torch.long, states[0].device)
             states = [each.index_select(0, at) for each in states]

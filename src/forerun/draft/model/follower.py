@@ -24,7 +24,7 @@ from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import UnreadStates
-from forerun.models.chains import Chains, IdExchange, Start
+from forerun.models.chains import Chains, IdExchange, Start, joined
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.sampling.draws import Draws
@@ -289,7 +289,7 @@ class Follower:
         """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
         active = {row.seq_id for row in rows}
         while reads:
-            states = self.read(reads, active, features=self.states.of(reads) if of_text and self.taps else None)
+            states = self.read(reads, active, features=joined(self.states.of(reads)) if of_text and self.taps else None)
             if states is not None:
                 return RootPass(reads, [row for row in rows if row.seq_id in active], self.ids.spread(states.logits))
             youngest = max(read.seq_id for read in reads)  # ids grow with arrival

@@ -22,7 +22,7 @@ from forerun.annotations import Float
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.models.chains import IdExchange, Start, UnreadTexts
+from forerun.models.chains import IdExchange, Start, UnreadTexts, joined
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
 
@@ -47,7 +47,7 @@ class StateFollower(FedFollower, ABC):
     def num_outputs(self) -> int:
         """Numbers that it makes of a token of text."""
 
-    def before_fusing(self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]) -> Tensor:
+    def before_fusing(self, reads: Sequence[Read], features: Sequence[Tensor]) -> Sequence[Tensor]:
         """The target's states of these reads with what else of each sequence is read beside its text."""
         return features
 
@@ -120,7 +120,7 @@ class StateFollower(FedFollower, ABC):
     ) -> Float[Tensor, "total inputs"]:
         """The target's states for text; for a guess what the model made of its parent."""
         if features is not None:
-            return self.fuse(self.before_fusing(reads, features))
+            return self.fuse(joined(self.before_fusing(reads, [features])))
         states = []
         for read in reads:
             outputs = self.outputs[read.seq_id]

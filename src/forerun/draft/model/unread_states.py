@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from forerun.annotations import Float
@@ -26,12 +25,16 @@ UNREAD_BYTES = 64 << 20  # of all states that one drafter has not read; beyond, 
 
 @dataclass(slots=True)
 class ShownText:
-    """A text of this salt, and the states of its tokens from number `first` on, in pieces."""
+    """A text of this salt, and the states of its tokens from number `first` on, in pieces.
+
+    `in_round`: the last of them is a part of those of a whole round, which it holds.
+    """
 
     salt: Hashable
     tokens: Sequence[int]
     first: int
     pieces: deque[Float[Tensor, "tokens taps hidden"]] = field(default_factory=deque)
+    in_round: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -44,6 +47,11 @@ class ShownText:
         if salt is None or self.salt != salt or self.first > num_known or self.tokens[behind] != tokens[behind]:
             return num_known
         return max(num_known, num_shared(self.tokens, tokens, len(tokens)))
+
+    def leave_round(self) -> None:
+        """Hold no more than its own states: they wait for longer than until the next round."""
+        if self.in_round:
+            self.pieces[-1], self.in_round = self.pieces[-1].clone(), False
 
     def part(self, start: int, end: int) -> Iterator[Float[Tensor, "tokens taps hidden"]]:
         """The states of its tokens from `start` on and before `end`, in pieces."""
@@ -68,9 +76,18 @@ class UnreadStates:
         """Whether any sequence has some."""
         return bool(self.waiting)
 
-    def add(self, seq_id: int, text: ShownText, pieces: Sequence[Float[Tensor, "tokens taps hidden"]]) -> None:
+    def add(
+        self,
+        seq_id: int,
+        text: ShownText,
+        pieces: Sequence[Float[Tensor, "_ taps hidden"]],
+        in_round: bool = False,
+    ) -> None:
         """Keep pieces behind those that wait; where none do, from where `text` says, whose tokens may grow."""
-        self.waiting.setdefault(seq_id, text).pieces.extend(pieces)
+        shown = self.waiting.setdefault(seq_id, text)
+        shown.leave_round()
+        shown.pieces.extend(pieces)
+        shown.in_round = in_round
         self.num_bytes += sum(piece.nbytes for piece in pieces)
 
     def known(self, tokens: Sequence[int], salt: Hashable, num_known: int) -> int:
@@ -91,10 +108,10 @@ class UnreadStates:
         """The sequence of which most is not read."""
         return max(self.waiting, key=lambda seq_id: self.waiting[seq_id].num_tokens)
 
-    def of(self, reads: Sequence[Read]) -> Float[Tensor, "total taps hidden"]:
-        """The states of these tokens, packed, with which the unread texts begin."""
+    def of(self, reads: Sequence[Read]) -> list[Float[Tensor, "_ taps hidden"]]:
+        """The states of these tokens, in pieces, with which the unread texts begin."""
         texts = [(self.waiting[read.seq_id], len(read.tokens)) for read in reads]
-        return torch.cat([piece for text, count in texts for piece in text.part(text.first, text.first + count)])
+        return [piece for text, count in texts for piece in text.part(text.first, text.first + count)]
 
     def drop(self, seq_id: int, count: int | None = None) -> None:
         """Forget the first `count` states of a sequence, or all; one without any is ignored."""
@@ -113,6 +130,7 @@ class UnreadStates:
 
     def end(self, seq_id: int) -> None:
         """Keep the states of a sequence that ends for texts that begin alike."""
+        self.waiting[seq_id].leave_round()
         self.ended.append(self.waiting.pop(seq_id))
 
     def fits(self) -> bool:

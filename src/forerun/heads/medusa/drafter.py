@@ -42,6 +42,8 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
+MOST_SHARED = 8  # tokens of a sequence in a round whose states are held together until the next one
+
 
 class MedusaHeads:
     """The heads, over a target's embedding and head. Rows do not affect each other."""
@@ -97,9 +99,11 @@ class MedusaDrafter:
         """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
         if news.adopted:
             return
+        alone = len(news.tokens) > MOST_SHARED * len(news.seq_ids)
         for i, (seq_id, tokens, _) in enumerate(news.rows()):
             if tokens:
-                self.states[seq_id] = news.shown("medusa")[news.offsets[i + 1] - 1, 0].clone()
+                state = news.shown("medusa")[news.offsets[i + 1] - 1, 0]
+                self.states[seq_id] = state.clone() if alone else state
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """All: the root is read in any case, and the state after it is all that is needed."""
@@ -142,7 +146,7 @@ class MedusaDrafter:
             return self.heads.logits(path.shape[1] - 1, foreseen.first, path)
 
         def draw(starts: Sequence[Start]) -> Chains | None:
-            heads = HeadsAhead(logits_ahead, self.states_of([start.seq_id for start in starts]))
+            heads = HeadsAhead(logits_ahead, [self.states[start.seq_id] for start in starts])
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
         return unseen_by_heads(draws, asked, logits_behind, draw)

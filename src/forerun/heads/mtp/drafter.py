@@ -26,7 +26,7 @@ from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules, 
 from forerun.heads.mtp.network import UNKNOWN, MtpDecoder
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.vocabulary import exchange_of
-from forerun.models.chains import IdExchange
+from forerun.models.chains import IdExchange, joined
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
@@ -58,17 +58,18 @@ class MtpDrafter(StateFollower):
         return features.flatten(1)
 
     def before_fusing(
-        self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"]
-    ) -> Float[Tensor, "total modules hidden"]:
+        self, reads: Sequence[Read], features: Sequence[Float[Tensor, "_ taps hidden"]]
+    ) -> Sequence[Float[Tensor, "_ modules hidden"]]:
         """The target's states for the first module; for each further one what the one before gives a row earlier."""
         if self.num_modules == 1:
             return features
-        states = features.new_full((len(features), self.num_modules, self.hidden), UNKNOWN)
-        states[:, 0], row = features[:, 0], 0
+        shown, row = joined(features), 0
+        states = shown.new_full((len(shown), self.num_modules, self.hidden), UNKNOWN)
+        states[:, 0] = shown[:, 0]
         for read in reads:
             states[row, 1:] = self.end(read.seq_id)
             row += len(read.tokens)
-        return states
+        return [states]
 
     def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """Each module's output is read by the next one; the last module's by itself, once the others have guessed."""

@@ -141,15 +141,16 @@ class ChainGraph:
                 runner.cache.reserve(seq_ids, counts)
         except OutOfBlocks:
             return None
-        first = logits if heads is None or logits is not None else heads.states
         buffers = self.buffers_of(shape, texts, heads)
         arrays = self.arrays(buffers, draws, starts, order, unread, places)
         buffers.packed.fill(rows.arrays(shape.steps) | arrays)
-        if buffers.given is not None and first is not None:
+        if buffers.given is not None and logits is not None:
             in_order = order == [*range(len(starts))]
-            buffers.given[: len(starts)] = first if in_order else first[upload(order, torch.long, runner.device)]
+            buffers.given[: len(starts)] = logits if in_order else logits[upload(order, torch.long, runner.device)]
+        elif buffers.given is not None and heads is not None and heads.states is not None:
+            torch.stack([heads.states[i] for i in order], out=buffers.given[: len(starts)])
         if buffers.features is not None and texts is not None:
-            buffers.features[: len(texts.features)] = texts.features
+            torch.cat(list(texts.features), out=buffers.features[: sum(map(len, texts.features))])
         key = shape, self.ids, draws.num_ids
         nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts, heads))
         if texts is not None:
@@ -250,10 +251,10 @@ class ChainGraph:
         packed = PackedTables(sizes, device, self.buffers.buffer)
         inputs = {name: Inputs(each, device, flat=packed.tables[name]) for name, each in passes.items()}
         text, places = inputs.pop("text", None), inputs.pop("places", None)
-        features = None if texts is None else texts.features.new_zeros(shape.text, *texts.features.shape[1:])
+        features = None if texts is None else texts.features[0].new_zeros(shape.text, *texts.features[0].shape[1:])
         first = None
         if heads is not None and heads.states is not None:
-            first = heads.states.new_zeros(rows, heads.states.shape[1])
+            first = heads.states[0].new_zeros(rows, len(heads.states[0]))
         elif texts is None:
             first = self.runner.graphs.logits(rows, vocab)
         return Buffers(packed, [*inputs.values()], first, text, features, places)

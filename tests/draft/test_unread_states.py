@@ -1,0 +1,21 @@
+"""States that wait to be read: in whose memory they lie."""
+
+import torch
+
+from forerun.draft.model.unread_states import ShownText, UnreadStates
+from forerun.models.runner import Read
+
+
+def test_states_of_a_round_are_held_until_the_next_one_and_copied_if_they_wait_longer() -> None:
+    """Else a text that rests would hold the states of all rows of every round that it was in."""
+    rounds, states, tokens = torch.arange(80.0).view(5, 8, 1, 2), UnreadStates(), list[int]()
+    for number, of_round in enumerate(rounds):
+        tokens += [number, number]
+        states.add(7, ShownText(None, tokens, 0), [of_round[2:4]], in_round=True)
+    pieces = states.of([Read(7, tokens)])
+    assert torch.equal(torch.cat(pieces), rounds[:, 2:4].flatten(0, 1))
+    assert [piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces] == [True] * 4 + [False]
+    states.end(7)
+    (ended,) = states.ended
+    assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in ended.pieces)
+    assert states.num_bytes == sum(piece.nbytes for piece in ended.pieces)
