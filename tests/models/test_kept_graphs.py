@@ -3,12 +3,15 @@
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.accept.outcome import Outcome, Stats
+from forerun.control.measured import MeasuredDepth
 from forerun.device import CPU, Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu import capture
@@ -66,6 +69,36 @@ def test_graphs_that_were_dropped_are_captured_again_and_give_the_same_tokens(
             assert {key[0] for key in runner.graphs.captured} <= there, "a graph goes with its tables"
     assert max(Counter(keys).values()) > 1, "something was captured again"
     assert llm.stats.num_accepted > 0
+
+
+def test_rounds_in_which_something_was_captured_teach_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = imagine_captures(monkeypatch)
+    noted: list[tuple[bool, int, int]] = []
+    times = 0
+    time, record = MeasuredDepth.time, Stats.record
+
+    def timed(controller: MeasuredDepth, *words: Any) -> bool:
+        nonlocal times
+        times += 1
+        return time(controller, *words)
+
+    def recorded(stats: Stats, outcome: Outcome) -> None:
+        noted.append((outcome.captured, len(keys), times))
+        record(stats, outcome)
+
+    monkeypatch.setattr(MeasuredDepth, "time", timed)
+    monkeypatch.setattr(Stats, "record", recorded)
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", device=FIXED, max_model_len=128)
+    assert isinstance(llm.engine.controller, MeasuredDepth)
+    for params in (PARAMS[0], PARAMS):
+        llm.generate(PROMPTS, params)
+    before = (False, 0, 0)
+    for each in noted:
+        assert each[0] == (each[1] > before[1]), "what was captured is noticed in its own round"
+        assert not each[0] or each[2] == before[2]
+        before = each
+    assert len(keys) > 3
+    assert times > 3
 
 
 def storages(tables: Iterator[Tensor]) -> int:
