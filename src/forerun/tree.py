@@ -168,8 +168,8 @@ class DraftTree:
     `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds known to the host, so
     that walking never synchronises; `widths` are those of each row, settled before anything was drawn. `q` None: the
     guesses are judged by `follow`, in every verification mode. `known` is what the host knows without a copy, of trees
-    on a device too: the nodes that the target reads. `sound`: chains that a runner drew, as `known` says, of tokens
-    that exist; nothing is looked for in them.
+    on a device too: the nodes that the target reads. `sound`: the chains that a runner drew (`drawn`), unchanged;
+    nothing is looked for in them.
     """
 
     tokens: Int[Tensor, "batch nodes"]
@@ -179,7 +179,14 @@ class DraftTree:
     q: DraftLaw | None = None
     known: Sequence[HostTree] | None = None
     widths: Sequence[int] | None = None
-    sound: bool = False
+    sound: bool = field(default=False, init=False)  # so `replace` gives trees that are looked through
+
+    @classmethod
+    def drawn(cls, nodes: Int[Tensor, "2 batch nodes"], known: Sequence[HostTree]) -> DraftTree:
+        """Tokens and parents of chains that are as `known` says, of tokens that exist."""
+        tree = cls(nodes[0], nodes[1], nodes.shape[2] - 1, known=known)
+        object.__setattr__(tree, "sound", True)
+        return tree
 
     @classmethod
     def bare(cls, roots: Int[Tensor, " batch"]) -> DraftTree:

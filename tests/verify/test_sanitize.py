@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forerun.tree import DraftLaw, DraftTree
+from forerun.models.chains import Chains
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftLaw, DraftTree, HostTree
 from forerun.verify.rules import token_law
 from forerun.verify.sanitize import sanitize
 
@@ -268,6 +270,18 @@ def test_tensors_that_are_no_draft_leave_the_roots(fields: dict[str, Any]) -> No
     assert clean.tokens.tolist() == [[0], [3], [1]]
     assert clean.depth == 0
     assert clean.q is None
+
+
+def test_chains_that_a_runner_drew_are_looked_through_once_they_are_changed() -> None:
+    nodes = torch.tensor([[[5, 6, 7], [8, 9, -1]], [[-1, 0, 1], [-1, 0, -1]]])
+    chains = Chains([HostTree.unseen(2), HostTree.unseen(1)], {}, nodes=nodes)
+    roots, limits = nodes[0, :, 0], [Limit(2, 1, 2)] * 2
+    drawn = chains.tree(Draws([], 16))
+    assert sanitize(drawn, roots, limits, 16) is drawn
+    changed = replace(drawn, tokens=torch.where(drawn.tokens == 6, 99, drawn.tokens))
+    assert not changed.sound
+    assert sanitize(changed, roots, limits, 16).tokens.tolist() == [[5, -1, -1], [8, 9, -1]]
+    assert sanitize(drawn, roots, limits, 16) is drawn
 
 
 def test_columns_beyond_every_limit_are_cut_off() -> None:

@@ -175,8 +175,7 @@ class Chains:
     def tree(self, draws: Draws) -> DraftTree:
         """The guesses as a tree: on the host, or on the device with the host knowing its shape."""
         if self.nodes is not None:
-            tokens, parents = self.nodes
-            return DraftTree(tokens, parents, tokens.shape[1] - 1, known=self.trees, sound=True)
+            return DraftTree.drawn(self.nodes, self.trees)
         if self.guesses is None:
             return DraftTree.of_hosts(self.trees, 1)
         law = None
