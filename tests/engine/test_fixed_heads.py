@@ -22,6 +22,7 @@ from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.assertions import tokens_of
 from kit.card import PLACEMENT, imagined, submit
 from kit.checkpoints import TARGET
+from kit.replays import imagine_captures
 from kit.sparse import write_sparse
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -108,6 +109,23 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, t
         llm.engine.runner.cache.check()
     assert fixed.stats.num_drafted == usual.stats.num_drafted
     assert fixed.stats.num_accepted == usual.stats.num_accepted > 0
+
+
+@pytest.mark.short("p-eagle-tree", "mtp-of-3-chain", "adapter-chain", "block:heads-tree")
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", TRAINED)
+def test_nobody_reads_what_a_graph_gave_once_another_one_ran(
+    kind: str, shape: Speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of a pass lie where later passes write. Who needs them for longer has a copy."""
+    drafter, counts = TRAINED[kind](tmp_path / "heads"), []
+    for captured in (False, True):
+        keys = imagine_captures(monkeypatch) if captured else ()
+        llm = made(drafter, speculation=shape, chunk_tokens=7)
+        assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
+        assert (len(keys) > 2) == captured
+        counts.append((llm.stats.num_drafted, llm.stats.num_accepted))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.short("eagle")

@@ -1,7 +1,11 @@
-"""Graphs where there is no card: a replay runs what was captured once more, into the tensors that the capture gave."""
+"""Graphs where there is no card: a replay runs what was captured once more, into the tensors that the capture gave.
+
+What other graphs gave is overwritten before, as it may be where graphs share a pool of memory.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -37,6 +41,15 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
             yield from tensors_of(each)
 
 
+def spoil(graphs: Graphs, key: Any) -> None:
+    """Overwrite what all graphs but this one gave, as far as it lies in the pool."""
+    fixed = {kept.untyped_storage().data_ptr() for kept in graphs.kept_logits.values()}
+    for other, (_, result) in graphs.captured.items():
+        for tensor in () if other == key else tensors_of(result):
+            if tensor.untyped_storage().data_ptr() not in fixed:
+                tensor.fill_(math.nan if tensor.is_floating_point() else -9)
+
+
 def imagine_captures(monkeypatch: pytest.MonkeyPatch) -> list[Hashable]:
     """Let graphs be captured on the CPU, from now on, of objects that are made now; the keys, as they are captured."""
     keys: list[Hashable] = []
@@ -47,7 +60,10 @@ def imagine_captures(monkeypatch: pytest.MonkeyPatch) -> list[Hashable]:
         graphs.enabled = True
 
     def run(graphs: Graphs, key: Any, body: Callable[[], Any]) -> Any:
-        return body() if key is None else graphs.replay(key, body)
+        if key is None:
+            return body()
+        spoil(graphs, key)
+        return graphs.replay(key, body)
 
     def capture(graphs: Graphs, key: Any, body: Callable[[], Any]) -> None:
         result = body()

@@ -86,7 +86,10 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads."""
+    """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads.
+
+    On a GPU `hidden` lies where later passes write: who needs it for longer copies it.
+    """
 
     logits: Float[Tensor, "judged vocab"]
     hidden: Float[Tensor, "total hidden"]
