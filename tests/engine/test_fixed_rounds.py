@@ -163,12 +163,12 @@ EVERY = SamplingParams(
 @pytest.mark.parametrize(
     ("drafter", "params", "most"),
     [
-        (None, PARAMS[1], 8),
-        ("model", PARAMS[1], 19),
-        (None, PARAMS[2], 8),
-        (None, EVERY, 8),
-        (None, replace(EVERY, logprobs=3), 9),
-        ("model", EVERY, 19),
+        (None, PARAMS[1], 7),
+        ("model", PARAMS[1], 17),
+        (None, PARAMS[2], 7),
+        (None, EVERY, 7),
+        (None, replace(EVERY, logprobs=3), 8),
+        ("model", EVERY, 17),
     ],
     ids=["plain", "model", "penalised", "every", "logprobs", "every-model"],
 )

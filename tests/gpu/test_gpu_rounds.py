@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.test_fixed_heads import TRAINED
+from engine.test_fixed_heads import TRAINED, Uneven
 from forerun import LLM, Grammar, SamplingParams
 from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
@@ -92,16 +92,35 @@ def plain_texts() -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_with_one_gemm_trained_drafters_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    """In chains and trees; and passes of their layers are captured, where they have any."""
+    """In chains and trees; passes of their layers are captured, where they have any, and chains are one graph."""
     llm = make(TARGET, TRAINED[kind](tmp_path / "heads"), one_gemm=True)
     for shape in (Speculation(4), Speculation(3, 2, 6)):
         before = llm.stats.num_accepted
         assert texts_of(llm.generate(PROMPTS * 2, BOTH, speculation=shape)) == plain_texts(), shape
         assert llm.stats.num_accepted > before, shape
-    runner = getattr(llm.drafter, "runner", None)
-    if isinstance(runner, GraphRunner):
-        assert runner.graphs.num_replays > len(runner.graphs.captured) > 0
-        assert not runner.graphs.refused
+    runner = getattr(llm.drafter, "runner", llm.engine.runner)
+    assert isinstance(runner, GraphRunner)
+    assert runner.graphs.num_replays > len(runner.graphs.captured) > 0
+    assert not runner.graphs.refused
+    assert any(isinstance(key[0], ChainShape) for key in runner.graphs.captured) == (kind != "adapter")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "adapter"])
+def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of rows that are drafted to different depths, some of them not at all."""
+    drafter, guesses = TRAINED[kind](tmp_path / "heads"), []
+    for at_once in (True, False):
+        llm = make(TARGET, drafter, one_gemm=True, speculation=4)
+        assert llm.drafter is not None
+        runner = getattr(llm.drafter, "runner", llm.engine.runner)
+        if not at_once:
+            monkeypatch.setattr(runner, "draw_chains", lambda *_, **__: None)
+        uneven = Uneven(llm.drafter.propose)
+        monkeypatch.setattr(llm.drafter, "propose", uneven)
+        assert texts_of(llm.generate(PROMPTS * 2, BOTH)) == plain_texts()
+        guesses.append(uneven.guesses)
+    same = sum(guesses[1][text] == chain for text, chain in guesses[0].items())
+    assert same >= 0.98 * len(guesses[0]) > 100, "sums of other shapes may differ where two guesses are nearly equal"
 
 
 @pytest.mark.parametrize("kind", TRAINED)

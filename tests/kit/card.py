@@ -190,6 +190,8 @@ class CardFunctions(TorchFunctionMode):
             return OnCard(made)
         if name == "pin_memory":
             return args[0].clone()
+        if name == "data_ptr" and isinstance(args[0], OnCard):
+            return args[0].inner.data_ptr()
         if name in ("tolist", "numpy") and isinstance(args[0], OnCard):
             assert name == "tolist", "numpy() of a tensor on the card"
             self.waits.append("tolist")

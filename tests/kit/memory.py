@@ -115,7 +115,7 @@ class ShapesFunctions(CardFunctions):
     """What of torch's functions does not reach the dispatcher."""
 
     def __init__(self, memory: CardMemory) -> None:
-        super().__init__([])
+        super().__init__(Seen())
         self.memory = memory
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -231,3 +231,18 @@ def test_what_runs_before_a_capture_does_not_count(monkeypatch: pytest.MonkeyPat
     with unchecked():
         Graphs(torch.device("cuda"), counters=[count]).run(("key",), lambda: count.add_(1))
     assert count == 1, "the run that is captured, which computes nothing on a GPU"
+
+
+def test_logits_that_lie_where_they_are_wanted_are_not_moved_and_all_others_are() -> None:
+    graphs = Graphs(torch.device("cpu"))
+    kept, other = graphs.keep_logits(torch.rand(3, 8)), torch.rand(3, 8)
+    copied, wanted = graphs.copy_logits(kept), graphs.logits(4, 8)
+    wanted[0, 0] = 5.0
+    graphs.put_logits(copied, wanted)
+    assert wanted[0, 0] == 5.0
+    for logits in (other, copied, copied.clone()):
+        graphs.put_logits(logits, wanted)
+        assert torch.equal(wanted[:3], logits)
+    elsewhere = torch.zeros(4, 8)
+    graphs.put_logits(graphs.copy_logits(kept), elsewhere)
+    assert torch.equal(elsewhere[:3], kept)

@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class Graphs:
         self.logits_rows = logits_rows
         self.counters = counters  # of what is computed, in which runs before a capture do not count
         self.kept_logits: dict[int, Tensor] = {}
+        self.copied: tuple[ReferenceType[Tensor], int] | None = None  # a copy of what is kept, and where it is kept
         self.enabled = enabled and device.type == "cuda"
         self.captured: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.refused: set[GraphKey] = set()  # what could not be captured, and runs without
@@ -75,6 +77,18 @@ class Graphs:
     def keep_logits(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
         """The logits in float32, in that buffer."""
         return self.logits(*logits.shape).copy_(logits)
+
+    def copy_logits(self, kept: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        """A copy of logits that a pass left in that buffer, which holds them until `put_logits` or another pass."""
+        copied = kept.clone()
+        self.copied = ref(copied), kept.data_ptr()
+        return copied
+
+    def put_logits(self, logits: Float[Tensor, "rows vocab"], kept: Float[Tensor, "most vocab"]) -> None:
+        """Set the first rows of that buffer; nothing is moved where they lie there, behind the pass that made them."""
+        if self.copied is None or self.copied[0]() is not logits or self.copied[1] != kept.data_ptr():
+            self.copied = None
+            kept[: len(logits)] = logits
 
     def forget(self, shape: Hashable) -> None:
         """Drop what was captured over buffers of this shape; a graph that is still running ends first."""

@@ -146,7 +146,8 @@ class ChainGraph:
         buffers.packed.fill(rows.arrays(shape.steps) | arrays)
         if buffers.given is not None and logits is not None:
             in_order = order == [*range(len(starts))]
-            buffers.given[: len(starts)] = logits if in_order else logits[upload(order, torch.long, runner.device)]
+            ordered = logits if in_order else logits[upload(order, torch.long, runner.device)]
+            runner.graphs.put_logits(ordered, buffers.given)
         elif buffers.given is not None and heads is not None and heads.states is not None:
             torch.stack([heads.states[i] for i in order], out=buffers.given[: len(starts)])
         if buffers.features is not None and texts is not None:

@@ -88,7 +88,7 @@ class GraphRunner(Runner):
         outputs = self.run(tables, tuple(taps))
         total, together = len(layout.tokens), None if outputs.tapped is None else outputs.tapped.together
         return States(
-            logits=outputs.logits[: len(judged)].clone(),
+            logits=self.graphs.copy_logits(outputs.logits[: len(judged)]),
             hidden=outputs.hidden[:total],
             tapped=None if together is None else Tapped.side_by_side(together[:total].clone()),
         )

@@ -185,7 +185,7 @@ class VerdictGraph:
         if shape is None:
             return None
         tables = self.tables_of(shape)
-        tables.logits[: len(logits)] = logits
+        self.graphs.put_logits(logits, tables.logits)
         tables.tokens[:batch, :nodes] = tree.tokens
         self.fill(tables, shape, draws, tree, host)
         judged = self.graphs.run((shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
