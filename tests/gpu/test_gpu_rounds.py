@@ -15,7 +15,7 @@ from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.backends.gpu import capture
-from forerun.models.backends.gpu.capture import Graphs
+from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.backends.gpu.chain_graph import ChainShape
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.verdicts import VerdictGraph, VerdictShape
@@ -288,6 +288,33 @@ def test_what_cannot_be_captured_runs_without_and_what_can_is_captured_afterward
     for _ in range(2):
         assert graphs.run(("sums",), lambda: x + 1).tolist() == [1, 2, 3, 4]
     assert graphs.num_replays == 2
+
+
+def test_graphs_that_are_dropped_leave_their_pool_to_others_and_the_last_one_ends_it() -> None:
+    """Dropped while they run; what they gave stays as long as somebody has it."""
+    graphs, x = Graphs(torch.device("cuda", 0)), torch.arange(1 << 20, device="cuda")
+    for number in (1, 2, 3):
+        found = [graphs.run((name, number), lambda factor=factor: x * factor) for name, factor in (("a", 2), ("b", 3))]
+        graphs.forget("a")
+        assert [*graphs.captured] == [("b", number)]
+        assert torch.equal(found[0], x * 2)
+        graphs.forget("b")
+        assert (graphs.captured, graphs.pool) == ({}, None)
+        assert torch.equal(found[1], x * 3)
+    assert graphs.num_replays == 6
+
+
+def test_tables_of_all_shapes_lie_in_one_buffer_which_each_round_fills() -> None:
+    graphs = Graphs(torch.device("cuda", 0))
+    kept = KeptShapes[int, torch.Tensor](graphs)
+    for turn in range(3):
+        for size in (3, 70_000, 5):
+            table = kept.take(size, lambda size=size: kept.buffer(size))
+            table.fill_(turn + 1)
+            sums = graphs.run((size,), lambda table=table: table.sum(dtype=torch.int64)).item()
+            assert sums == size * (turn + 1)
+    assert graphs.num_replays == 9
+    assert kept[5].data_ptr() == kept[70_000].data_ptr()
 
 
 @pytest.mark.parametrize("chunk_tokens", ["auto", 2])
