@@ -227,8 +227,8 @@ class ChainGraph:
         if fixed is None:
             return None
         text = max(LEAST_TEXT, power_of_two(needed.text)) if needed.text else 0
-        own = ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
-        return self.buffers.choose(own, lambda shape: shape.holds(own), ChainShape.size)
+        exact = ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
+        return self.buffers.choose(exact, lambda shape: shape.holds(exact), ChainShape.size)
 
     def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
         """The buffers of this shape, always the same as long as it is kept."""

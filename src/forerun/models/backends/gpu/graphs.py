@@ -149,16 +149,16 @@ class GraphRunner(Runner):
         most = LARGER * size if size > LEAST_ROWS else size  # most rounds are of the least size
         most = min(SMALL_ROWS, most) if small else most
         judged = 0 if not num_judged else size if small else few_rows(num_judged)
-        own = Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
+        exact = Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
 
         def serves(there: tuple[Shape, int]) -> bool:
             shape = there[0]
-            alike = replace(own, rows=shape.rows, judged=shape.judged) == shape and there[1] == width
+            alike = replace(exact, rows=shape.rows, judged=shape.judged) == shape and there[1] == width
             return (
                 alike and size <= shape.rows <= most and judged <= shape.judged and (judged > 0) == (shape.judged > 0)
             )
 
-        return self.tables.choose((own, width), serves, lambda there: (there[0].rows, there[0].judged))[0]
+        return self.tables.choose((exact, width), serves, lambda there: (there[0].rows, there[0].judged))[0]
 
     def tables_of(self, shape: Shape, width: int) -> Inputs:
         """Tables of this shape, with states where these have a width; where a graph uses them always the same tensors

@@ -195,10 +195,12 @@ class VerdictGraph:
 
     def shape_of(self, needed: VerdictShape) -> VerdictShape | None:
         """The narrowest shape there is that holds the round, else a new one; None where no graph can judge it."""
-        own = needed.rounded(self.vocab)
-        if own is None:
+        exact = needed.rounded(self.vocab)
+        if exact is None:
             return None
-        return self.tables.choose(own, lambda shape: shape.holds(own), lambda shape: (shape.rows, shape.steps, shape))
+        return self.tables.choose(
+            exact, lambda shape: shape.holds(exact), lambda shape: (shape.rows, shape.steps, shape)
+        )
 
     def tables_of(self, shape: VerdictShape) -> Tables:
         """The tensors of this shape, always the same as long as it is kept."""
