@@ -82,7 +82,7 @@ class ExpertLayers(Protocol):
     """One linear layer of every expert, which a backend multiplies in one go."""
 
     def of(self, expert: int) -> Linear:
-        """One expert's alone."""
+        """The layer of one expert."""
         ...
 
     def tile_rows(self, average: float) -> int:

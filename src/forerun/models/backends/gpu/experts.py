@@ -60,7 +60,7 @@ class ExpertWeights:
         return LibraryLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
 
     def tile_rows(self, average: float) -> int:
-        """Of two tiles."""
+        """The rows of one of two tiles."""
         return (NARROW if average >= MANY_ROWS else FEW_ROWS).rows
 
     def product(

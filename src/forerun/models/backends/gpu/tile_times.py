@@ -44,12 +44,12 @@ class TiledLinear(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """How many outputs and inputs."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
+        """What the weights take."""
         ...
 
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[Any]:
