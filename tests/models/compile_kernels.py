@@ -58,6 +58,11 @@ SPILLS = {
         for kernel in ("group_gemm", "group_expert_gemm")
         for kind in ("INT4", "E2M1")
     },
+    **{
+        ("group_expert_gemm", f"torch.bfloat16, {kind}"): (8, "compilers keep one number less, where dense products fit")
+        for kind in ("INT4", "UINT4")
+    },
+    ("group_gemm", "torch.float16, INT4, 32 rows"): (24, "4 warps of 3 programs get 128 registers"),
     ("attend_splits", "torch.float32, heads of 64"): (
         64,
         "8 warps get 80 registers, so that more programs run at once",
