@@ -59,7 +59,7 @@ SPILLS = {
         for kind in ("INT4", "E2M1")
     },
     **{
-        ("group_expert_gemm", f"torch.bfloat16, {kind}"): (8, "compilers keep one number less, where dense products fit")
+        ("group_expert_gemm", f"torch.bfloat16, {kind}"): (8, "keeps one number more than dense products")
         for kind in ("INT4", "UINT4")
     },
     ("group_gemm", "torch.float16, INT4, 32 rows"): (24, "4 warps of 3 programs get 128 registers"),

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun import SamplingParams
 from forerun.config import EngineOptions, Quantization, Speculation
 from forerun.control.controller import FixedDepth
+from forerun.device import Placement
 from forerun.draft.base import Drafter
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import DraftPlan
@@ -20,7 +21,8 @@ from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.memory import pass_sizes, plan_engine
 from forerun.engine.request_check import RequestChecker
-from forerun.models.backends.gpu.backend import QUANTIZERS
+from forerun.models.backends.gpu.backend import QUANTIZERS, OneGemmLinear
+from forerun.models.backends.gpu.groups import GroupLinear
 from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictShape
 from forerun.models.backends.torch_cpu.quantized import GROUP
 from forerun.models.choice import BackendChoice, BackendKind
@@ -32,6 +34,7 @@ from forerun.request import Request
 from kit.card import PLACEMENT
 from kit.interpreted import products  # noqa: F401  # the kernels' modules need triton
 from kit.memory import counted_memory
+from law.test_every_stored_format import MODELS as STORED
 
 MOST_OF_PEAK = 2.0  # how much more may be planned for passes than they hold at their peak
 LLAMA = {
@@ -188,3 +191,24 @@ def check(
                 engine.cancel(seq_id)
     assert memory.peak <= plan.num_bytes
     assert plan.scratch_bytes <= MOST_OF_PEAK * (memory.peak - loaded)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gguf Q8_0", "gguf Q5_1", "gguf of gpt-oss in MXFP4", "folder of experts", "folder gptq, 8 bits", "folder fp8"],
+)
+def test_what_is_planned_for_stored_weights_is_what_is_held(name: str, tmp_path: Path) -> None:
+    """In groups, experts among them, in the bits that GPUs hold, which may be other ones than those of CPUs."""
+    model = Blueprint.of(str(STORED[name](tmp_path)), device=Placement(torch.device("cpu"), True, True))
+    assert model.as_stored
+    decoder, held = model.decoder(), 0
+    pending: list[object] = [decoder.embedding, decoder.head, *decoder.layers]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Tensor):
+            held += part.nbytes
+        elif isinstance(part, GroupLinear | OneGemmLinear):
+            pending += [part.weight, part.bias]
+        elif is_dataclass(part):
+            pending += [getattr(part, field.name) for field in fields(part) if field.name != "form"]
+    assert 0.9 <= held / model.weights_bytes <= 1.02
