@@ -255,10 +255,10 @@ class PackedTables:
             kind = torch.from_numpy(np.zeros(0, dtype)).dtype
             self.tables[name] = self.flat[first : first + size].view(kind).view(*shape)
 
-    def fill(self, arrays: Mapping[str, HostArray]) -> None:
-        """Set the beginning of each table, along all dimensions; the host does not wait for the copy."""
+    def fill(self, arrays: Mapping[str, HostArray | Sequence[int]]) -> None:
+        """Set the first lines of each table; the host does not wait for the copy."""
         for name, array in arrays.items():
-            self.lines[name][tuple(map(slice, array.shape))] = array
+            self.lines[name][: len(array)] = array
         overwrite(self.flat, torch.from_numpy(self.host))
 
 

@@ -96,12 +96,12 @@ class HostTree:
     @property
     def num_guesses(self) -> int:
         """Nodes that hold a guess."""
-        return sum(token >= 0 for token in self.tokens) - 1
+        return len(self.tokens) - 1 - self.tokens.count(-1)
 
     @property
     def branches(self) -> bool:
         """Whether it is more than a chain."""
-        return any(parent != i - 1 for i, parent in enumerate(self.parents))
+        return self.parents != [*range(-1, len(self.parents) - 1)]
 
     def add(self, token: int, parent: int, survival: float) -> int:
         """Append a guess; its number."""
@@ -118,6 +118,8 @@ class HostTree:
 
     def depths(self) -> list[int]:
         """Edges between each node and the root."""
+        if not self.branches:
+            return [*range(len(self.parents))]
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -154,7 +156,9 @@ class HostTree:
         """Fills in the tokens, which are given by column; a node without a token gets no parent."""
         drawn = [tokens[column] for column in self.places]
         parents = [parent if token >= 0 else -1 for parent, token in zip(self.parents, drawn, strict=True)]
-        return replace(self, tokens=drawn, parents=parents)
+        return HostTree(
+            drawn, parents, self.columns, self.survival, self.law_rows, self.drafters, self.cut, self.forced
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Accepted:
     def offered(self) -> int:
         """At how many depths a guess was judged: one more than were accepted, unless nothing was guessed behind."""
         last = self.nodes[-1]
-        return self.length + (last in self.tree.parents or any(parent == last for parent, _ in self.tree.cut))
+        return self.length + (last in self.tree.parents or last in [parent for parent, _ in self.tree.cut])
 
     @property
     def origins(self) -> list[Origin]:
@@ -94,9 +94,9 @@ def accept(
     download = None if verdict.ranked is None else Download(verdict.ranked)
     packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
     ranked = [] if download is None else download.values()
-    runs, first = [], 0
+    runs, first, width = [], 0, verdict.path.shape[1]
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
-        whole = tree if drawn is None else tree.with_tokens(rest[verdict.path.shape[1] :])
+        whole = tree if drawn is None else tree.with_tokens(rest[width:])
         nodes = whole.numbers(rest[: length + 1])
         tokens = [*(whole.tokens[node] for node in nodes[1:]), next_token]
         runs.append(Accepted(whole, nodes, tokens, ranked[first : first + len(tree.tokens)]))

@@ -143,16 +143,15 @@ def in_parts(at: PathState, work: Callable[[slice, PathState], Tensor]) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The static tensors of one graph; all but logits and tokens are filled in one copy.
+    """The static tensors of one graph; all but logits are filled in one copy.
 
     By name: the transforms' (`RoundTables.arrays`); of each sequence `keys` of its noise; of each row of logits its
-    sequence `seq`, its `positions` and its `node` among those of all sequences; of each node its `parents` and the
-    `row` of its logits, one past the last where none were read; and `masks` of rows.
+    sequence `seq`, its `positions` and its `node` among those of all sequences; of each node its `tokens`, its
+    `parents` and the `row` of its logits, one past the last where none were read; and `masks` of rows.
     """
 
     packed: PackedTables
     logits: Float[Tensor, "rows vocab"]
-    tokens: Int[Tensor, "batch nodes"]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.packed.tables[name]
@@ -186,8 +185,9 @@ class VerdictGraph:
             return None
         tables = self.tables_of(shape)
         self.graphs.put_logits(logits, tables.logits)
-        tables.tokens[:batch, :nodes] = tree.tokens
         self.fill(tables, shape, draws, tree, host)
+        if tree.unseen:
+            tables["tokens"][:batch, :nodes] = tree.tokens
         judged = self.graphs.run((shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
         return Judged(
             judged.packed[:batch, : 3 + tree.depth], None if judged.ranked is None else judged.ranked[: len(logits)]
@@ -208,33 +208,34 @@ class VerdictGraph:
         def make() -> Tables:
             grid = shape.batch, shape.nodes
             of_rows = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
-            of_nodes = dict.fromkeys(("parents", "row"), grid)
+            of_nodes = dict.fromkeys(("tokens", "parents", "row"), grid)
             sizes: TableSizes = {name: (size, np.dtype(np.int64)) for name, size in (of_rows | of_nodes).items()}
             sizes |= row_sizes(shape.batch, shape.steps, self.vocab)
             if shape.steps.masks:
                 sizes["masks"] = (shape.rows, shape.steps.masks), np.dtype(np.int32)
-            tokens = torch.zeros(grid, dtype=torch.int64, device=self.device)
             packed = PackedTables(sizes, self.device, self.tables.buffer)
-            return Tables(packed, self.graphs.logits(shape.rows, self.vocab), tokens)
+            return Tables(packed, self.graphs.logits(shape.rows, self.vocab))
 
         return self.tables.take(shape, make)
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
-        """What the host knows of the round: all but logits and tokens."""
-        arrays, grid = rows.arrays(shape.steps), (shape.batch, shape.nodes)
+        """What the host knows of the round: all but logits, and tokens that it has not seen."""
         seq, positions, node = list[int](), list[int](), list[int]()
-        parents, row = [-1] * (shape.batch * shape.nodes), [shape.rows] * (shape.batch * shape.nodes)
-        for i, host in enumerate(tree.host()):  # by lists: numpy takes longer for a few numbers
+        tokens, parents = list[int](), list[int]()
+        for i, host in enumerate(tree.host()):
             places, start, after_root = host.places, i * shape.nodes, draws.root_places[i] + 1
-            for place, parent, depth in zip(places, host.parents, host.depths(), strict=True):
-                parents[start + place] = -1 if parent < 0 else places[parent]
-                row[start + place] = len(seq)
-                seq.append(i)
-                positions.append(after_root + depth)
-                node.append(start + place)
-        arrays |= {"seq": np.array(seq), "positions": np.array(positions), "node": np.array(node)}
-        arrays |= {"parents": np.array(parents).reshape(grid), "row": np.array(row).reshape(grid)}
-        arrays["keys"] = np.array([signed(key) for key in draws.host_keys(Purpose.COUPLED)])
+            seq += [i] * len(places)
+            positions += [after_root + depth for depth in host.depths()]
+            node += [start + place for place in places]
+            tokens += host.tokens
+            parents += [-1 if parent < 0 else places[parent] for parent in host.parents] if host.columns else host.parents
+        of_nodes = np.array([[0], [-1], [shape.rows]]).repeat(shape.batch * shape.nodes, axis=1)
+        of_nodes[:, node] = tokens, parents, range(len(node))
+        arrays = rows.arrays(shape.steps) | dict(
+            zip(("tokens", "parents", "row"), of_nodes.reshape(3, shape.batch, shape.nodes), strict=True)
+        )
+        arrays |= {"seq": seq, "positions": positions, "node": node}
+        arrays["keys"] = [signed(key) for key in draws.host_keys(Purpose.COUPLED)]
         if shape.steps.masks:
             arrays["masks"] = masks_of(draws.rows, tree.seen_paths() or (), self.vocab).numpy()
         tables.packed.fill(arrays)
@@ -243,8 +244,8 @@ class VerdictGraph:
 def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Judged:
     """The rule, of what is drawn. Tensor code alone."""
     row = tables["row"]
-    read = (row < shape.rows) & (tables.tokens >= 0)
-    tree = DraftTree(torch.where(read, tables.tokens, -1), torch.where(read, tables["parents"], -1), shape.depth)
+    read = (row < shape.rows) & (tables["tokens"] >= 0)
+    tree = DraftTree(torch.where(read, tables["tokens"], -1), torch.where(read, tables["parents"], -1), shape.depth)
     transforms = Transforms(shape.steps, lambda: tables.packed.tables, tables.logits.shape[1], num_ids)
     draws = Draws.of_tables(transforms, tables["keys"])
     at = nodes_of(tables, shape.steps, tree)
