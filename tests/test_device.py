@@ -140,7 +140,7 @@ def test_numbers_go_there_and_back() -> None:
     assert upload_tensor(torch.tensor([5]), device).device.type == device.type
     download = Download(there)
     there += 1
-    assert download.values() == [[1, 2], [3, 4]]
+    assert download.values == [[1, 2], [3, 4]]
 
 
 def test_tables_of_several_kinds_share_a_buffer_which_one_copy_fills() -> None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -295,6 +295,7 @@ class Download:
         self.arrived = torch.cuda.Event()
         self.arrived.record(torch.cuda.current_stream(tensor.device))
 
+    @cached_property
     def values(self) -> list[Any]:
         """The tensor's numbers, nested as its dimensions are."""
         if self.arrived is not None:

@@ -200,7 +200,8 @@ class DraftTree:
     @classmethod
     def of_roots(cls, roots: Sequence[int]) -> DraftTree:
         """No guesses, behind roots that the host knows."""
-        return cls.of_hosts([HostTree([root], [-1]) for root in roots], 1)
+        tokens = torch.from_numpy(np.array(roots, np.int64).reshape(-1, 1))
+        return cls(tokens, torch.full_like(tokens, -1), 0, known=[HostTree([root], [-1]) for root in roots])
 
     @classmethod
     def chains(

@@ -93,7 +93,7 @@ def accept(
     """Bring the verdict to the host: the round's one synchronisation. `drawn` are guesses that it has not seen yet."""
     download = None if verdict.ranked is None else Download(verdict.ranked)
     packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
-    ranked = [] if download is None else download.values()
+    ranked = [] if download is None else download.values
     runs, first, width = [], 0, verdict.path.shape[1]
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
         whole = tree if drawn is None else tree.with_tokens(rest[width:])

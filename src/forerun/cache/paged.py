@@ -126,7 +126,7 @@ class PagedCache:
 
     def can_reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether `reserve` would find room."""
-        return self.spare(seq_ids, counts).num_blocks >= 0
+        return self._taken(self._wanted(seq_ids, counts)) <= self.blocks.num_free
 
     def spare(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Spare:
         """What `reserve` of the same would leave over; `num_blocks` is negative where it would not find room."""
@@ -136,8 +136,7 @@ class PagedCache:
             row = self._rows.get(seq_id, Row())
             room = num_blocks_of[seq_id] * size if seq_id in num_blocks_of else row.room
             slots[seq_id] = room - row.length - row.tail - count
-        taken = sum(n - self.blocks.run(seq_id).count for seq_id, n in num_blocks_of.items())
-        return Spare(slots, self.blocks.num_free - taken, size)
+        return Spare(slots, self.blocks.num_free - self._taken(num_blocks_of), size)
 
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Commit a path of each row's tail and drop the rest of it.
@@ -270,6 +269,10 @@ class PagedCache:
             if used + count > room:
                 num_slots[seq_id] = -(-(used + count) // self.blocks.block_size)
         return num_slots
+
+    def _taken(self, num_blocks_of: Mapping[int, int]) -> int:
+        """Free blocks that these rows take until they have so many."""
+        return sum(n - self.blocks.run(seq_id).count for seq_id, n in num_blocks_of.items())
 
     def _settle(self, seq_id: int, length: int, tail: int = 0) -> None:
         """A row has `length` committed tokens and so long a tail; blocks behind them are freed."""

@@ -177,7 +177,7 @@ class Engine:
         return RoundPlan(rows, drawing, draws, drafts, draws.constrained, sum(row.num_chunk for row in rows))
 
     def draft(self, plan: RoundPlan) -> Draft:
-        """Guesses for the drawing rows, on the device; their roots alone where none are wanted or affordable."""
+        """Guesses for the drawing rows, where they were made; their roots alone where none are wanted or affordable."""
         roots = [row.sequence.tokens[-1] for row in plan.drawing]
         tree = bare = DraftTree.of_roots(roots)
         draft = Draft(bare)
@@ -191,7 +191,7 @@ class Engine:
                 tree = constrained_tree(tree, plan.draws, forced)
             if draft.tree is not bare:
                 draft = self.matched(plan, draft, tree)
-        tree = tree.to(plan.draws.device)
+        tree = tree.to(tree.tokens.device)  # as the host sees it
         return draft if tree is draft.tree else replace(draft, tree=tree)
 
     def guess(self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]) -> tuple[Draft, DraftTree]:

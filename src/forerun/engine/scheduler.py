@@ -240,7 +240,7 @@ class Scheduler:
 def chunk_sizes(unread: Seq[int], most: int, oldest_first: bool) -> list[int]:
     """How many tokens of each text a pass reads, of its `unread` ones: short texts first, or those that came first."""
     sizes = [0] * len(unread)
-    order = range(len(unread))
+    order = range(len(unread)) if any(unread) else ()
     for row in order if oldest_first else sorted(order, key=unread.__getitem__):
         sizes[row] = min(unread[row], most)
         most -= sizes[row]

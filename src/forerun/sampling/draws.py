@@ -22,7 +22,7 @@ from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, Sampl
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
 from forerun.sampling.params import GREEDY_BELOW
-from forerun.sampling.tables import RowSampling
+from forerun.sampling.tables import RoundTables, RowSampling
 from forerun.sampling.transforms import Children, HostChildren, Logits, PathState, Transforms, masks_of
 from forerun.sampling.winners import RoundNoise, all_on_largest, first_largest, largest, tamed
 from forerun.tree import DraftTree
@@ -66,6 +66,11 @@ class Draws:
         draws = cls((), transforms.vocab, device=keys.device, num_ids=transforms.num_ids)
         draws.transforms, draws._keys[Purpose.COUPLED] = transforms, keys
         return draws
+
+    @cached_property
+    def tables(self) -> RoundTables:
+        """What its transforms read, on the host."""
+        return RoundTables(self.rows, self.vocab)
 
     @cached_property
     def transforms(self) -> Transforms:

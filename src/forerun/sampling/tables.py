@@ -92,11 +92,7 @@ class RoundTables:
         """The transforms that the rows ask for, no wider than these need."""
         rows, params = self.rows, [row.params for row in self.rows]
         sampled = [p for p in params if not p.greedy]
-        short = any(len(row.tokens) - row.num_prompt < row.params.min_tokens for row in rows)
-        repeats = any(p.repetition_penalty != 1 for p in params)
-        counts = any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params)
-        counted = max((len(edits.counts.ids) for edits in self.edits if edits.counts is not None), default=0)
-        return Steps(
+        steps = Steps(
             greedy=len(sampled) < len(params),
             sampled=bool(sampled),
             heat=any(p.temperature != 1 for p in sampled),
@@ -105,6 +101,14 @@ class RoundTables:
             top_p=any(p.top_p < 1 for p in sampled),
             masks=-(-self.vocab // 32) if any(row.constraint is not None for row in rows) else 0,
             processors=any(p.logits_processors for p in params),
+        )
+        if not any(edits.any for edits in self.edits):
+            return steps
+        short = any(len(row.tokens) - row.num_prompt < row.params.min_tokens for row in rows)
+        repeats = any(p.repetition_penalty != 1 for p in params)
+        counts = any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params)
+        counted = max((len(edits.counts.ids) for edits in self.edits if edits.counts is not None), default=0)
+        return steps._replace(
             repeats=repeats,
             counts=counts,
             counted=max(1, counted) if repeats or counts else 0,

@@ -135,7 +135,7 @@ def number_guesses(texts: Mapping[int, DraftedText], ids: IdExchange, chains: Ch
         download = Download(ids.own(chains.guesses))
 
         def guesses(row: int, num_read: int) -> Sequence[int]:
-            read: list[int] = download.values()[row][:num_read]
+            read: list[int] = download.values[row][:num_read]
             return read
 
         for start in starts:

@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache
-from forerun.device import PackedTables, upload
+from forerun.device import HostArray, PackedTables, upload
 from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout, Shape, run_pass
 from forerun.models.backends.gpu.ops import Ops
@@ -126,7 +126,8 @@ class ChainGraph:
             return None
         unread: Sequence[Sequence[int]] = [()] * len(starts) if texts is None else texts.tokens
         order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
-        rows = RoundTables([draws.rows[starts[i].row] for i in order], self.ids.vocab_size)
+        drafted = [draws.rows[starts[i].row] for i in order]
+        rows = draws.tables if drafted == draws.rows else RoundTables(drafted, self.ids.vocab_size)
         steps, depth = rows.steps._replace(masks=0), starts[order[0]].depth
         most = half_step(depth) if heads is None else depth  # there are no more heads, perhaps
         shape = self.shape_of(ChainShape(len(draws.rows), most, steps, sum(map(len, unread))))
@@ -173,17 +174,17 @@ class ChainGraph:
         order: Sequence[int],
         unread: Sequence[Sequence[int]],
         places: MaskedPlaces | None,
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, HostArray | Sequence[int]]:
         """The tables of all steps: where tokens lie is known before they are."""
         deepest_first, keys = [starts[i] for i in order], draws.host_keys(Purpose.COUPLED)
         chains, depths = np.zeros((2, len(buffers.packed.lines["depths"])), dtype=np.int64)
         for chain, start in enumerate(deepest_first):
             chains[start.row], depths[start.row] = chain, start.depth
-        arrays = {
-            "keys": np.array([signed(keys[start.row]) for start in deepest_first]),
-            "positions": np.array([draws.root_places[start.row] + 1 for start in deepest_first]),
-            "begins": np.array([draws.rows[start.row].tokens[-1] for start in deepest_first]),
-            "roots": np.array([row.tokens[-1] for row in draws.rows]),
+        arrays: dict[str, HostArray | Sequence[int]] = {
+            "keys": [signed(keys[start.row]) for start in deepest_first],
+            "positions": [draws.root_places[start.row] + 1 for start in deepest_first],
+            "begins": [draws.rows[start.row].tokens[-1] for start in deepest_first],
+            "roots": [row.tokens[-1] for row in draws.rows],
             "chains": chains,
             "depths": depths,
         }

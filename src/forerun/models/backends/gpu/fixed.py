@@ -8,6 +8,7 @@ path. `graphs.py` captures and replays passes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -103,8 +104,8 @@ class Inputs:
     """
 
     KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
-    COLUMNS = ("tokens", "sources", "slots", *KEY_COLUMNS[:3], "starts", *KEY_COLUMNS[3:])
-    OF_ROWS, SLOTS, POSITIONS, PREFIXES, STARTS = 6, 2, 3, 4, 6  # the first columns are of rows, the others of tiles
+    COLUMNS = ("tokens", "starts", "sources", "slots", *KEY_COLUMNS)
+    SLOTS, POSITIONS, PREFIXES = 3, 4, 5  # the numbers of columns
 
     def __init__(
         self,
@@ -136,18 +137,17 @@ class Inputs:
 
     def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> HostArray:
         """What `fill` sets the buffer to."""
-        numbers = np.zeros(self.flat.shape[0], np.int32)
-        table = numbers[: self.judged_from].reshape(len(self.COLUMNS), -1)
-        rows, tiles = len(layout.tokens), len(layout.firsts)
-        columns = [getattr(layout, name) or [0] * rows for name in self.COLUMNS]
-        table[: self.OF_ROWS, :rows], table[self.OF_ROWS :, :tiles] = columns[: self.OF_ROWS], columns[self.OF_ROWS :]
-        table[self.STARTS, :tiles] //= block_size
-        table[self.SLOTS, rows:], table[self.POSITIONS, rows:] = spare_slot, -1
-        numbers[self.judged_from : self.judged_from + len(judged)] = judged
+        numbers, rows, width = array("i", bytes(4 * self.flat.shape[0])), len(layout.tokens), max(ALIGNED, self.shape.rows)
+        for i, name in enumerate(self.COLUMNS):
+            column = [run // block_size for run in layout.starts] if name == "starts" else getattr(layout, name)
+            numbers[i * width : i * width + len(column)] = array("i", column)
+        for i, padding in ((self.SLOTS, spare_slot), (self.POSITIONS, -1)):
+            numbers[i * width + rows : i * width + width] = array("i", [padding]) * (width - rows)
+        numbers[self.judged_from : self.judged_from + len(judged)] = array("i", judged)
         for row, path in enumerate(layout.paths if self.shape.path else ()):
             first = self.judged_from + self.shape.judged + row * self.shape.path
-            numbers[first : first + len(path)] = path
-        return numbers
+            numbers[first : first + len(path)] = array("i", path)
+        return np.frombuffer(numbers, np.int32)
 
     def later(self, numbers: HostArray, steps: int, rows: int, spare_slot: int) -> HostArray:
         """Numbers of chains of one token each, as they are so many steps later, when only the first `rows` go on."""

@@ -177,7 +177,7 @@ class VerdictGraph:
         if not 0 < len(logits) <= MOST_ROWS or logits.dtype == torch.float64:
             return None
         batch, nodes = tree.tokens.shape
-        host = RoundTables(draws.rows, self.vocab)
+        host = draws.tables
         counts = [row.params.logprobs for row in draws.rows]
         width = max((1 + top for top in counts if top is not None), default=0)
         shape = self.shape_of(VerdictShape(len(logits), batch, nodes, tree.depth, host.steps, width))
@@ -187,7 +187,7 @@ class VerdictGraph:
         self.graphs.put_logits(logits, tables.logits)
         self.fill(tables, shape, draws, tree, host)
         if tree.unseen:
-            tables["tokens"][:batch, :nodes] = tree.tokens
+            tables["tokens"].view(shape.batch, shape.nodes)[:batch, :nodes] = tree.tokens
         judged = self.graphs.run((shape, draws.num_ids), lambda: verdict(tables, shape, draws.num_ids, rule))
         return Judged(
             judged.packed[:batch, : 3 + tree.depth], None if judged.ranked is None else judged.ranked[: len(logits)]
@@ -206,9 +206,8 @@ class VerdictGraph:
         """The tensors of this shape, always the same as long as it is kept."""
 
         def make() -> Tables:
-            grid = shape.batch, shape.nodes
             of_rows = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
-            of_nodes = dict.fromkeys(("tokens", "parents", "row"), grid)
+            of_nodes = dict.fromkeys(("tokens", "parents", "row"), (shape.batch * shape.nodes,))
             sizes: TableSizes = {name: (size, np.dtype(np.int64)) for name, size in (of_rows | of_nodes).items()}
             sizes |= row_sizes(shape.batch, shape.steps, self.vocab)
             if shape.steps.masks:
@@ -220,21 +219,19 @@ class VerdictGraph:
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
         """What the host knows of the round: all but logits, and tokens that it has not seen."""
+        size = shape.batch * shape.nodes
         seq, positions, node = list[int](), list[int](), list[int]()
-        tokens, parents = list[int](), list[int]()
+        tokens, parents, row = [0] * size, [-1] * size, [shape.rows] * size
         for i, host in enumerate(tree.host()):
             places, start, after_root = host.places, i * shape.nodes, draws.root_places[i] + 1
             seq += [i] * len(places)
             positions += [after_root + depth for depth in host.depths()]
-            node += [start + place for place in places]
-            tokens += host.tokens
-            parents += [-1 if parent < 0 else places[parent] for parent in host.parents] if host.columns else host.parents
-        of_nodes = np.array([[0], [-1], [shape.rows]]).repeat(shape.batch * shape.nodes, axis=1)
-        of_nodes[:, node] = tokens, parents, range(len(node))
-        arrays = rows.arrays(shape.steps) | dict(
-            zip(("tokens", "parents", "row"), of_nodes.reshape(3, shape.batch, shape.nodes), strict=True)
-        )
-        arrays |= {"seq": seq, "positions": positions, "node": node}
+            for place, token, parent in zip(places, host.tokens, host.parents, strict=True):
+                at = start + place
+                tokens[at], parents[at], row[at] = token, -1 if parent < 0 else places[parent], len(node)
+                node.append(at)
+        arrays = rows.arrays(shape.steps) | {"seq": seq, "positions": positions, "node": node}
+        arrays |= {"tokens": tokens, "parents": parents, "row": row}
         arrays["keys"] = [signed(key) for key in draws.host_keys(Purpose.COUPLED)]
         if shape.steps.masks:
             arrays["masks"] = masks_of(draws.rows, tree.seen_paths() or (), self.vocab).numpy()
@@ -243,9 +240,9 @@ class VerdictGraph:
 
 def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Judged:
     """The rule, of what is drawn. Tensor code alone."""
-    row = tables["row"]
-    read = (row < shape.rows) & (tables["tokens"] >= 0)
-    tree = DraftTree(torch.where(read, tables["tokens"], -1), torch.where(read, tables["parents"], -1), shape.depth)
+    tokens, parents, row = (tables[name].view(shape.batch, shape.nodes) for name in ("tokens", "parents", "row"))
+    read = (row < shape.rows) & (tokens >= 0)
+    tree = DraftTree(torch.where(read, tokens, -1), torch.where(read, parents, -1), shape.depth)
     transforms = Transforms(shape.steps, lambda: tables.packed.tables, tables.logits.shape[1], num_ids)
     draws = Draws.of_tables(transforms, tables["keys"])
     at = nodes_of(tables, shape.steps, tree)
