@@ -75,7 +75,7 @@ class Draws:
     @cached_property
     def transforms(self) -> Transforms:
         """From logits to what is drawn from."""
-        return Transforms.of(self.rows, self.vocab, self.num_ids, self.device)
+        return Transforms.of(self.tables, self.num_ids, self.device)
 
     @cached_property
     def _noise(self) -> RoundNoise:

@@ -92,10 +92,9 @@ class Transforms:
         self._tables = tables
 
     @classmethod
-    def of(cls, rows: Sequence[RowSampling], vocab: int, num_ids: int, device: torch.device) -> Transforms:
-        """Those that these rows ask for; their tables are copied to the device at first use, in one copy."""
-        host = RoundTables(rows, vocab)
-        return cls(host.steps, lambda: upload_arrays(host.arrays(host.steps), device), vocab, num_ids, rows)
+    def of(cls, host: RoundTables, num_ids: int, device: torch.device) -> Transforms:
+        """Those that rows ask for; their tables are copied to the device at first use, in one copy."""
+        return cls(host.steps, lambda: upload_arrays(host.arrays(host.steps), device), host.vocab, num_ids, host.rows)
 
     @cached_property
     def tables(self) -> Mapping[str, Tensor]:

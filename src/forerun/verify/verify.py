@@ -39,13 +39,14 @@ def verify(
     the draws must have been made for rejection, since the drafter must not share the noise of its judge. `judge` does
     what `follow` does with these draws in one call on a device, where it can.
     """
-    tree = tree if rule == "coupled" else on_device(tree, draws)
+    if rule != "coupled" and tree.tokens.device != draws.device:
+        tree = tree.to(draws.device)
     lawful = None if rule == "coupled" else tree.rows_with_law()
     if lawful is None and (packed := draws.verdict(tree, logits)) is not None:  # `follow`, compiled with its draws
         return Verdict(packed)
     if lawful is None and judge is not None and (judged := judge(draws, tree, logits, follow_packed)) is not None:
         return Verdict(judged.packed, judged.ranked)
-    tree = on_device(tree, draws)
+    tree = tree if tree.tokens.device == draws.device else tree.to(draws.device)
     at = draws.nodes(tree)
     assert len(logits) == len(at.row), f"{len(logits)} rows of logits for {len(at.row)} nodes"
     valid = tree.valid
@@ -67,11 +68,6 @@ def verify(
         return rejected
     followed = follow(tree, torch.where(valid, drawn[row], -1))
     return Verdict(torch.where(lawful[:, None], rejected.packed, followed.packed))
-
-
-def on_device(tree: DraftTree, draws: Draws) -> DraftTree:
-    """The tree where the draws are made."""
-    return tree if tree.tokens.device == draws.device else tree.to(draws.device)
 
 
 def follow_packed(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch verdict"]:

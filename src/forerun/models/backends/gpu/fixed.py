@@ -137,7 +137,11 @@ class Inputs:
 
     def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> HostArray:
         """What `fill` sets the buffer to."""
-        numbers, rows, width = array("i", bytes(4 * self.flat.shape[0])), len(layout.tokens), max(ALIGNED, self.shape.rows)
+        numbers, rows, width = (
+            array("i", bytes(4 * self.flat.shape[0])),
+            len(layout.tokens),
+            max(ALIGNED, self.shape.rows),
+        )
         for i, name in enumerate(self.COLUMNS):
             column = [run // block_size for run in layout.starts] if name == "starts" else getattr(layout, name)
             numbers[i * width : i * width + len(column)] = array("i", column)

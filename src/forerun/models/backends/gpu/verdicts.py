@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, Int
+from forerun.annotations import Float
 from forerun.device import PackedTables
 from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.rows import power_of_two
