@@ -219,9 +219,8 @@ class VerdictGraph:
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
         """What the host knows of the round: all but logits, and tokens that it has not seen."""
-        size = shape.batch * shape.nodes
         seq, positions, node = list[int](), list[int](), list[int]()
-        tokens, parents, row = [0] * size, [-1] * size, [shape.rows] * size
+        tokens, parents, row = ([filler] * (shape.batch * shape.nodes) for filler in (0, -1, shape.rows))
         for i, host in enumerate(tree.host()):
             places, start, after_root = host.places, i * shape.nodes, draws.root_places[i] + 1
             seq += [i] * len(places)
@@ -230,9 +229,8 @@ class VerdictGraph:
                 at = start + place
                 tokens[at], parents[at], row[at] = token, -1 if parent < 0 else places[parent], len(node)
                 node.append(at)
-        arrays = rows.arrays(shape.steps) | {"seq": seq, "positions": positions, "node": node}
-        arrays |= {"tokens": tokens, "parents": parents, "row": row}
-        arrays["keys"] = [signed(key) for key in draws.host_keys(Purpose.COUPLED)]
+        arrays = rows.arrays(shape.steps) | {"seq": seq, "positions": positions, "node": node, "tokens": tokens}
+        arrays |= {"parents": parents, "row": row, "keys": [signed(key) for key in draws.host_keys(Purpose.COUPLED)]}
         if shape.steps.masks:
             arrays["masks"] = masks_of(draws.rows, tree.seen_paths() or (), self.vocab).numpy()
         tables.packed.fill(arrays)
