@@ -111,7 +111,7 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, t
     assert fixed.stats.num_accepted == usual.stats.num_accepted > 0
 
 
-@pytest.mark.short("p-eagle-tree", "mtp-of-3-chain", "adapter-chain", "block:heads-tree")
+@pytest.mark.short("p-eagle-tree", "mtp-of-3-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_nobody_reads_what_a_graph_gave_once_another_one_ran(

@@ -52,6 +52,7 @@ def shapes_of(runner: GraphRunner) -> Iterator[Sequence[Hashable]]:
         yield [*graph.buffers]
 
 
+@pytest.mark.short("1")
 @pytest.mark.parametrize("most", [1, 2])
 def test_graphs_that_were_dropped_are_captured_again_and_give_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, most: int
