@@ -154,8 +154,9 @@ class HostTree:
 
     def with_tokens(self, tokens: Sequence[int]) -> HostTree:
         """Fills in the tokens, which are given by column; a node without a token gets no parent."""
-        drawn = [tokens[column] for column in self.places]
-        above = [parent if token >= 0 else -1 for parent, token in zip(self.parents, drawn, strict=True)]
+        drawn, above = [tokens[column] for column in self.places], self.parents
+        if min(drawn) < 0:
+            above = [parent if token >= 0 else -1 for parent, token in zip(above, drawn, strict=True)]
         return HostTree(drawn, above, self.columns, self.survival, self.law_rows, self.drafters, self.cut, self.forced)
 
 

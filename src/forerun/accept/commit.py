@@ -98,7 +98,7 @@ def accept(
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
         whole = tree if drawn is None else tree.with_tokens(rest[width:])
         nodes = whole.numbers(rest[: length + 1])
-        tokens = [*(whole.tokens[node] for node in nodes[1:]), next_token]
+        tokens = [whole.tokens[node] for node in nodes[1:]] + [next_token]
         runs.append(Accepted(whole, nodes, tokens, ranked[first : first + len(tree.tokens)]))
         first += len(tree.tokens)
     return runs

@@ -296,7 +296,7 @@ class Engine:
     def inform(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
         """Count the tokens that were read, and tell the drafter what became final; later, as long as it rests."""
         if self.drafter is not None:
-            self.news.add(kept, reading)
+            self.news.add(kept, reading.states.tapped)
         for k in kept:
             k.sequence.num_read += len(k.path)
         if not self.rests or self.news.num_tokens >= UNTOLD_TOKENS:

@@ -82,10 +82,10 @@ class RoundRow:
         return RoundRow(self.plan, self.tree, self.first, self.num_scored, nodes)
 
     @property
-    def path(self) -> list[int]:
+    def path(self) -> Seq[int]:
         """Numbers of the read's tokens that stay, in order."""
         num_chunk = self.plan.num_chunk
-        return [*range(num_chunk), *(num_chunk + node for node in self.accepted)]
+        return [*range(num_chunk), *(num_chunk + node for node in self.accepted)] if num_chunk else self.accepted
 
 
 def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
@@ -158,16 +158,15 @@ class News:
     tapped: list[Tapped] = field(default_factory=list)
     num_tokens: int = 0  # that the passes read
 
-    def add(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
-        """Add the tokens of a pass that stay, which their sequences do not count as read yet."""
-        paths = {row.sequence.id: row.path for row in kept}
-        for row in reading.rows:
+    def add(self, kept: Seq[RoundRow], tapped: Tapped | None) -> None:
+        """Add the tokens of a pass that stay, which their sequences do not count as read yet, and its states."""
+        for row in kept:
             sequence = row.sequence
             _, _, states = self.rows.setdefault(sequence.id, (sequence, sequence.num_read, []))
-            states += [self.num_tokens + node for node in paths[sequence.id]]
+            states += [self.num_tokens + node for node in row.path]
             self.num_tokens += row.plan.num_chunk + row.num_nodes
-        if reading.states.tapped is not None:
-            self.tapped.append(reading.states.tapped)
+        if tapped is not None:
+            self.tapped.append(tapped)
 
     def committed(self, shared: bool) -> Committed:
         """All of it; `shared`: whether texts of a tenant may share what is computed for them."""

@@ -69,6 +69,7 @@ class Sequence:
     started_s: float | None = None  # when it first had a place in the batch, by time.perf_counter
     pace: LiveGain = field(default_factory=LiveGain)
     edits: TextEdits | None = None  # of the text as it was when `sampling` was last called
+    row: RowSampling | None = None  # what that gave, which holds as long as the edits do
 
     @property
     def num_output(self) -> int:
@@ -174,7 +175,9 @@ class Sequence:
             self.edits = self.edits.at(self.tokens)
         if self.constraint is not None:
             self.constraint.follow(self.tokens)
-        return RowSampling(
+        if self.row is not None and self.row.edits is self.edits:
+            return self.row
+        self.row = RowSampling(
             seq_id=self.id,
             params=self.params,
             seed=self.seed,
@@ -186,6 +189,7 @@ class Sequence:
             edits=self.edits,
             constraint=self.constraint,
         )
+        return self.row
 
 
 OnDelta = Callable[[Delta], None]

@@ -73,8 +73,7 @@ class DraftedText:
 
     def clear(self, count: int = 0) -> None:
         """Forget the tail but for its first nodes."""
-        for place in list(self.tail)[count:]:
-            del self.tail[place]
+        self.tail = dict([*self.tail.items()][:count])
         self.pending = None
 
     def path(self, tokens: Sequence[int]) -> list[int]:
