@@ -128,7 +128,7 @@ class GraphRunner(Runner):
         """The reads as rows, and which of them are judged; their room is reserved already."""
         layout, judged = Layout(self.tile), []
         for read in reads:
-            judged += map(len(layout.tokens).__add__, read.judged)
+            judged += [len(layout.tokens) + i for i in read.judged]
             tail = self.tails.setdefault(read.seq_id, Tail(0))
             nodes = tail.grow(read.parents, len(read.tokens))
             paths = None if tail.is_chain else [tail.path(n) for n in nodes]
