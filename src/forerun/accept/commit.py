@@ -59,7 +59,7 @@ class Accepted:
     def offered(self) -> int:
         """At how many depths a guess was judged: one more than were accepted, unless nothing was guessed behind."""
         last = self.nodes[-1]
-        return self.length + (last in self.tree.parents or last in [parent for parent, _ in self.tree.cut])
+        return len(self.nodes) - 1 + (last in self.tree.parents or last in [parent for parent, _ in self.tree.cut])
 
     @property
     def origins(self) -> list[Origin]:

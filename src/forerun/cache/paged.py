@@ -151,10 +151,9 @@ class PagedCache:
             assert len(path) <= row.tail, f"{len(path)} tokens kept of a tail of {row.tail}"
             assert not path or 0 <= min(path) <= max(path) < row.tail, f"{path} leaves a tail of {row.tail}"
             first = self.start(seq_id) + row.length
-            for j, node in enumerate(path):
-                if node != j:
-                    sources.append(first + node)
-                    targets.append(first + j)
+            astray = [(node, j) for j, node in enumerate(path) if node != j]
+            sources += [first + node for node, _ in astray]
+            targets += [first + j for _, j in astray]
             self._settle(seq_id, row.length + len(path))
         if sources:
             self.gather_slots(sources, targets)

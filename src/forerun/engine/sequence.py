@@ -175,20 +175,11 @@ class Sequence:
             self.edits = self.edits.at(self.tokens)
         if self.constraint is not None:
             self.constraint.follow(self.tokens)
-        if self.row is not None and self.row.edits is self.edits:
-            return self.row
-        self.row = RowSampling(
-            seq_id=self.id,
-            params=self.params,
-            seed=self.seed,
-            sample=self.sample,
-            tokens=self.tokens,
-            num_prompt=self.num_prompt,
-            eos_ids=self.eos_ids,
-            bad_words=self.bad_words,
-            edits=self.edits,
-            constraint=self.constraint,
-        )
+        if self.row is None or self.row.edits is not self.edits:
+            self.row = RowSampling(
+                self.id, self.params, self.seed, self.sample, self.tokens, self.num_prompt, self.eos_ids,
+                self.bad_words, self.edits, self.constraint,
+            )  # fmt: skip
         return self.row
 
 

@@ -76,18 +76,17 @@ def sanitize(
         seen = _seen_clean(tree, roots, bounds, (depth, width, vocab), kernels)
         if seen is not None:
             return DraftTree(tree.tokens, tree.parents, depth, width, known=seen)
-    known = _known(tree, len(roots), columns)
-    if known is not None and tree.q is None:
-        fit = (len(read.tokens) <= 1 + min(d, n) for (d, _, n), read in zip(bounds, known, strict=True))
-        if tree.sound and whole and all(fit):
+    counts = _counts(tree, len(roots), columns)
+    if counts is not None and tree.q is None:
+        fitting = [min(d, n, count) for (d, _, n), count in zip(bounds, counts, strict=True)]
+        if tree.sound and whole and fitting == counts:
             return tree
-        counts = [min(d, n, len(read.tokens) - 1) for (d, _, n), read in zip(bounds, known, strict=True)]
-        return _unseen_chains(tree, roots, counts, vocab)
+        return _unseen_chains(tree, roots, fitting, vocab)
     tokens = torch.cat([roots[:, None], tree.tokens[:, 1:columns]], dim=1)
     parents = tree.parents[:, :columns]
     sound = _sound(tokens, parents, vocab)
-    if known is not None:  # these are read as the chains they are said to be, so they must be that
-        bounds = [(d, w, min(n, len(read.tokens) - 1)) for (d, w, n), read in zip(bounds, known, strict=True)]
+    if counts is not None:  # these are read as the chains they are said to be, so they must be that
+        bounds = [(d, w, min(n, count)) for (d, w, n), count in zip(bounds, counts, strict=True)]
         sound &= parents == torch.arange(columns, device=parents.device) - 1
     keep, late = _within(sound, parents, upload(bounds, torch.long, tokens.device), depth, width)
     doubted = (tree.tokens[:, 0] != roots) | (~sound & ((tokens != -1) | (parents != -1)))[:, 1:].any(1)
@@ -96,6 +95,7 @@ def sanitize(
     tokens = torch.where(keep, tokens, -1)
     parents = torch.where(keep & sound, parents, -1)
     q = None if tree.q is None else _believed(tree.q, parents, doubted, vocab)
+    known = None if counts is None else [HostTree.unseen(count) for count in counts]
     return DraftTree(tokens, parents, depth, width, q, known, widths=[min(width, limit.width) for limit in limits])
 
 
@@ -116,12 +116,12 @@ def _seen_clean(
     return None if columns is None else [HostTree.in_columns(*row) for row in zip(*columns, strict=True)]
 
 
-def _known(tree: DraftTree, batch: int, columns: int) -> list[HostTree] | None:
+def _counts(tree: DraftTree, batch: int, columns: int) -> list[int] | None:
     """What the host is told of guesses it has not seen: so many in each chain. Anything else it looks up itself."""
     if tree.known is None or not tree.unseen or len(tree.known) != batch or tree.width != 1:
         return None
-    counts = [len(known.tokens) for known in tree.known]
-    return [HostTree.unseen(min(count, columns) - 1) for count in counts] if min(counts) > 0 else None
+    counts = [min(len(known.tokens), columns) - 1 for known in tree.known]
+    return counts if min(counts) >= 0 else None
 
 
 def _unseen_chains(tree: DraftTree, roots: Int[Tensor, " batch"], counts: Sequence[int], vocab: int) -> DraftTree:
