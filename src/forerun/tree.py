@@ -274,7 +274,7 @@ class DraftTree:
     @property
     def unseen(self) -> bool:
         """Whether the guesses were drawn on a device and the host has not seen them, so that some may be padding."""
-        return bool(self.known) and self.known[0].tokens[0] < 0
+        return bool(self.known and self.known[0].tokens[0] < 0)
 
     def host(self) -> Sequence[HostTree]:
         """Which nodes are read, for the host; where that is not known yet and the tree is on a device, it waits."""
