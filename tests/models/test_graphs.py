@@ -246,3 +246,14 @@ def test_logits_that_lie_where_they_are_wanted_are_not_moved_and_all_others_are(
     elsewhere = torch.zeros(4, 8)
     graphs.put_logits(graphs.copy_logits(kept), elsewhere)
     assert torch.equal(elsewhere[:3], kept)
+
+
+def test_logits_of_a_pass_without_a_buffer_are_moved_though_one_is_made_where_they_lay() -> None:
+    """A long prompt's pass is not captured; the memory of its logits may become the buffer of the first verdict."""
+    graphs = Graphs(torch.device("cpu"))
+    lay = torch.rand(1, 8)
+    logits = graphs.copy_logits(lay)
+    kept = lay.zero_()  # the same address
+    graphs.kept_logits[8] = kept
+    graphs.put_logits(logits, kept)
+    assert torch.equal(kept, logits)

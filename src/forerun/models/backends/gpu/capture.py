@@ -79,9 +79,10 @@ class Graphs:
         return self.logits(*logits.shape).copy_(logits)
 
     def copy_logits(self, kept: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        """A copy of logits that a pass left in that buffer, which holds them until `put_logits` or another pass."""
-        copied = kept.clone()
-        self.copied = ref(copied), kept.data_ptr()
+        """A copy of a pass's logits. If they lie in that buffer it holds them until `put_logits` or another pass."""
+        copied, buffer = kept.clone(), self.kept_logits.get(kept.shape[1])
+        lies_there = buffer is not None and buffer.data_ptr() == kept.data_ptr()
+        self.copied = (ref(copied), kept.data_ptr()) if lies_there else None  # other memory may be used again
         return copied
 
     def put_logits(self, logits: Float[Tensor, "rows vocab"], kept: Float[Tensor, "most vocab"]) -> None:

@@ -146,8 +146,7 @@ class GraphRunner(Runner):
             return Shape(-(-rows // LARGE_STEP) * LARGE_STEP, path, few, keys, captured=False)
         small = rows <= SMALL_ROWS
         size = max(LEAST_ROWS, power_of_two(rows)) if small else few_rows(rows)
-        most = LARGER * size if size > LEAST_ROWS else size  # most rounds are of the least size
-        most = min(SMALL_ROWS, most) if small else most
+        most = size if size == LEAST_ROWS else min(SMALL_ROWS, LARGER * size) if small else LARGER * size
         judged = 0 if not num_judged else size if small else few_rows(num_judged)
         exact = Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
 
