@@ -62,6 +62,8 @@ SPILLS = {
         ("group_expert_gemm", f"torch.bfloat16, {kind}"): (8, "keeps one number more than dense products")
         for kind in ("INT4", "UINT4")
     },
+    ("group_gemm", "torch.bfloat16, INT4, 16 rows"): (8, "by Triton 3.6 for a B200, in one tile"),
+    ("group_gemm", "torch.bfloat16, UINT4, 32 rows"): (16, "by Triton 3.6 for an A100, in one tile"),
     ("group_gemm", "torch.float16, INT4, 32 rows"): (24, "4 warps of 3 programs get 128 registers"),
     ("attend_splits", "torch.float32, heads of 64"): (
         64,
