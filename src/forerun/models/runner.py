@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -165,7 +166,7 @@ class Runner:
         """Columns of its logits: all ids that it can read, and padding."""
         return self.decoder.config.vocab_size
 
-    @property
+    @cached_property
     def window(self) -> int:
         """The longest text that it can read, alone in its cache."""
         blocks = self.cache.blocks

@@ -50,8 +50,8 @@ class DraftedText:
     def settle(self) -> None:
         """Number the tail nodes that were read unseen."""
         if self.pending is not None:
-            for token in self.pending():
-                self.append(token)
+            for node, token in enumerate(self.pending(), start=len(self.tail)):
+                self.tail[node - 1, token] = node
         self.pending = None
 
     def tokens(self, first: int) -> list[int]:

@@ -188,8 +188,7 @@ class ChainGraph:
             "chains": chains,
             "depths": depths,
         }
-        runner = self.runner
-        block_size, spare_slot = runner.cache.blocks.block_size, runner.spare_slot
+        runner, block_size, spare_slot = self.runner, self.runner.cache.blocks.block_size, self.runner.spare_slot
         if buffers.text is not None:
             reads = [Read(s.seq_id, text, judged=[len(text) - 1]) for s, text in zip(starts, unread, strict=True)]
             layout, lasts = runner.lay_out(reads)
