@@ -26,7 +26,12 @@ from kit.replays import imagine_captures
 from kit.sparse import write_sparse
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
-PROMPTS = ["Once upon a time", "The little dog", "One day, Tim", "Lily and her mom"]
+PROMPTS = [
+    "Once upon a time",
+    "The little dog",
+    "One day, Tim",
+    "Lily and her mom went to the park. They saw a big red",
+]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24),
     SamplingParams(temperature=1, seed=3, max_tokens=24),
@@ -228,4 +233,5 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
             llm.engine.step()
             sent.append([*seen.sent])
     assert statistics.median(map(len, sent)) <= MOST_SENT[kind], sent[len(sent) // 2]
+    assert max(map(len, sent)) <= 40, "behind prompts, of which a long one is read in a pass before"
     assert statistics.median(each.count("graph") for each in sent) == NUM_GRAPHS

@@ -65,14 +65,23 @@ class FedFollower(Follower):
 
     @torch.inference_mode()
     def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
-        """Where little text of each row is not read, as behind a round: the states beside it are there."""
+        """Where little text of each row is not read, as behind a round: the states beside it are there.
+
+        On a device more is read first but for its last token, so that a new row does not hold up the others.
+        """
+        if not self.draws_behind_text or draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
+            return None
+        if self.runner.draws_unseen:
+            rows = self.catch_up([*rows], TAIL_TOKENS, spared=1)
+            for row in rows:
+                self.begin(row.seq_id, -1)
         texts = [self.unread(row.seq_id) for row in rows]
         numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
-        if draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
-            return None
         if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):
             return None
-        if any(row.late != self.late(row.seq_id) or row.seq_id not in self.runner.cache for row in rows):
+        if any(row.late != self.late(row.seq_id) for row in rows):
+            return None
+        if not self.runner.draws_unseen and any(row.seq_id not in self.runner.cache for row in rows):
             return None
         starts = [
             Start(numbers[row.seq_id], row.seq_id, min(row.budget.depth, row.budget.nodes), row.budget.min_survival)
@@ -80,8 +89,6 @@ class FedFollower(Follower):
         ]
         started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
         read = self.unread_texts(reads)
-        if read is None:
-            return None
         chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, self.heads_ahead(rows))
         self.pass_s += time.perf_counter() - started_s
         if chains is not None:
@@ -90,9 +97,14 @@ class FedFollower(Follower):
                 self.states.drop(read_text.seq_id, len(read_text.tokens))
         return chains
 
-    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
-        """These reads of text, for a call of the runner that reads them before it draws; None where there is none."""
-        return None
+    @property
+    def draws_behind_text(self) -> bool:
+        """Whether a call of the runner can read text and draw behind it."""
+        return False
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
+        """These reads of text, as such a call reads them."""
+        raise NotImplementedError
 
     def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead | None:
         """What makes the guesses of these rows without a pass between them; None where they are read one by one."""

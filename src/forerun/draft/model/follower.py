@@ -230,8 +230,9 @@ class Follower:
         drafted = self.sequences[seq_id]
         return 0 if drafted.lost else len(drafted.text) - self.runner.length(seq_id)
 
-    def catch_up(self, rows: list[DraftRow], left_unread: int) -> list[DraftRow]:
-        """Read and keep final text, in chunks, until no more than so much is unread; the rows that had room.
+    def catch_up(self, rows: list[DraftRow], left_unread: int, spared: int = 0) -> list[DraftRow]:
+        """Read and keep final text, in chunks, until no more than so much is unread; the rows that had room. So many
+        tokens at a text's end are not read.
 
         A text without a row begins with what the cache holds of it, be it what another of these rows has just read.
         """
@@ -239,7 +240,7 @@ class Follower:
             apart = [seq_id for i, seq_id in enumerate(behind) if not self.is_coming(seq_id, behind[:i])]
             for seq_id in apart:
                 self.begin(seq_id, -1)  # what the last token leaves is wanted
-            rows = self.read_text(rows, apart)
+            rows = self.read_text(rows, apart, spared)
         return rows
 
     def is_coming(self, seq_id: int, others: Sequence[int]) -> bool:
@@ -252,11 +253,12 @@ class Follower:
         return most - self.beginning(drafted.text[:most], drafted.salt).num_tokens >= LEAST_WAITED
 
     @torch.inference_mode()
-    def read_text(self, rows: list[DraftRow], seq_ids: Sequence[int]) -> list[DraftRow]:
+    def read_text(self, rows: list[DraftRow], seq_ids: Sequence[int], spared: int = 0) -> list[DraftRow]:
         """Read and keep a chunk of these sequences' text, which are among the rows; the rows that had room."""
         reads, left = [], CHUNK_TOKENS
         for seq_id in seq_ids:
-            chunk = self.unread(seq_id)[:left]
+            unread = self.unread(seq_id)
+            chunk = unread[: min(left, len(unread) - spared)]
             left -= len(chunk)
             reads.append(Read(seq_id, chunk))
         passed = self.read_fitting([read for read in reads if read.tokens], rows, of_text=True)

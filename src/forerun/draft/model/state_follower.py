@@ -99,7 +99,12 @@ class StateFollower(FedFollower, ABC):
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.spread(logits))
 
-    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
+    @property
+    def draws_behind_text(self) -> bool:
+        """By any runner that has a call for chains."""
+        return True
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         """These reads of text, as a call of the runner reads them before it draws."""
         runner, features = self.runner, self.before_fusing(reads, self.states.of(reads))
         dtype = runner.decoder.stream if runner.draws_unseen else torch.float32

@@ -73,10 +73,13 @@ class BlockDrafter(FedFollower):
         """The root and the masked places behind it."""
         return [*row.late, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
 
-    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
-        """Context, which nothing is guessed from; on devices alone."""
-        if not self.runner.draws_unseen:
-            return None
+    @property
+    def draws_behind_text(self) -> bool:
+        """On devices, which do not wait for the host between guesses."""
+        return self.runner.draws_unseen
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
+        """Context, which nothing is guessed from."""
         return UnreadTexts([read.tokens for read in reads], self.states.of(reads), None, self.decoder.fuse)
 
     def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:

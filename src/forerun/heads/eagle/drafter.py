@@ -30,7 +30,7 @@ from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import HeadFolder
 from forerun.heads.layouts import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
-from forerun.models.chains import Foreseen, HeadsAhead, MaskedPlaces, UnreadTexts
+from forerun.models.chains import Foreseen, HeadsAhead, MaskedPlaces
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
 from forerun.models.widen import Plan
@@ -78,9 +78,10 @@ class ParallelEagleDrafter(EagleDrafter):
         assert self.decoder.mask is not None, "it has masked places"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
-    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts | None:
-        """As for layers that guess one by one, on devices alone."""
-        return super().unread_texts(reads) if self.runner.draws_unseen else None
+    @property
+    def draws_behind_text(self) -> bool:
+        """On devices, which do not wait for the host between guesses."""
+        return self.runner.draws_unseen
 
     def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:
         """The first guess is made behind the text, each further one at a masked place."""
