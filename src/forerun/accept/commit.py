@@ -94,7 +94,7 @@ def accept(
     download = None if verdict.ranked is None else Download(verdict.ranked)
     packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
     ranked = [] if download is None else download.values
-    runs, first, width = [], 0, verdict.path.shape[1]
+    runs, first, width = [], 0, 0 if drawn is None else verdict.path.shape[1]
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
         whole = tree if drawn is None else tree.with_tokens(rest[width:])
         nodes = whole.numbers(rest[: length + 1])
