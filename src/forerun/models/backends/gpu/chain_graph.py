@@ -303,7 +303,7 @@ class ChainGraph:
         if places is None or heads is None or heads.places is None:
             return Foreseen(first)
         state = heads.places.state
-        places.states = None if state is None else state.expand(places.shape.rows, -1)
+        places.states = None if state is None else state.repeat(places.shape.rows, 1)  # kernels read whole rows
         passed = self.read(places)
         logits, states = self.ids.spread(passed.logits), passed.hidden[places.judged]
         return Foreseen(first, logits.unflatten(0, (shape.rows, -1)), states.unflatten(0, (shape.rows, -1)))
