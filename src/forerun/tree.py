@@ -73,7 +73,7 @@ class HostTree:
     @classmethod
     def unseen(cls, num_guesses: int) -> HostTree:
         """A chain whose tokens only a device knows."""
-        return cls([-1] * (1 + num_guesses), list(range(-1, num_guesses)))
+        return cls([-1] * (1 + num_guesses), [*range(-1, num_guesses)])
 
     @classmethod
     def in_columns(cls, columns: Sequence[int], parents: list[int], tokens: list[int]) -> HostTree:

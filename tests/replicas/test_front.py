@@ -99,7 +99,7 @@ def test_a_begun_stream_that_cannot_go_on_ends_with_the_error(server: Served, mo
         return replace(news, deltas=[with_other_tokens(delta) for delta in news.deltas])
 
     def with_other_tokens(delta: Delta) -> Delta:
-        return replace(delta, token_ids=tuple(token + 1 for token in delta.token_ids))
+        return delta._replace(token_ids=tuple(token + 1 for token in delta.token_ids))
 
     monkeypatch.setattr(replicas, "answer", other)
     answer = running.post("/v1/completions", **LONG, stream=True)

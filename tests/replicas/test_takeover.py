@@ -1,7 +1,6 @@
 """Takeover: what another replica gives again is left out, wherever its rounds end and whatever was held back."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -77,4 +76,4 @@ def test_other_tokens_are_no_continuation() -> None:
     assert reader.take(first) is not None
     reader.restart()
     with pytest.raises(AnswerDiffers, match="other tokens"):
-        reader.take(replace(first, token_ids=(0, 1, 9, 3)))
+        reader.take(first._replace(token_ids=(0, 1, 9, 3)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ class Origin(Enum):
         return self.value  # results hold one for each token
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(NamedTuple):
     """One sequence's run: the nodes of its tree that are final (root first), and the tokens that it emits.
 
     `ranked` are the log-probabilities of all nodes' tokens, where the verdict has brought them along.
@@ -84,7 +83,7 @@ class Accepted:
         guessed = Counter(by for by, token in zip(guessed_by[1:], tree.tokens[1:], strict=True) if token >= 0)
         guessed.update(tree.drafters[column] for _, column in tree.cut)
         by_drafter = {drafter: (count, right[drafter]) for drafter, count in guessed.items()}
-        return replace(row, drafter=guessed_by[0], by_drafter=by_drafter)
+        return row._replace(drafter=guessed_by[0], by_drafter=by_drafter)
 
 
 def accept(

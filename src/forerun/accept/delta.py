@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from forerun.accept.commit import Accepted, Origin
 from forerun.accept.outcome import RowOutcome
@@ -54,8 +54,7 @@ class DraftDetails:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one round adds to one sample of a request.
 
     Text may lag behind tokens: half a character, or what may be the beginning of a stop string, is held back.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ from forerun.device import Captures, pins
 LEAST_MEASURED = 16  # tokens, below which a gain would mostly tell what the first rounds took
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutcome:
+class RowOutcome(NamedTuple):
     """One sequence's round: guesses in its tree, guesses on offer along its path, guesses accepted.
 
     `offered` is the number of depths at which the walk had a guess to accept: one more than `accepted` where it
@@ -35,7 +35,7 @@ class RowOutcome:
     accepted: int
     num_emitted: int
     drafter: int = -1
-    by_drafter: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    by_drafter: Mapping[int, tuple[int, int]] = {}
     num_cut: int = 0
     num_forced: int = 0
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
@@ -20,8 +20,7 @@ from forerun.text.tokenizer import Tokenizer
 StopReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """What became of a run.
 
     Its first `num_kept` tokens belong to the output, the one that ends it included. `pieces` is the text that is
@@ -192,7 +191,7 @@ def _split(pieces: Sequence[Piece], length: int) -> tuple[list[Piece], list[Piec
         here, rest = piece.text[:length], piece.text[length:]
         length -= len(here)
         if here:
-            before.append(replace(piece, text=here))
+            before.append(piece._replace(text=here))
         if rest:
-            after.append(replace(piece, text=rest))
+            after.append(piece._replace(text=rest))
     return before, after

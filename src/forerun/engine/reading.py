@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,7 @@ from forerun.models.runner import DeviceTokens, PartialPass, Read
 from forerun.tree import DraftTree, HostTree
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRow:
+class RoundRow(NamedTuple):
     """One row of a round: a chunk of its unread tokens, then its tree where it draws a token.
 
     Its logits begin at row `first` of the pass's: those of `num_scored` tokens of the chunk, all or none, which are

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.accept.outcome import Outcome
 from forerun.config import EngineOptions
@@ -26,8 +27,7 @@ TRIES = 3  # of the measurement, of which the shortest counts
 SLOWEST, FASTEST = 0.5, 1.25  # how fast the size follows
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """One sequence's part of a round: the first `num_chunk` unread tokens, and its root if it draws a token."""
 
     sequence: Sequence

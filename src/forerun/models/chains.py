@@ -22,8 +22,7 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """A sequence to be drafted: its row in the round, its id, and how deep.
 
     Its chain ends before a guess that survives with less than `min_survival`.

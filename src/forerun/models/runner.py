@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,8 +30,7 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """Tokens of one sequence to read in the next pass, behind its committed text and its tail.
 
     `parents[i]` numbers a node of the tail, these tokens included (they follow the nodes already there); -1 hangs
@@ -67,7 +66,7 @@ class DeviceTokens:
             ]
             for r in reads
         ]
-        return [replace(read, tokens=tokens) for read, tokens in zip(reads, texts, strict=True)]
+        return [read._replace(tokens=tokens) for read, tokens in zip(reads, texts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,14 +256,13 @@ class SampleReader:
         self.num_letters += len(new.text)
         self.finished = new.finish_reason is not None
         self.sequence.extend(len(self.sequence.tokens), new.token_ids, new.origins)
-        outcome = None if new.outcome is None else replace(new.outcome, seq_id=self.sequence.id)
-        return replace(new, request_id=self.sequence.request_id, seq_id=self.sequence.id, outcome=outcome)
+        outcome = None if new.outcome is None else new.outcome._replace(seq_id=self.sequence.id)
+        return new._replace(request_id=self.sequence.request_id, seq_id=self.sequence.id, outcome=outcome)
 
 
 def without(delta: Delta, num_tokens: int, num_letters: int) -> Delta:
     """A delta without its first tokens and letters, and without what it tells of its round."""
-    return replace(
-        delta,
+    return delta._replace(
         token_ids=delta.token_ids[num_tokens:],
         origins=delta.origins[num_tokens:],
         logprobs=delta.logprobs[num_tokens:],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -101,8 +102,7 @@ class Revision:
     tokens: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRow:
+class DraftRow(NamedTuple):
     """A sequence to be drafted within `budget`. `late` are final tokens that are not part of its text, the root last.
 
     `guesses` are those of another drafter that this one judges: they are read behind the root.

@@ -101,7 +101,7 @@ class EarlyExitDrafter(FedFollower):
         counts = [len(r.tokens) + (0 if r.seq_id in self.adapter.tails else r.scratch) for r in reads]
         if not cache.can_reserve([r.seq_id for r in reads], counts):
             raise OutOfBlocks(f"{sum(counts)} more tokens asked for, {cache.blocks.num_free} blocks free")
-        hidden = self.lower.read([replace(read, judged=()) for read in reads], drawn=drawn).hidden
+        hidden = self.lower.read([read._replace(judged=()) for read in reads], drawn=drawn).hidden
         self.note(reads, hidden)
         return hidden
 
