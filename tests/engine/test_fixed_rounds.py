@@ -163,11 +163,11 @@ EVERY = SamplingParams(
 @pytest.mark.parametrize(
     ("drafter", "params", "most"),
     [
-        (None, PARAMS[1], 7),
+        (None, PARAMS[1], 5),
         ("model", PARAMS[1], 17),
-        (None, PARAMS[2], 7),
-        (None, EVERY, 7),
-        (None, replace(EVERY, logprobs=3), 8),
+        (None, PARAMS[2], 5),
+        (None, EVERY, 5),
+        (None, replace(EVERY, logprobs=3), 6),
         ("model", EVERY, 17),
     ],
     ids=["plain", "model", "penalised", "every", "logprobs", "every-model"],
