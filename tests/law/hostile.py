@@ -73,7 +73,15 @@ def drafted(make: Callable[[Situation], DraftTree | Draft], now: Situation) -> D
 def tree_of(tokens: Tensor, parents: Tensor, depth: int, width: int = 1, q: DraftLaw | None = None) -> DraftTree:
     """A DraftTree without the checks of its constructor."""
     tree = object.__new__(DraftTree)
-    fields = {"tokens": tokens, "parents": parents, "depth": depth, "width": width, "q": q, "known": None}
+    fields = {
+        "tokens": tokens,
+        "parents": parents,
+        "depth": depth,
+        "width": width,
+        "q": q,
+        "known": None,
+        "sound": False,
+    }
     for name, value in fields.items():
         object.__setattr__(tree, name, value)
     return tree
