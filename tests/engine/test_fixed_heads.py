@@ -13,6 +13,7 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Placement
 from forerun.draft.base import Budget, Draft
+from forerun.draft.model.fed_follower import FedFollower
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.sampling.draws import Draws
@@ -170,6 +171,40 @@ def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, tmp_path: Path, mon
         bodies.clear()
     assert found[0] == found[1]
     assert sum(map(len, found[0].values())) > 100
+
+
+@pytest.mark.short("eagle-3")
+@pytest.mark.parametrize("num_blocks", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "p-eagle", "block"])
+def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
+    kind: str, num_blocks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it end its own answer."""
+    llm = made(TRAINED[kind](tmp_path / "heads"), speculation=4)
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, FedFollower)
+    drafter.runner = GraphRunner.of(drafter.runner.decoder, 16 * num_blocks, block_size=16)
+    assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
+    assert llm.engine.drafter is drafter, caplog.text
+    drafter.runner.cache.check()
+
+
+@pytest.mark.short("block:heads")
+@pytest.mark.parametrize("kind", ["p-eagle", "block", "block:heads"])
+def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str, tmp_path: Path) -> None:
+    """Where it has fewer than its depth says."""
+    llm = made(TRAINED[kind](tmp_path / "heads"), speculation=4)
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, FedFollower)
+    propose = drafter.propose
+
+    def cut(draws: Draws, budgets: Sequence[Budget]) -> Draft:
+        return propose(draws, [replace(budget, nodes=1) if budget.depth else budget for budget in budgets])
+
+    drafter.propose = cut  # type: ignore[method-assign, assignment]
+    assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
+    assert llm.engine.drafter is drafter
+    assert llm.stats.num_accepted > 0
 
 
 @pytest.mark.full

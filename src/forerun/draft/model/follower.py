@@ -192,14 +192,14 @@ class Follower:
         return None if states is None else self.ids.spread(states.logits)
 
     def draft_rows(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
-        """The sequences to be drafted, their depths cut to what the model's context and the cache allow."""
+        """The sequences to be drafted, their depths cut to what nodes, the model's context and the cache allow."""
         late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         rows = []
         for seq_id, budget in zip(seq_ids, budgets, strict=True):
             new = late.get(seq_id, self.late(seq_id))
             if seq_id not in self.sequences or new is None:
                 continue
-            depth = min(budget.depth, self.room(self.sequences[seq_id], new))
+            depth = min(budget.depth, budget.nodes, self.room(self.sequences[seq_id], new))
             if depth > 0:
                 rows.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
         return rows
@@ -236,6 +236,7 @@ class Follower:
 
         A text without a row begins with what the cache holds of it, be it what another of these rows has just read.
         """
+        rows = [row for row in rows if not self.sequences[row.seq_id].lost]
         while behind := [row.seq_id for row in rows if self.num_unread(row.seq_id) > left_unread]:
             apart = [seq_id for i, seq_id in enumerate(behind) if not self.is_coming(seq_id, behind[:i])]
             for seq_id in apart:
