@@ -49,16 +49,18 @@ class FedFollower(Follower):
 
     def wait(self, news: Committed) -> None:
         """Keep the states of these texts until they are read; where they take too much, read the text with most."""
-        alone = len(news.tokens) > TAIL_TOKENS * len(news.seq_ids)  # beside prompts a row would hold their states too
+        several = len(news.seq_ids) > 1
+        # A part holds the states of the whole round, so it is copied where prompts are in that.
+        copied = several and len(news.tokens) > TAIL_TOKENS * len(news.seq_ids)
         for seq_id, (start, end) in zip(news.seq_ids, pairwise(news.offsets), strict=True):
             drafted = self.sequences[seq_id]
             if len(drafted.text) > self.window:
                 self.lose(seq_id)
             count = min(end - start, self.num_unread(seq_id))  # guesses that came true are read
             if count:
-                states, several = news.shown(self.names[0])[end - count : end], len(news.seq_ids) > 1
-                states = states.clone() if several and alone else states
-                self.states.add(seq_id, self.unread_text(seq_id), [states], in_round=several and not alone)
+                states = news.shown(self.names[0])[end - count : end]
+                states = states.clone() if copied else states
+                self.states.add(seq_id, self.unread_text(seq_id), [states], in_round=several and not copied)
         while not self.states.fits():
             fullest = self.states.fullest()
             self.read_text([DraftRow(fullest, (), NO_DRAFT)], [fullest])

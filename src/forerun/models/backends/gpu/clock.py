@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from forerun.models.backends.gpu.capture import CAPTURES
+
 WARM_UPS = 3
 
 
@@ -45,6 +47,6 @@ def kernel_us(bodies: Sequence[Callable[[], object]], device: torch.device, runs
     with torch.cuda.stream(stream):
         all_in_turn()  # compiles
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
+    with CAPTURES, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another engine may be at work
         all_in_turn()
     return device_ms(graph.replay, device, runs) / len(bodies) * 1e3

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from forerun.models.backends.gpu.capture import LOGITS_ROWS
+from forerun.models.backends.gpu.groups import LONG_READ
 from forerun.models.backends.gpu.ops import SCRATCH_BYTES, SPLIT
 from forerun.models.backends.gpu.verdicts import verdict_bytes
 from forerun.models.config import ModelConfig
 from forerun.models.rows import few_rows
 
 STEP = 128  # the rows of passes without capture are rounded up to it
-LONG_READ = 96  # rows for which weights in groups are unpacked
 WIDE = 4  # bytes of a logit
 OUTSIDE = 8.2  # times a round's logits that a verdict without a graph holds, by the widest filter, `top_p`
 STREAMS = 6  # rows of the stream that a layer holds at once
