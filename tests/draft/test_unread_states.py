@@ -19,3 +19,12 @@ def test_states_of_a_round_are_held_until_the_next_one_and_copied_if_they_wait_l
     (ended,) = states.ended
     assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in ended.pieces)
     assert states.num_bytes == sum(piece.nbytes for piece in ended.pieces)
+
+
+def test_a_text_that_begins_alike_does_not_hold_the_states_of_a_round() -> None:
+    of_round, states, tokens = torch.arange(16.0).view(8, 1, 2), UnreadStates(), [3, 4]
+    states.add(7, ShownText("", tokens, 0), [of_round[2:4]], in_round=True)
+    assert states.share(8, ShownText("", [*tokens], 0))
+    (shared,) = states.of([Read(8, tokens)])
+    assert torch.equal(shared, of_round[2:4])
+    assert shared.untyped_storage().nbytes() < of_round.nbytes

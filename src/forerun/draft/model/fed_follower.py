@@ -50,8 +50,7 @@ class FedFollower(Follower):
     def wait(self, news: Committed) -> None:
         """Keep the states of these texts until they are read; where they take too much, read the text with most."""
         several = len(news.seq_ids) > 1
-        # A part holds the states of the whole round, so it is copied where prompts are in that.
-        copied = several and len(news.tokens) > TAIL_TOKENS * len(news.seq_ids)
+        copied = several and len(news.tokens) > TAIL_TOKENS * len(news.seq_ids)  # a part would hold prompts too
         for seq_id, (start, end) in zip(news.seq_ids, pairwise(news.offsets), strict=True):
             drafted = self.sequences[seq_id]
             if len(drafted.text) > self.window:

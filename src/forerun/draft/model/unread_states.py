@@ -100,6 +100,7 @@ class UnreadStates:
         end = len(text.tokens)
         for other in (*self.ended, *self.waiting.values()):
             if other.covers(text.tokens, text.salt, text.first) == end:
+                other.leave_round()
                 self.add(seq_id, text, [*other.part(text.first, end)])
                 return True
         return False
