@@ -99,11 +99,11 @@ class MedusaDrafter:
         """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
         if news.adopted:
             return
-        alone = len(news.tokens) > MOST_SHARED * len(news.seq_ids)
+        copied = len(news.tokens) > MOST_SHARED * len(news.seq_ids)  # a part would hold all of them
         for i, (seq_id, tokens, _) in enumerate(news.rows()):
             if tokens:
                 state = news.shown("medusa")[news.offsets[i + 1] - 1, 0]
-                self.states[seq_id] = state.clone() if alone else state
+                self.states[seq_id] = state.clone() if copied else state
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """All: the root is read in any case, and the state after it is all that is needed."""
