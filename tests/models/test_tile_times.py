@@ -89,6 +89,12 @@ def test_small_matrices_and_other_layers_are_left_alone() -> None:
     assert not small.tiles
 
 
+def test_where_there_is_one_tile_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "candidates", lambda layer, rows, dtype: [SMALLEST])
+    assert chosen() == dict.fromkeys(ROWS, SMALLEST)
+    assert not measured
+
+
 def test_a_folder_that_cannot_be_written_loses_nothing_but_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -174,8 +174,9 @@ class GroupLinear:
         return self.tiles.get(rows_measured(rows)) or group_tile_for(self.all_tiles(dtype), rows)
 
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[GroupTile]:
-        """As in every TiledLinear."""
-        return fitting(self.all_tiles(dtype), rows)
+        """As in every TiledLinear; one for rows that unpacked weights are multiplied with."""
+        tiles = fitting(self.all_tiles(dtype), rows)
+        return tiles[:1] if self.unpacks and rows >= LONG_READ else tiles
 
     def all_tiles(self, dtype: torch.dtype) -> Sequence[GroupTile]:
         """All of inputs of this format."""
