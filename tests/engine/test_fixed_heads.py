@@ -226,7 +226,7 @@ def test_adapters_of_layers_with_experts_draft(tmp_path: Path) -> None:
         assert tokens_of(made(f"early-exit:2:{folder}", device).generate(PROMPTS, PARAMS)) == plain()
 
 
-@pytest.mark.short("block:heads-chain", "hydra-chain")
+@pytest.mark.short("block:heads-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
