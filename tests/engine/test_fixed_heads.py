@@ -117,7 +117,7 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, t
     assert fixed.stats.num_accepted == usual.stats.num_accepted > 0
 
 
-@pytest.mark.short("p-eagle-tree", "mtp-of-3-chain")
+@pytest.mark.short("mtp-of-3-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_nobody_reads_what_a_graph_gave_once_another_one_ran(
@@ -252,7 +252,7 @@ MOST_SENT = {  # operations of a round; graphs are one each
 NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, the verdict
 
 
-@pytest.mark.short("eagle", "block:heads")
+@pytest.mark.short("block:heads")
 @pytest.mark.parametrize("kind", MOST_SENT)
 def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ def form(request: pytest.FixtureRequest) -> tuple[str, int, int, bool]:
     return request.param  # type: ignore[no-any-return]
 
 
+@pytest.mark.short("INT4-192-*", "UINT4-320-*", "INT8-96-*", "INT8-200-*", "INT8-48-*", "E4M3-256-*", "E2M1-*")
 def test_numbers_are_what_they_stand_for(form: tuple[str, int, int, bool]) -> None:
     check_numbers(form, "cpu")
     weight = random_groups(*form)

@@ -56,6 +56,7 @@ def test_every_dialects_counters_are_read_and_the_speed_up_is_measured(dialect: 
     assert cell["options"]
 
 
+@pytest.mark.full
 def test_loads_at_which_it_hurts_are_named_with_what_to_set() -> None:
     server, plain = StandIn("vllm", MODEL, depth=DEPTH, round_s=ROUND_S, crowd=3.0), StandIn(round_s=ROUND_S)
     plain.model = MODEL
