@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 from forerun.errors import InvalidRequest
 
 PART = ".part"
+logger = logging.getLogger(__name__)
 
 
 def cache_folder(kind: str) -> Path:
@@ -49,6 +51,22 @@ def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = 
     except BaseException:
         os.unlink(name)
         raise
+
+
+def keep_measured(file: Callable[[], Path], measured: object, what: str) -> None:
+    """Replace a file of forerun's own by these values as JSON, whole; where that is not possible, the log says that
+    `what` is measured again at every start."""
+    try:
+        path = file()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, json.dumps(measured, indent=0).encode())
+    except OSError as error:
+        logger.warning(
+            "%s cannot be kept (%s), so every start measures them again, which takes seconds. Set XDG_CACHE_HOME to a "
+            "folder of your own that you can write to.",
+            what,
+            error,
+        )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import products
 from forerun.models.weights import number_formats
+from forerun.store import keep_measured
 from kit.checkpoints import TARGET
 
 NATIVE = pytest.mark.skipif(find_kernels("auto", torch.float32) is None, reason="there are no compiled kernels here")
@@ -164,5 +165,5 @@ def test_a_folder_without_room_is_warned_of(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(choice, "times_file", lambda: tmp_path / "file" / "layers.json")
-    choice.keep_times({"a": (1.0,) * len(choice.ROWS)})
+    keep_measured(choice.times_file, {"a": (1.0,) * len(choice.ROWS)}, "The times of kernels")
     assert "measures them again" in caplog.text

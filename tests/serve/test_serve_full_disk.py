@@ -24,10 +24,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import streams
+from forerun import store, streams
 from forerun.control import kept_costs
 from forerun.draft.text import suffix_past
 from forerun.engine import calibration
+from forerun.models import choice
 from forerun.serve import records
 from forerun.serve.envelope import ACCESS
 from forerun.streams import BackgroundStream, unfailing_stderr
@@ -203,15 +204,13 @@ def test_a_server_goes_on_without_a_place_for_what_it_keeps(where: str, tmp_path
 
 
 def test_a_disk_that_is_full_under_the_measured_costs_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.models import choice
-
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(kept_costs, "replace_file", full)
-    monkeypatch.setattr(choice, "replace_file", full)
+    monkeypatch.setattr(store, "replace_file", full)
     kept_costs.keep("key", {})
-    choice.keep_times({"a": [1.0]})
+    store.keep_measured(choice.times_file, {"a": [1.0]}, "The times of kernels")
 
 
 class Faults:

@@ -34,7 +34,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
-from forerun.store import cache_folder, replace_file
+from forerun.store import cache_folder, keep_measured
 
 ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
 PASSES = (32, 32, 32, 4)  # how many of each an answer is taken to need: 256 prompt tokens, then 96 rounds
@@ -161,7 +161,7 @@ def answer_times(
             if times_by_backend is None:
                 return {}
             kept = {**read_times(), **{keys[backend]: tuple(times) for backend, times in times_by_backend.items()}}
-            keep_times(kept)
+            keep_measured(times_file, kept, "The times of kernels")
         for backend, key in keys.items():
             total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, kept[key], strict=True))
     return total
@@ -226,17 +226,3 @@ def is_times(value: object) -> bool:
     """Whether it is what `measured` gives for a backend, as JSON has it."""
     rows = value if isinstance(value, list) and len(value) == len(ROWS) else [None]
     return all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in rows)
-
-
-def keep_times(times: Mapping[str, Sequence[float]]) -> None:
-    """Replace the file as a whole; where that is not possible, they are measured again at every start."""
-    try:
-        path = times_file()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, json.dumps(times, indent=0).encode())
-    except OSError as error:
-        logger.warning(
-            "The times of kernels cannot be kept (%s), so every start measures them again, which takes seconds. Set "
-            "XDG_CACHE_HOME to a folder of your own that you can write to.",
-            error,
-        )

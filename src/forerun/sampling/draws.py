@@ -328,14 +328,14 @@ class Draws:
 
     def _scores(self, shaped: Logits, narrowed: Logits, at: PathState, purpose: Purpose) -> Logits:
         """What a draw takes the largest of: perturbed by the purpose's noise where the row is not greedy."""
-        return self._choose(at, lambda: shaped, lambda: self._perturb(narrowed, at, purpose))
+        return self._choose(at, lambda: shaped, lambda: narrowed + self._noise.rows(self._keys_at(at, purpose)))
 
     def _chosen(self, shaped: Logits, narrowed: Logits, at: PathState, purpose: Purpose) -> Int[Tensor, "nodes 1"]:
         """The first largest of `_scores`."""
         return self._choose(at, lambda: first_largest(shaped), lambda: self._drawn(narrowed, at, purpose))
 
     def _drawn(self, logits: Logits, at: PathState, purpose: Purpose) -> Int[Tensor, "nodes 1"]:
-        """The first largest of `_perturb`, whose noise need not all be made for that."""
+        """The first largest of logits and noise, which need not all be made for that."""
         return self._noise.winners(logits, self._keys_at(at, purpose))
 
     def _keys_at(self, at: PathState, purpose: Purpose) -> Int[Tensor, " nodes"]:
@@ -362,10 +362,6 @@ class Draws:
         if purpose is Purpose.COUPLED and not (self.rejection and self.level):
             return coupled_key(row.seed, row.sample)
         return mix((row.seed, row.sample, purpose, self.level, round_))
-
-    def _perturb(self, logits: Logits, at: PathState, purpose: Purpose) -> Logits:
-        """Logits plus each node's noise."""
-        return logits + self._noise.rows(self._keys_at(at, purpose))
 
     def _column(self, values: Sequence[int]) -> Int[Tensor, " batch"]:
         return upload(values, torch.int64, self.device)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from functools import cache, partial
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.models.backends.gpu.clock import kernel_us
-from forerun.store import cache_folder, replace_file
+from forerun.models.backends.gpu.capture import CAPTURES
+from forerun.store import cache_folder, keep_measured
 
 ROWS = (32, 64, 128)  # that are timed; a read takes the next larger one's tile, or the last one's
 FEWEST_ROWS = 17
 SMALL_BYTES = 64 << 20  # of alike matrices, which are not worth the time
 MOST_LAYERS = 16  # of them in turn, so that weights come from memory as in a pass
-RUNS = 5
+RUNS, WARM_UPS = 5, 3
 KeptTiles = dict[str, dict[str, list[int]]]  # by matrix and rows, what a tile is made of
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ def choose_tiles(layers: Iterable[object], device: torch.device, dtype: torch.dt
             logger.info("Measuring tiles of %s, once on this card.", matrix)
             chosen = {rows: fastest(same[:MOST_LAYERS], rows, device, dtype) for rows in ROWS}
             kept = read_tiles() | {key: {str(rows): list(astuple(tile)) for rows, tile in chosen.items()}}
-            keep_tiles(kept)
+            keep_measured(tiles_file, kept, "The tiles of this card")
         for layer in same:
             layer.tiles = chosen
 
@@ -131,15 +133,40 @@ def read_tiles() -> KeptTiles:
     return {}
 
 
-def keep_tiles(kept: KeptTiles) -> None:
-    """Replace the file as a whole; where that is not possible, they are measured again at every start."""
-    try:
-        path = tiles_file()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, json.dumps(kept, indent=0).encode())
-    except OSError as error:
-        logger.warning(
-            "The tiles of this card cannot be kept (%s), so every start measures them again, which takes seconds. Set "
-            "XDG_CACHE_HOME to a folder of your own that you can write to.",
-            error,
-        )
+def device_ms(body: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Median time of `body` between two events on the device; on a CPU, which is not measured, one call's."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        body()
+        return (time.perf_counter() - started) * 1e3
+    times: list[float] = []
+    for _ in range(runs + WARM_UPS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        body()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last))
+    return statistics.median(times[WARM_UPS:])
+
+
+def kernel_us(bodies: Sequence[Callable[[], object]], device: torch.device, runs: int) -> float:
+    """Median microseconds of one of these bodies, all in turn, from one captured graph: no launch is waited for.
+
+    Bodies that read other memory keep it out of the device's cache for each other.
+    """
+
+    def all_in_turn() -> None:
+        for body in bodies:
+            body()
+
+    if device.type == "cpu":
+        return device_ms(all_in_turn, device, runs) / len(bodies) * 1e3
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        all_in_turn()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    with CAPTURES, torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another engine may be at work
+        all_in_turn()
+    return device_ms(graph.replay, device, runs) / len(bodies) * 1e3
