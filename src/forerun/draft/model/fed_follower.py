@@ -104,8 +104,8 @@ class FedFollower(Follower):
         return False
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """These reads of text, as such a call reads them."""
-        raise NotImplementedError
+        """These reads of text, as such a call reads them; asked only of what draws behind text."""
+        raise AssertionError(f"{type(self).__name__} does not draw behind text")
 
     def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead | None:
         """What makes the guesses of these rows without a pass between them; None where they are read one by one."""
