@@ -142,9 +142,10 @@ class StandIn:
         last = draw(model.law(last_word(body), temperature), noise)
         yield Round([last], 0, 0)
         left -= 1
-        speculating = self.depth and body.get("speculation") is not False
+        asked = body.get("speculation")
+        most = self.depth if asked is None else int(asked)
         while left > 0 and last != self.ends:
-            depth = min(self.depth, left - 1) if speculating else 0
+            depth = min(most, left - 1)
             found = speculate(model, last, temperature, depth, self.rule, noise)
             if self.ends in found.words:
                 found.words = found.words[: found.words.index(self.ends) + 1]

@@ -1,13 +1,18 @@
 """What measured blocks say of other depths and loads, on blocks that a known economy made."""
 
+import math
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from forerun.economy import expected_tokens
+from forerun.remote.advice import advice_of
 from forerun.remote.counters import SpeculationCounts
+from forerun.remote.depths import LIKELY
 from forerun.remote.dialects import dialect_of
-from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from, range_at
+from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock, ServerPlan
 from forerun.remote.tuning import ServerTuning
 from forerun.traffic.client import TimedAnswer
@@ -17,9 +22,11 @@ from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficTurn
 RATES, DEPTH, PLAIN_S, NUM_ROUNDS = [0.8, 0.7, 0.5, 0.3], 4, 0.01, 1000
 
 
-def block(contender: str, clients: int, repetition: int, token_s: float, counts: SpeculationCounts) -> ServedBlock:
+def block(
+    contender: str, clients: int, repetition: int, token_s: float, counts: SpeculationCounts, mode: str = ""
+) -> ServedBlock:
     """A block whose answers have a token each `token_s`."""
-    turn = TrafficTurn(ServerLoad("concurrency", float(clients)), repetition, SpeculationMode())
+    turn = TrafficTurn(ServerLoad("concurrency", float(clients)), repetition, SpeculationMode(mode))
     answers = tuple(
         TimedAnswer(i, 0.0, 0.0, first_s=1.0, last_s=1.0 + 100 * token_s, num_tokens=101, digest=str(i))
         for i in range(8)
@@ -27,20 +34,23 @@ def block(contender: str, clients: int, repetition: int, token_s: float, counts:
     return ServedBlock(contender, TrafficBlock(turn, answers, 10.0), counts, None)
 
 
-def pair(clients: int, cost: float, repetition: int = 0, noise: float = 1.0) -> list[ServedBlock]:
-    """Both contenders where rounds of DEPTH guesses cost so many plain ones."""
-    tokens = expected_tokens(RATES, DEPTH)
+def counts_of(depth: int, rates: Sequence[float]) -> SpeculationCounts:
+    """What 800 tokens behind the first of each answer leave in the counters."""
     reached, at_depth = 1.0, []
-    for rate in RATES:
+    for rate in rates[:depth]:
         reached *= rate
         at_depth.append(reached)
-    rounds = 800 / tokens
-    counts = SpeculationCounts(
-        rounds, DEPTH * rounds, 800 - rounds, accepted_at_depth=tuple(rounds * each for each in at_depth)
+    rounds = 800 / expected_tokens(rates, depth)
+    return SpeculationCounts(
+        rounds, depth * rounds, 800 - rounds, accepted_at_depth=tuple(rounds * each for each in at_depth)
     )
-    token_s = noise * PLAIN_S * cost / tokens
+
+
+def pair(clients: int, cost: float, repetition: int = 0, noise: float = 1.0) -> list[ServedBlock]:
+    """Both contenders where rounds of DEPTH guesses cost so many plain ones."""
+    token_s = noise * PLAIN_S * cost / expected_tokens(RATES, DEPTH)
     return [
-        block(SPECULATING, clients, repetition, token_s, counts),
+        block(SPECULATING, clients, repetition, token_s, counts_of(DEPTH, RATES)),
         block(PLAIN, clients, repetition, PLAIN_S, SpeculationCounts()),
     ]
 
@@ -51,36 +61,90 @@ def cell(clients: int, cost: float) -> ServedCell:
     return cell_of(clients, blocks)
 
 
-def test_costs_and_speed_ups_of_all_depths_are_those_of_the_economy() -> None:
+def test_costs_and_speed_ups_are_those_of_the_economy() -> None:
     found = cell(1, 1.8)
     assert found.cost is not None
     assert found.speed_up is not None
     assert found.cost.median == pytest.approx(1.8)
     assert found.speed_up.median == pytest.approx(expected_tokens(RATES, DEPTH) / 1.8)
     assert found.speed_up.low < found.speed_up.median < found.speed_up.high
-    for depth, spread in enumerate(found.by_depth[: DEPTH + 1]):
-        assert spread.median == pytest.approx(expected_tokens(RATES, depth) / (1 + 0.8 * depth / DEPTH))
-    best = max(range(DEPTH + 1), key=lambda depth: expected_tokens(RATES, depth) / (1 + 0.8 * depth / DEPTH))
-    assert found.best_depth == best
+    assert found.served_depth == DEPTH
+    assert [each.depth for each in found.by_depth if each.measured] == [0, DEPTH]
     assert (found.num_compared, found.num_differing) == (24, 0)
 
 
-def test_rounds_that_seem_to_cost_less_than_plain_ones_give_no_wonders() -> None:
-    found = cell(1, 0.6)
-    tokens = [expected_tokens([*RATES, *[RATES[-1]] * 4], depth) for depth in range(9)]
-    assert [each.median for each in found.by_depth][DEPTH:] == [pytest.approx(each / 0.6) for each in tokens[DEPTH:]]
-    assert all(each.median > 0 for each in found.by_depth)
-
-
-def test_a_forecast_lies_between_costs_of_guesses_alone_and_of_drafting_alone() -> None:
-    found = cell(1, 2.0)
+def test_one_measured_depth_leaves_what_others_cost_between_two_bounds() -> None:
+    """Without noise: no less than a shallower round, no more for each guess."""
+    found = cell_of(1, pair(1, 2.0))
     for depth in (1, 2, 3):
-        low, high = range_at(found, depth)
+        tokens, least = expected_tokens(RATES, depth), max(1.0, 2.0 * depth / DEPTH)
+        assert found.by_depth[depth].low == pytest.approx(tokens / 2.0)
+        assert found.by_depth[depth].high == pytest.approx(tokens / least)
+    tokens, last = expected_tokens(RATES, DEPTH), math.prod(RATES)
+    deepest = found.by_depth[2 * DEPTH]
+    assert len(found.by_depth) == 2 * DEPTH + 1
+    assert deepest.low == pytest.approx(tokens / 4.0)
+    assert deepest.high == pytest.approx((tokens + DEPTH * last) / 2.0)
+    assert found.by_depth[DEPTH].low == found.by_depth[DEPTH].high == pytest.approx(tokens / 2.0)
+
+
+def test_rounds_that_seem_to_cost_less_than_plain_ones_give_no_wonders() -> None:
+    found = cell_of(1, pair(1, 0.6))
+    for depth in range(1, DEPTH):
         tokens = expected_tokens(RATES, depth)
-        assert (low, high) == (pytest.approx(tokens / 2), pytest.approx(tokens / (1 + depth / DEPTH)))
-    low, high = range_at(found, 2 * DEPTH)
-    assert (low, high) == (pytest.approx(found.by_depth[8].median), pytest.approx(found.by_depth[8].median * 3 / 2))
-    assert range_at(found, DEPTH)[0] == pytest.approx(range_at(found, DEPTH)[1])
+        assert (found.by_depth[depth].low, found.by_depth[depth].high) == (pytest.approx(tokens / 0.6),) * 2
+    assert found.by_depth[2 * DEPTH].low == pytest.approx(expected_tokens(RATES, DEPTH) / 1.2)
+
+
+Costs = Callable[[int], float]
+
+
+def random_costs(noise: random.Random) -> Costs:
+    """What rounds of a server cost: drafting at all, each guess, and passes that are free up to some size."""
+    drafting, guess, free = noise.choice([0.0, 0.5]), noise.uniform(0.0, 0.3), noise.choice([1, 2, 5, 30])
+    return lambda depth: max(1.0, (1 + depth) / free if free > 1 else 1.0) + drafting + guess * depth
+
+
+def seen(costs: Costs, rates: Sequence[float], depths: Sequence[int], noise: random.Random) -> ServedCell:
+    """Three repetitions of such a server, whose times differ by a tenth; several depths are asked for by requests."""
+    blocks = []
+    for repetition in range(3):
+        for depth in depths:
+            token_s = PLAIN_S * costs(depth) / expected_tokens(rates, depth) * math.exp(noise.gauss(0, 0.1))
+            name, mode = (f"depth {depth}", str(depth)) if len(depths) > 1 else (SPECULATING, "")
+            blocks.append(block(name, 1, repetition, token_s, counts_of(depth, rates), mode))
+        plain_s = PLAIN_S * math.exp(noise.gauss(0, 0.03))
+        blocks.append(block(PLAIN, 1, repetition, plain_s, SpeculationCounts()))
+    return cell_of(1, blocks)
+
+
+@pytest.mark.parametrize("depths", [(1,), (4,), (1, 4), (2, 3)], ids=str)
+def test_ranges_hold_the_truth_as_often_as_is_said_and_no_depth_is_advised_that_may_hurt(
+    depths: tuple[int, ...],
+) -> None:
+    noise, inside, asked, misled = random.Random(str(depths)), dict[int, int](), 300, 0
+    for _ in range(asked):
+        costs = random_costs(noise)
+        rates = [noise.uniform(0.2, 0.95) for _ in range(10)]
+        found = seen(costs, rates, depths, noise)
+        truth = [expected_tokens(rates, depth) / costs(depth) for depth in range(9)]
+        for each in found.by_depth[1:]:
+            inside[each.depth] = inside.get(each.depth, 0) + (each.low <= truth[each.depth] <= each.high)
+        advice = advice_of(found) if len(depths) == 1 else None
+        trial = advice and advice.trial
+        misled += bool(trial and truth[trial.depth] < 1)
+    chance = 3 * math.sqrt(asked * LIKELY * (1 - LIKELY))
+    assert len(inside) == 2 * max(depths)
+    assert all(count > LIKELY * asked - chance for count in inside.values()), inside
+    assert misled < (1 - LIKELY) / 2 * asked
+
+
+def test_two_measured_depths_leave_less_open_than_one() -> None:
+    noise = random.Random(0)
+    costs: Costs = lambda depth: 1.4 + 0.1 * depth  # noqa: E731
+    one, both = (seen(costs, RATES, depths, noise) for depths in ((4,), (1, 4)))
+    width = [math.log(each.by_depth[2].high / each.by_depth[2].low) for each in (one, both)]
+    assert width[1] < 0.7 * width[0]
 
 
 def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:
@@ -97,7 +161,7 @@ def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:
     found = cell_of(1, [block(SPECULATING, 1, 0, token_s, counts), both[1]])
     assert found.cost is not None
     assert found.cost.median == pytest.approx(1.4)
-    assert found.by_depth[2].median == pytest.approx((1 + 0.5 * 1.36) / (1 + 0.4 * 2 / DEPTH))
+    assert found.by_depth[2].low == pytest.approx((1 + 0.5 * 1.36) / 1.4)
 
 
 def test_it_hurts_from_where_it_is_slower_at_that_load_and_all_above() -> None:
@@ -126,17 +190,34 @@ def tuning(*cells: ServedCell) -> ServerTuning:
     return ServerTuning("http://s", "m", dialect_of("vllm", None), "http://p", plan, cells, None)
 
 
-def test_another_depth_is_advised_where_it_is_clearly_faster() -> None:
-    steep = cell(1, 3.0)
-    found = tuning(steep)
-    assert found.served_depth(steep) == DEPTH
-    assert found.advised_depth(steep) == steep.best_depth != DEPTH
-    assert "num_speculative_tokens" in str(found.as_object()["cells"][0]["options"])
-    cheap = cell(1, 1.05)
-    assert tuning(cheap).advised_depth(cheap) in (DEPTH, cheap.best_depth)
-    even = replace(steep, by_depth=tuple(replace(each, median=1.0) for each in steep.by_depth))
-    assert even.speed_up is not None
-    assert tuning(even).advised_depth(even) == (0 if 1.03 * even.speed_up.median <= 1.0 else DEPTH)
+def test_only_depths_whose_lower_end_is_at_least_1_are_advised() -> None:
+    """One measured depth once advised another that was slower: rounds cost much, and most of it to draft at all."""
+    steep = advice_of(cell_of(1, pair(1, 3.0)))
+    assert steep is not None
+    assert (steep.depth, steep.clear, steep.trial) == (0, True, None)
+    assert steep.open_depth is not None
+    assert steep.open_depth.low < 1 < steep.open_depth.high
+    good = advice_of(cell_of(1, pair(1, 1.05)))
+    assert good is not None
+    assert (good.depth, good.clear) == (None, True)
+    unsure = advice_of(cell(1, expected_tokens(RATES, DEPTH) / 1.03))
+    assert unsure is not None
+    assert (unsure.depth, unsure.clear) == (0, False)
+
+
+def test_of_depths_that_requests_chose_the_fastest_is_advised() -> None:
+    costs, blocks = {1: 1.1, 4: 2.4}, []
+    for depth, cost in costs.items():
+        token_s = PLAIN_S * cost / expected_tokens(RATES, depth)
+        blocks.append(block(f"depth {depth}", 1, 0, token_s, counts_of(depth, RATES), str(depth)))
+    found = cell_of(1, [*pair(1, 2.4), *blocks])
+    advice = advice_of(found)
+    assert advice is not None
+    assert (advice.depth, advice.clear) == (1, True)
+    assert found.speed_up is not None
+    assert found.by_depth[1].middle == pytest.approx(1.8 / 1.1)
+    assert '"speculation": 1' in str(replace(tuning(found), dialect=dialect_of("forerun", None)).as_object())
+    assert tuning(found).as_object()["cells"][0]["advice"]["depth"] == 1
 
 
 def test_one_server_alone_leaves_the_speed_up_open() -> None:
@@ -145,7 +226,7 @@ def test_one_server_alone_leaves_the_speed_up_open() -> None:
     found = replace(tuning(alone), against=None)
     assert found.acceptance is not None
     assert any("--against" in sentence for sentence in found.unknown)
-    assert found.advised_depth(alone) is None
+    assert advice_of(alone) is None
 
 
 def test_a_server_without_counters_leaves_acceptance_open() -> None:

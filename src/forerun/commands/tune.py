@@ -60,6 +60,9 @@ class ServerTuneOptions(RemoteOptions):
     ] = None
     against_model: Annotated[str, typer.Option(help="Name of the model there, if it is another one.")] = ""
     clients: Annotated[str, typer.Option(help="With --server: requests at once, as in 1,8,32.")] = "1,4,16"
+    depths: Annotated[
+        str, typer.Option(help="With --server: depths to measure, where requests can choose theirs, as forerun's can.")
+    ] = "1,4"
     body: Annotated[str, typer.Option(help="With --server: further fields of every request, as a JSON object.")] = "{}"
 
 
@@ -176,6 +179,7 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
         options.max_tokens,
         temperatures[0],
         options.seed,
+        numbers("depths", remote.depths, int),
     )
     extra = json_object("body", remote.body, '{"top_p": 0.9}')
     prompts = mixed_passages(options.prompts)

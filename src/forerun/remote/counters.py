@@ -118,6 +118,12 @@ class ServedAcceptance:
     reached: tuple[float, ...] | None
 
     @property
+    def whole_depth(self) -> int | None:
+        """The guesses of a full draft: as many as were ever accepted in a row, or as drafts have on average."""
+        deepest = sum(each > 0 for each in self.reached or ())
+        return max(deepest, round(self.depth or 0)) or None
+
+    @property
     def at_depth(self) -> list[float]:
         """P(guess accepted | those before it were), by depth; empty where that is not known."""
         chain = (1.0, *(self.reached or ()))

@@ -1,10 +1,4 @@
-"""What measured blocks say of other depths and loads: the economy of drafting, seen from outside.
-
-A round with guesses takes v times as long as a plain one and gives G tokens, so drafting is G / v times as fast; G is
-counted, the speed-up is measured, and v follows. That v rises with the depth along a line from 1 is an assumption, and
-the only one: a server has one depth at a time. Where drafting at all has a cost, the line flatters depths below the one
-that is served, and is too strict with those above. All is done within a repetition, so that figures have a spread.
-"""
+"""What measured blocks say of each load: speed-ups, acceptance, and from where on speculation hurts."""
 
 from __future__ import annotations
 
@@ -14,40 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.bench.figures import Spread, over
-from forerun.economy import expected_tokens
 from forerun.remote.counters import ServedAcceptance, acceptance_of
+from forerun.remote.depths import DepthRange, RoundEconomy, depth_ranges, likely_range
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock
 
-DEEPEST = 16
 FARTHEST = 4  # times the heaviest load, beyond which the line through costs is not drawn
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEconomy:
-    """One repetition: the speed-up, what rounds gave, and what they cost beside plain ones."""
-
-    speed_up: float
-    acceptance: ServedAcceptance
-
-    @property
-    def cost(self) -> float:
-        """How many plain rounds a round took."""
-        return self.acceptance.tokens_per_round / self.speed_up
-
-    def forecast(self, depth: int) -> float | None:
-        """The speed-up that a depth is expected to have; None where acceptance by depth is not known.
-
-        Beyond the deepest guess that was judged, acceptance is taken to be that of the last. Rounds that were measured
-        to cost less than plain ones are not taken to cost less still where they are deeper.
-        """
-        seen = self.acceptance
-        rates = seen.at_depth
-        if not rates or not seen.depth or seen.covered is None:
-            return None
-        rates = [*rates, *[rates[-1]] * DEEPEST]
-        tokens = 1 + seen.covered * (expected_tokens(rates, depth) - 1)
-        share = depth / seen.depth if self.cost > 1 else min(1.0, depth / seen.depth)
-        return tokens / (1 + (self.cost - 1) * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,71 +30,63 @@ class ServedFigures:
 class ServedCell:
     """One load. `plain` and `speed_up` are None where there is nothing to compare with.
 
-    The speed-up is that of decoding; `cost` is how many plain rounds a round takes; `by_depth[k]` what k guesses a
-    round would bring. `num_differing` answers of `num_compared` were not those without speculation.
+    The speed-up is that of decoding, as it is served, and `likely` the range that holds it nine times in ten; `cost`
+    is how many plain rounds a round takes; `by_depth` has the depths of which something is known. `num_differing`
+    answers of `num_compared` were not those without speculation.
     """
 
     clients: int
     speculating: ServedFigures
     plain: ServedFigures | None
     speed_up: Spread | None
+    likely: tuple[float, float] | None
     cost: Spread | None
-    by_depth: tuple[Spread, ...]
+    by_depth: tuple[DepthRange, ...]
     num_differing: int
     num_compared: int
 
     @property
-    def best_depth(self) -> int | None:
-        """The depth that is expected to be fastest; None where no depth can be told from another."""
-        if not self.by_depth:
-            return None
-        return max(range(len(self.by_depth)), key=lambda depth: self.by_depth[depth].median)
-
-
-def range_at(cell: ServedCell, depth: int) -> tuple[float, float]:
-    """Between which speed-ups a depth of at least 1 may lie.
-
-    All that a round costs more than a plain one falls to its guesses, along the line, or to drafting at all.
-    """
-    assert cell.cost is not None, "depths are forecast where the cost of rounds is known"
-    seen, cost = cell.speculating.acceptance, max(1.0, cell.cost.median)
-    along = 1 + (cost - 1) * depth / seen.depth if seen and seen.depth else cost
-    bounds = cell.by_depth[depth].median, cell.by_depth[depth].median * along / cost
-    return min(bounds), max(bounds)
+    def served_depth(self) -> int | None:
+        """The guesses of a draft as it was served; None where the server does not tell."""
+        return None if self.speculating.acceptance is None else self.speculating.acceptance.whole_depth
 
 
 def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
     """What the blocks of one load say."""
-    speculating, plain = ([b for b in blocks if b.contender == name] for name in (SPECULATING, PLAIN))
-    by_repetition = {block.block.turn.repetition: block for block in plain}
-    pairs = [(block, by_repetition[r]) for block in speculating if (r := block.block.turn.repetition) in by_repetition]
-    ratios = [over(other.token_s, block.token_s) for block, other in pairs]
-    rounds = [
-        RoundEconomy(ratio, acceptance)
-        for (block, _), ratio in zip(pairs, ratios, strict=True)
-        if ratio and (acceptance := acceptance_of(block.counts, block.num_tokens))
-    ]
+    plain = {block.block.turn.repetition: block for block in blocks if block.contender == PLAIN}
+    drafting = [block for block in blocks if block.contender != PLAIN]
+    pairs = [(block, plain[r]) for block in drafting if (r := block.block.turn.repetition) in plain]
+    ratios = [ratio for block, other in pairs if block.served and (ratio := over(other.token_s, block.token_s))]
+    served = [each for pair in pairs if pair[0].served and (each := economy(*pair))]
     same = [same for pair in pairs for same in same_answers(*pair)]
     return ServedCell(
         clients,
-        figures_of(speculating),
-        figures_of(plain) if plain else None,
+        figures_of([block for block in blocks if block.contender == SPECULATING]),
+        figures_of(list(plain.values())) if plain else None,
         Spread.of(ratios),
-        Spread.of(each.cost for each in rounds),
-        by_depth(rounds),
+        likely_range(ratios, ratios) if ratios else None,
+        Spread.of(each.cost for each in served),
+        depth_ranges(by_repetition(pairs)),
         same.count(False),
         len(same),
     )
 
 
-def by_depth(rounds: Sequence[RoundEconomy]) -> tuple[Spread, ...]:
-    """Expected speed-ups at every depth that is not more than twice the one that was served."""
-    depths = [each.acceptance.depth for each in rounds if each.acceptance.depth]
-    if not depths:
-        return ()
-    deepest = min(DEEPEST, max(round(2 * max(depths)), 2))
-    spreads = [Spread.of(each.forecast(depth) for each in rounds) for depth in range(deepest + 1)]
-    return tuple(spread for spread in spreads if spread is not None)
+def economy(block: ServedBlock, plain: ServedBlock) -> RoundEconomy | None:
+    """What the rounds of a block gave and cost; None where the server does not tell, or nothing came."""
+    seen, ratio = acceptance_of(block.counts, block.num_tokens), over(plain.token_s, block.token_s)
+    depth = block.asked_depth or (seen.whole_depth if seen else None)
+    return RoundEconomy(depth, ratio, seen) if seen and ratio and depth else None
+
+
+def by_repetition(pairs: Sequence[tuple[ServedBlock, ServedBlock]]) -> list[list[RoundEconomy]]:
+    """Each repetition's rounds: those of depths that were asked for, or else of the one that is served."""
+    asked = any(block.asked_depth for block, _ in pairs)
+    found: dict[int, list[RoundEconomy]] = {}
+    for block, plain in pairs:
+        if (each := economy(block, plain)) and bool(block.asked_depth) == asked:
+            found.setdefault(block.block.turn.repetition, []).append(each)
+    return list(found.values())
 
 
 def same_answers(block: ServedBlock, other: ServedBlock) -> list[bool]:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.bench.plan import rotated
+from forerun.config import require_whole
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.machine import LEAST_S, Neighbours
@@ -99,6 +100,17 @@ class ServedBlock:
     num_busy: float | None
 
     @property
+    def served(self) -> bool:
+        """Whether it speculated as the server does unless told."""
+        return self.contender == SPECULATING
+
+    @property
+    def asked_depth(self) -> int | None:
+        """The depth that its requests asked for; None where they asked for none."""
+        name = self.block.turn.mode.name
+        return int(name) if name.isdecimal() else None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens behind the first of each answer: those that rounds wrote."""
         return sum(answer.num_tokens - 1 for answer in self.block.complete)
@@ -112,7 +124,10 @@ class ServedBlock:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What is sent: `num_requests` of `max_tokens` tokens in each block, two a client at least, `repeats` times."""
+    """What is sent: `num_requests` of `max_tokens` tokens in each block, two a client at least, `repeats` times.
+
+    `depths` are measured besides what is served, where requests can choose theirs.
+    """
 
     clients: tuple[int, ...] = (1, 4, 16)
     num_requests: int = 16
@@ -120,9 +135,12 @@ class ServerPlan:
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
+    depths: tuple[int, ...] = (1, 4)
 
     def __post_init__(self) -> None:
         self.traffic(1)
+        for depth in self.depths:
+            require_whole("depths", depth, 1)
         for number in self.clients:
             ServerLoad("concurrency", float(number))
         if not self.clients or len(set(self.clients)) < len(self.clients):
@@ -198,9 +216,13 @@ class ServerMeasurement:
         return Sender(server.client, server.model, traffic, self.passages, self.extra)
 
 
-def contenders_of(server: RemoteServer, against: RemoteServer | None) -> list[ServedContender]:
-    """The ways to serve that can be compared: a server of forerun's has plain decoding too, by request."""
+def contenders_of(
+    server: RemoteServer, against: RemoteServer | None, depths: Sequence[int] = ()
+) -> list[ServedContender]:
+    """The ways to serve that can be compared: a server of forerun's has plain decoding and depths too, by request."""
     contenders = [ServedContender(SPECULATING, server, SpeculationMode())]
+    if server.model.forerun:
+        contenders += [ServedContender(f"depth {depth}", server, SpeculationMode(str(depth))) for depth in depths]
     plain = against or (server if server.model.forerun else None)
     if plain is not None:
         off = SpeculationMode(OFF) if plain.model.forerun else SpeculationMode()
@@ -235,6 +257,6 @@ async def measure_servers(
     for passage in passages:
         asked_of(passage, address.chat)
     async with AsyncExitStack() as stack:
-        contenders = contenders_of(*await reach(stack, address, against))
+        contenders = contenders_of(*await reach(stack, address, against), plan.depths)
         measurement = ServerMeasurement(contenders, plan, passages, extra or {})
         return contenders, await measurement.run(report)

@@ -8,12 +8,11 @@ from typing import Any
 
 from forerun.machine import disturbs
 from forerun.prove.proof import jsonable
+from forerun.remote.advice import advice_of
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
-from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from, range_at
+from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
 from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPlan
-
-WORTH_CHANGING = 1.03  # times as fast as the depth that is served, below which another one is not advised
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +47,6 @@ class ServerTuning:
     def acceptance(self) -> ServedAcceptance | None:
         """What guesses were worth at the first load; None where the server does not tell."""
         return self.cells[0].speculating.acceptance
-
-    def advised_depth(self, cell: ServedCell) -> int | None:
-        """The depth to serve at a load; that which is served, unless another is clearly expected to be faster."""
-        best, served = cell.best_depth, self.served_depth(cell)
-        if best is None or cell.speed_up is None:
-            return None
-        ahead = cell.by_depth[best].median >= WORTH_CHANGING * cell.speed_up.median
-        return best if ahead or served is None else served
-
-    def served_depth(self, cell: ServedCell) -> int | None:
-        """The guesses of a draft as it was served, rounded; None where the server does not tell."""
-        seen = cell.speculating.acceptance
-        return None if seen is None or seen.depth is None else round(seen.depth)
 
     @property
     def unknown(self) -> list[str]:
@@ -107,12 +93,12 @@ class ServerTuning:
         return values
 
     def cell_object(self, cell: ServedCell) -> dict[str, Any]:
-        """One load, with the depth to serve and the options that set it."""
-        depth, options = self.advised_depth(cell), self.dialect.depth_options
+        """One load, with the depth to serve, null being as it is served, and the options that set it."""
+        advice, options = advice_of(cell), self.dialect.depth_options
+        depth = advice.depth if advice else None
         return {
             **asdict(cell),
-            "advised_speed_up": None if not depth or cell.cost is None else range_at(cell, depth),
-            "served_depth": self.served_depth(cell),
-            "advised_depth": depth,
+            "served_depth": cell.served_depth,
+            "advice": advice and asdict(advice),
             "options": None if depth is None or options is None else options(depth),
         }

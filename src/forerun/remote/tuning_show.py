@@ -11,11 +11,12 @@ from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
-from forerun.bench.figures import Spread
 from forerun.bench.show import medians, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
 from forerun.machine import disturbance
-from forerun.remote.forecast import ServedCell, expected_to_hurt_from, hurts_from, range_at
+from forerun.remote.advice import DepthAdvice, advice_of
+from forerun.remote.depths import DepthRange
+from forerun.remote.forecast import ServedCell, expected_to_hurt_from, hurts_from
 from forerun.remote.tuning import ServerTuning
 
 HEADS = (
@@ -28,7 +29,9 @@ HEADS = (
     "cost of\na round",
 )
 MOST_ERRORS = 3
-DEPTHS = "Speed-up by depth, if the cost of a round grows linearly with depth (quartiles of the repetitions)"
+DEPTHS = (
+    "Speed-up by depth, with the range that holds it nine times in ten: × where measured, else what that leaves open"
+)
 
 
 def server_card(tuning: ServerTuning) -> RenderableType:
@@ -62,22 +65,20 @@ def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
 
 def depths(tuning: ServerTuning) -> FigureTable:
     """One line for each depth, one column for each load."""
-    most = max(len(cell.by_depth) for cell in tuning.cells)
     heads = ("guesses\na round", *(counted(cell.clients, "client") for cell in tuning.cells))
-    rows: list[list[Cell]] = []
-    for depth in range(most):
-        spreads = [cell.by_depth[depth] if depth < len(cell.by_depth) else None for cell in tuning.cells]
-        marks = [depth == cell.best_depth for cell in tuning.cells]
-        rows.append([str(depth), *(depth_cell(spread, mark) for spread, mark in zip(spreads, marks, strict=True))])
+    known = [{each.depth: each for each in cell.by_depth} for cell in tuning.cells]
+    rows = [[str(depth), *(depth_cell(each.get(depth)) for each in known)] for depth in sorted(set().union(*known))]
     return FigureTable(heads, rows)
 
 
-def depth_cell(spread: Spread | None, best: bool) -> Text:
-    """An expected speed-up with its quartiles, marked where it is the best."""
-    if spread is None:
-        return Text("")
-    text = f"×{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
-    return Text(f"{text} ←" if best else f"{text}  ", "bold green" if best else "")
+def depth_cell(found: DepthRange | None) -> str:
+    """A measured speed-up with its range, or the range alone."""
+    if found is None:
+        return ""
+    if found.depth == 0:
+        return "×1.00"
+    ends = f"{found.low:.2f}–{found.high:.2f}"
+    return f"×{found.measured.median:.2f} ({ends})" if found.measured else ends
 
 
 def facts(tuning: ServerTuning) -> Iterator[tuple[str, str]]:
@@ -160,9 +161,9 @@ def compared(tuning: ServerTuning) -> Iterator[Text]:
         )
     elif hurts is None:
         yield Text("It hurts at none of these loads.", "green")
-    for depth in dict.fromkeys(tuning.advised_depth(cell) for cell in tuning.cells):
-        if depth is not None:
-            yield from advice(tuning, depth)
+    for cell in tuning.cells:
+        if (advice := advice_of(cell)) is not None:
+            yield from advice_lines(tuning, cell, advice)
 
 
 def gain_line(cell: ServedCell) -> tuple[str, str]:
@@ -177,18 +178,26 @@ def gain_line(cell: ServedCell) -> tuple[str, str]:
     return f"Speculation {'helps' if helps else 'hurts'} {at}{quartiles}", "bold green" if helps else "bold yellow"
 
 
-def advice(tuning: ServerTuning, depth: int) -> Iterator[Text]:
-    """A depth, at which loads it is best, and how it is set."""
-    cells = [cell for cell in tuning.cells if tuning.advised_depth(cell) == depth]
-    at = f"at {', '.join(str(cell.clients) for cell in cells)} {'client' if cells[-1].clients == 1 else 'clients'}"
-    served = {tuning.served_depth(cell) for cell in cells}
-    if depth in served:
-        yield Text(f"Depth {depth}, as it is served, is right {at}.", "green")
-        return
-    if depth == 0:
-        yield Text(f"Plain decoding is expected to be fastest {at}.", "bold yellow")
+def advice_lines(tuning: ServerTuning, cell: ServedCell, advice: DepthAdvice) -> Iterator[Text]:
+    """What to serve at a load, what else may be worth a measurement, and how a depth is set."""
+    at, options = f"at {counted(cell.clients, 'client')}", tuning.dialect.depth_options
+    if not advice.clear:
+        line, style = f"Nothing that was measured is clearly faster than plain decoding {at}", "yellow"
+    elif advice.depth is None:
+        line, style = f"As it is served, it is right {at}", "green"
+    elif advice.depth == 0:
+        line, style = f"Plain decoding was fastest {at}", "bold yellow"
     else:
-        gains = ", ".join("×{:.2f} to ×{:.2f}".format(*range_at(cell, depth)) for cell in cells)
-        yield Text(f"Depth {depth} may be fastest {at}, {gains}: serve it, and measure again.", "bold green")
-    if tuning.dialect.depth_options is not None:
-        yield Text(f"  {tuning.dialect.depth_options(depth)}")
+        line, style = f"Depth {advice.depth} was fastest {at}", "bold green"
+    if (trial := advice.trial) is not None:
+        line += f"; depth {trial.depth} may be faster, ×{trial.low:.2f} to ×{trial.high:.2f}: measure it too"
+    elif (left := advice.open_depth) is not None:
+        measured = sum(bool(each.depth and each.measured) for each in cell.by_depth)
+        line += (
+            f"; {counted(measured, 'measured depth')} leave{'s' if measured == 1 else ''} open what others bring, "
+            f"as depth {left.depth}, ×{left.low:.2f} to ×{left.high:.2f}"
+        )
+    yield Text(f"{line}.", style)
+    changed = trial.depth if trial else advice.depth if advice.clear else None
+    if changed is not None and options is not None:
+        yield Text(f"  {options(changed)}")
