@@ -10,9 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +20,18 @@ import yaml
 
 from forerun.llm import LLM
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.servers import command, events_of, httpx, launched, library_answer, running, started, until
+from kit.servers import command, httpx, launched, library_answer, running, started, until
 from replicas.conversations import known_share
+from replicas.load import BODIES, NUM_CLIENTS, PATIENCE_S, ask_while, num_taken_over, replicas_among, tokens_of
 from replicas.test_routers import free_port
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
 pytestmark = pytest.mark.full
-NUM_CLIENTS = 32
-PATIENCE_S = 240.0
-BODIES: list[dict[str, Any]] = [
-    {"prompt": prompt, "max_tokens": 48, "seed": seed, "temperature": temperature, "ignore_eos": True}
-    for seed, prompt in enumerate(("Once upon a time", "The dog ran", "Lily and Ben", "One day, a big"))
-    for temperature in (0.0, 1.0)
-]
-RETURNED = {"return_token_ids": True}
 
 
 def replica_processes(server: subprocess.Popen[str]) -> list[Any]:
     """The processes of the replicas."""
-    children = psutil.Process(server.pid).children(recursive=True)
-    return [each for each in children if "ServeReplica" in "".join(each.cmdline()[:1])]
-
-
-def tokens_of(url: str, body: dict[str, Any], stream: bool, session: str = "") -> list[int]:
-    """The token ids of an answer, whole or as a stream, which may have no error in it."""
-    headers = {"x-session-id": session} if session else {}
-    with httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False, headers=headers) as http:
-        answer = http.post("/v1/completions", json=body | RETURNED | {"stream": stream})
-        assert answer.status_code == 200, answer.text
-        if not stream:
-            return answer.json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
-        events = events_of(answer.text)
-        assert not [event for event in events if "error" in event], answer.text
-        assert answer.text.endswith("data: [DONE]\n\n")
-        return [token for event in events for choice in event["choices"] for token in choice["token_ids"]]
+    return replicas_among(psutil.Process(server.pid).children(recursive=True))
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
@@ -74,36 +50,16 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Pop
 
 def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str, subprocess.Popen[str]]) -> None:
     url, process = server
-    wanted = [list(library_answer(body).outputs[0].token_ids) for body in BODIES]
-    num_killed, end_s = 0, time.monotonic() + 40
-    over, chance = threading.Event(), random.Random(1)
-
-    def ask(client: int) -> int:
-        num_asked, turn = 0, random.Random(client)
-        while time.monotonic() < end_s:
-            number = turn.randrange(len(BODIES))
-            assert tokens_of(url, BODIES[number], stream=turn.random() < 0.5) == wanted[number]
-            num_asked += 1
-        return num_asked
+    chance, num_killed = random.Random(2), 0
 
     def kill() -> None:
         nonlocal num_killed
-        while not over.wait(chance.uniform(1.0, 4.0)):
-            there = replica_processes(process)
-            if there:
-                chance.choice(there).kill()
-                num_killed += 1
+        there = replica_processes(process)
+        if there:
+            chance.choice(there).kill()
+            num_killed += 1
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            num_answered = sum(pool.map(ask, range(NUM_CLIENTS)))
-    finally:
-        over.set()
-        killer.join()
-    metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-    taken_over = float(metrics.split("\nforerun:requests_taken_over_total ")[1].split()[0])
+    num_answered, taken_over = ask_while(url, 40.0, kill), num_taken_over(url)
     print(f"{num_answered} answers, {num_killed} replicas killed, {taken_over:.0f} requests taken over")
     assert num_killed >= 3
     assert taken_over > 0
@@ -117,6 +73,7 @@ def test_conversations_find_what_replicas_know_of_them(server: tuple[str, subpro
         for where in (plain_server.url, url):
             with httpx.Client(base_url=where, timeout=PATIENCE_S, trust_env=False) as http:
                 shares.append(known_share(lambda body: http.post("/v1/completions", json=body).json()))
+    print(f"known of prompts: {shares[1]:.3f} by replicas, {shares[0]:.3f} by one engine")
     assert shares[0] > 0.3
     assert shares[1] >= 0.9 * shares[0]
 

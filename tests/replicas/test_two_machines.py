@@ -1,0 +1,142 @@
+"""Replicas in a cluster of two machines, by the commands of docs/scaling.md: answers are one engine's, whatever ends.
+
+The machines are network namespaces, each with a node of Ray's that has a processor. Skipped without Ray, root and ip.
+"""
+
+import random
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.machines import FIRST, INSIDE, Machine, needs_namespaces, two_machines
+from kit.servers import httpx, until
+from replicas.load import NUM_CLIENTS, PATIENCE_S, ask_while, num_taken_over, replicas_among
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
+pytestmark = [pytest.mark.full, needs_namespaces]
+PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+PORT = 8000
+
+
+def env_of(machine: Machine) -> dict[str, str]:
+    """Ray's token, which all machines have, and where a machine's Ray has its files."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(machine.folder.parent / "token")}
+    return token | {"RAY_TMPDIR": str(machine.folder), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@contextmanager
+def node(machine: Machine, line: str, *options: str) -> Iterator[None]:
+    """A machine's node of Ray's, by a line of the page's, once it is there."""
+    words = [*RAY, *shlex.split(line.replace("HEAD", FIRST))[1:], "--num-cpus", "1", "--block", *options]
+    process = machine.start([*words, "--include-log-monitor", "false"], **env_of(machine))
+    try:
+        until(lambda: has_node(machine) or process.poll() is not None, PATIENCE_S, 0.2)
+        assert process.poll() is None, f"{line} ended"
+        yield
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+def has_node(machine: Machine) -> bool:
+    return any(each.name() == "raylet" for each in machine.processes())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A server on the first machine, with a replica on each."""
+
+    head: Machine
+    worker: Machine
+    nodes: ExitStack
+    url: str = f"http://{INSIDE}:{PORT}"
+
+    def join(self) -> None:
+        """Let the worker's machine join, if it is not there."""
+        if not has_node(self.worker):
+            (line,) = re.findall(r"`(ray start --address .*?)`", PAGE)
+            self.nodes.enter_context(node(self.worker, line))
+
+    def num_running(self) -> int:
+        """How many replicas take requests."""
+        metrics = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        return int(float(metrics.split("\nforerun:num_replicas ")[1].split()[0]))
+
+    def replicas(self) -> list[int]:
+        """How many there are on each machine."""
+        return [len(replicas_among(each.processes())) for each in (self.head, self.worker)]
+
+
+def served(cluster: Cluster) -> subprocess.Popen[str]:
+    """The page's command, with other values, once it answers."""
+    (line,) = re.findall(r"^forerun (serve .*--ray .*)$", PAGE, re.MULTILINE)
+    words = [sys.executable, "-m", "forerun", *shlex.split(line)]
+    for option, value in (
+        ("--model", str(TARGET)), ("--replicas", "2"), ("--threads", "1"), ("--allowed-hosts", INSIDE),
+    ):  # fmt: skip
+        words[words.index(option) + 1] = value
+    words += ["--draft", f"model:{SMALL}", "--depth", "3", "--dtype", "float32", "--port", str(PORT)]
+    words += ["--max-num-seqs", "8", "--max-queue", "256"]
+    process = cluster.head.start(words, subprocess.PIPE, **env_of(cluster.head))
+    assert process.stderr is not None
+    assert any("/v1" in each for each in process.stderr), f"it ended with {process.wait()}"
+    threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+    return process
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Both machines, with all that the page starts on them."""
+    (line,) = re.findall(r"`(ray start --head)`", PAGE)
+    with ExitStack() as stack:
+        head, worker = stack.enter_context(two_machines())
+        (head.folder.parent / "token").write_text(secrets.token_hex(32))
+        stack.enter_context(node(head, line, "--include-dashboard", "false"))
+        made = Cluster(head, worker, stack.enter_context(ExitStack()))
+        made.join()
+        with served(made) as process:  # which closes its pipe
+            yield made
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
+
+
+def test_every_answer_is_one_engines_while_replicas_of_both_machines_are_killed(cluster: Cluster) -> None:
+    chance, killed = random.Random(2), list[str]()
+    assert cluster.replicas() == [1, 1]
+
+    def kill() -> None:
+        machine = chance.choice([cluster.head, cluster.worker])
+        for each in replicas_among(machine.processes()):
+            each.kill()
+            killed.append(machine.name)
+
+    num_answered, taken_over = ask_while(cluster.url, 40.0, kill), num_taken_over(cluster.url)
+    print(f"{num_answered} answers, {len(killed)} replicas killed, {taken_over:.0f} requests taken over")
+    assert {*killed} == {cluster.head.name, cluster.worker.name}
+    assert taken_over > 0
+    assert num_answered >= NUM_CLIENTS
+
+
+@pytest.mark.parametrize("lose", [Machine.kill_all, Machine.pull_cable])
+def test_a_machine_that_is_lost_costs_no_answer(cluster: Cluster, lose: Callable[[Machine], None]) -> None:
+    """Behind a cable that is pulled it does not say that it is gone."""
+    cluster.join()
+    until(lambda: cluster.replicas() == [1, 1] and cluster.num_running() == 2, PATIENCE_S, 0.5)
+    before = num_taken_over(cluster.url)
+    num_answered = ask_while(cluster.url, 15.0, lambda: lose(cluster.worker))
+    taken_over = num_taken_over(cluster.url) - before
+    print(f"{num_answered} answers, {taken_over:.0f} requests taken over")
+    assert cluster.num_running() == 1
+    assert taken_over > 0
+    assert num_answered >= NUM_CLIENTS
