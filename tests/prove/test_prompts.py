@@ -4,28 +4,28 @@ from pathlib import Path
 
 import pytest
 
+from forerun.bench.material import read_passages
 from forerun.errors import InvalidRequest
-from forerun.prove.prompts import read_prompts
 
 
 def test_every_field_that_holds_a_prompt(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "one"}\n\n{"id": 7, "text": "two"}\n{"turns": ["three", "and then"]}\n')
-    found = read_prompts(file)
-    assert [p.text for p in found] == ["one", "two", "three"]
+    found = read_passages(file)
+    assert [p.prompt for p in found] == ["one", "two", "three"]
     assert [p.place for p in found] == [f"{file}:{line}" for line in (1, 3, 4)]
 
 
 def test_a_text_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes("  indented\r\n\nschön\u2028still the same line\n".encode())
-    assert [p.text for p in read_prompts(file)] == ["  indented", "schön\u2028still the same line"]
+    assert [p.prompt for p in read_passages(file)] == ["  indented", "schön\u2028still the same line"]
 
 
 def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "one"}\nnot JSON\n')
-    assert [p.text for p in read_prompts(file, 1)] == ["one"]
+    assert [p.prompt for p in read_passages(file, most=1)] == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(InvalidRequest, match=f"a.jsonl:2: .*{complaint}"):
-        read_prompts(file)
+        read_passages(file)
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
@@ -60,4 +60,4 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         ("none.txt", "No such file"),
     ]:
         with pytest.raises(InvalidRequest, match=complaint):
-            read_prompts(tmp_path / name)
+            read_passages(tmp_path / name)

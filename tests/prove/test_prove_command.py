@@ -81,5 +81,5 @@ def test_mistakes_are_one_line_and_status_2(tmp_path: Path) -> None:
     result = run(TARGET, SMALL, file)
     assert result.exit_code == 2
     assert f"{file}:2: " in result.stderr
-    assert "shorten it" in result.stderr
+    assert "shorten the prompt" in result.stderr
     assert result.stdout == ""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.plan import GENERATED, SHIPPED
-from forerun.errors import InvalidRequest, TokenizerError
+from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.messages import ChatOptions, Conversation, with_text
-from forerun.prove.prompts import object_of, prompt_lines, prompt_of
+from forerun.prove.prompts import at_line, object_of, prompt_lines, prompt_of
 from forerun.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]
@@ -136,15 +136,16 @@ def mixed_passages(prompts: Path | None = None, replay: Path | None = None) -> l
     return [passage for passage in chain.from_iterable(zip_longest(*kinds.values())) if passage is not None]
 
 
-def read_passages(path: Path, recorded: bool = False) -> list[Passage]:
-    """The lines of a user's file: of a .txt its prompts, of a .jsonl objects, which have answers if they are recorded.
+def read_passages(path: Path, recorded: bool = False, most: int | None = None) -> list[Passage]:
+    """The first `most` lines of a user's file: of a .txt its prompts, of a .jsonl objects, which have answers if they
+    are recorded.
 
     Raises InvalidRequest, with file and line, for what cannot be read.
     """
     if recorded and path.suffix != ".jsonl":
         raise InvalidRequest("replay", f"{path}: the name ends in {path.suffix!r}: give a .jsonl file")
     try:
-        lines = prompt_lines(path)
+        lines = list(prompt_lines(path, most))
         if path.suffix == ".txt":
             return [Passage(line, place) for place, line in lines]
         return [passage_of(line, place, recorded) for place, line in lines]
@@ -156,42 +157,38 @@ def read_passages(path: Path, recorded: bool = False) -> list[Passage]:
 
 def passage_of(line: str, place: str, recorded: bool) -> Passage:
     """One JSON line."""
-    entry = object_of(line, place)
-    category = entry.get("category") or ""
-    if not isinstance(category, str):
-        raise InvalidRequest("prompts", f'{place}: "category" is {shown(category)}: it must be a word')
-    answer = words_of(entry, "answer", place) if recorded else None
-    prompt: TextOrIds | Conversation
-    if "messages" in entry:
-        prompt = messages_of(entry["messages"], place)
-    else:
-        ids = recorded and "turns" not in entry
-        prompt = words_of(entry, "prompt", place) if ids else prompt_of(entry, place)
-    return Passage(prompt, place, answer, category)
+    with at_line(place):
+        entry = object_of(line)
+        category = entry.get("category") or ""
+        if not isinstance(category, str):
+            raise InvalidRequest("prompts", f'"category" is {shown(category)}: it must be a word')
+        answer = words_of(entry, "answer") if recorded else None
+        prompt: TextOrIds | Conversation
+        if "messages" in entry:
+            prompt = messages_of(entry["messages"])
+        else:
+            ids = recorded and "turns" not in entry
+            prompt = words_of(entry, "prompt") if ids else prompt_of(entry)
+        return Passage(prompt, place, answer, category)
 
 
-def words_of(entry: Mapping[str, Any], name: str, place: str) -> TextOrIds:
+def words_of(entry: Mapping[str, Any], name: str) -> TextOrIds:
     """Text or token ids under a name."""
     words = entry.get(name)
     ids = isinstance(words, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in words)
     if not words or not (ids or isinstance(words, str)):
         excerpt = json.dumps(words)[:40] if name in entry else "missing"
-        raise InvalidRequest("prompts", f'{place}: "{name}" is {excerpt}: it must be some text or a list of token ids')
+        raise InvalidRequest("prompts", f'"{name}" is {excerpt}: it must be some text or a list of token ids')
     return words  # type: ignore[no-any-return]
 
 
-def messages_of(messages: object, place: str) -> Conversation:
+def messages_of(messages: object) -> Conversation:
     """The messages of a conversation that the model is to go on with."""
-    try:
-        if not isinstance(messages, list) or not messages:
-            raise InvalidRequest("messages", f"{shown(messages)} is no conversation: write a list of messages.")
-        talk = [with_text(message) for message in messages]
-    except InvalidRequest as error:
-        raise InvalidRequest("prompts", f"{place}: {error}") from error
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages", f"{shown(messages)} is no conversation: write a list of messages.")
+    talk = [with_text(message) for message in messages]
     if talk[-1]["role"] == "assistant":
-        raise InvalidRequest(
-            "prompts", f'{place}: the last message is the model\'s own: leave it out, or name it "answer"'
-        )
+        raise InvalidRequest("prompts", 'the last message is the model\'s own: leave it out, or name it "answer"')
     return talk
 
 
@@ -215,20 +212,11 @@ def item_of(passage: Passage, tokenizer: Tokenizer, template: Template) -> Item:
     if talk is None and template.always and isinstance(prompt, str):
         talk = [{"role": "user", "content": prompt}]
     if talk is not None:
-        prompt = rendered(talk, tokenizer, template, place)
+        with at_line(place):
+            prompt = ChatOptions(chat_template_kwargs=template.options).render(tokenizer, talk)
     ids = encoded(prompt, tokenizer, talk is None, place)  # type: ignore[arg-type]
     answer = None if passage.answer is None else encoded(passage.answer, tokenizer, False, place)
     return Item(ids, answer, place, passage.category)
-
-
-def rendered(talk: Conversation, tokenizer: Tokenizer, template: Template, place: str) -> str:
-    """A conversation as the model reads it."""
-    try:
-        return ChatOptions(chat_template_kwargs=template.options).render(tokenizer, talk)
-    except InvalidRequest as error:
-        raise InvalidRequest("prompts", f"{place}: {error}") from error
-    except TokenizerError as error:
-        raise TokenizerError(f"{place} holds messages, and {error}") from error
 
 
 def encoded(words: TextOrIds, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:

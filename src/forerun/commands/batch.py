@@ -32,7 +32,7 @@ from forerun.llm import LLM
 from forerun.options import AnswerOptions, BatchOptions, ModelOptions
 from forerun.output import Answers
 from forerun.progress import LoadingBar
-from forerun.prove.prompts import file_lines, object_of, prompt_of, text_of
+from forerun.prove.prompts import at_line, file_lines, object_of, prompt_of, text_of
 from forerun.replicas.settings import ReplicaSettings
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
@@ -170,26 +170,21 @@ def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
 
 def task_of(line: bytes, number: int, path: Path) -> Task:
     """A line's prompt and its id, which is the line's number unless it names one."""
-    place = f"{path}:{number}"
-    text = text_of(line, place)
-    if path.suffix == ".txt":
-        return Task(number, number, text)
-    named = object_of(text, place)
-    for field_name in named:
-        if field_name in SAMPLING:
-            problem = (
-                f"{field_name} in a line does not count: leave it out, and give options of the command for all lines"
-            )
-            raise InvalidRequest("prompts", f"{place}: {problem}")
-    ids = named.get("prompt_token_ids")
-    if ids is None:
-        return Task(number, named.get("id", number), prompt_of(named, place))
-    try:
+    with at_line(f"{path}:{number}"):
+        text = text_of(line)
+        if path.suffix == ".txt":
+            return Task(number, number, text)
+        named = object_of(text)
+        for field_name in named:
+            if field_name in SAMPLING:
+                problem = "in a line does not count: leave it out, and give options of the command for all lines"
+                raise InvalidRequest("prompts", f"{field_name} {problem}")
+        ids = named.get("prompt_token_ids")
+        if ids is None:
+            return Task(number, named.get("id", number), prompt_of(named))
         request = Request.of({"prompt_token_ids": ids})
-    except InvalidRequest as error:
-        raise InvalidRequest("prompts", f"{place}: {error}") from error
-    assert request.prompt_token_ids is not None, "it was made of token ids"
-    return Task(number, named.get("id", number), request.prompt_token_ids)
+        assert request.prompt_token_ids is not None, "it was made of token ids"
+        return Task(number, named.get("id", number), request.prompt_token_ids)
 
 
 def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class ProveOptions:
 
     TITLE: ClassVar[str] = "Proof"
 
-    prompts: Annotated[Path, typer.Option(help="A .jsonl with prompt, text or turns in each line, or a .txt.")]
+    prompts: Annotated[Path, typer.Option(help="A .jsonl with prompt, messages or turns in each line, or a .txt.")]
     model: ModelOption = ""
     draft: Annotated[str | None, REQUIRED_DRAFT] = None
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests per run; prompts repeat where there are fewer.")] = 8
@@ -93,13 +93,12 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
     with importing():
         from rich.console import Console
 
+        from forerun.bench.material import check_lengths, read_passages, workload_of
         from forerun.llm import LLM
         from forerun.progress import LoadingBar
-        from forerun.prove.prompts import check_lengths, read_prompts
         from forerun.prove.proof import prove as run
         from forerun.prove.show import proof_card
         from forerun.prove.workload import ProofPace, ProofWorkload, spoken
-        from forerun.request import Request
     workload = ProofWorkload(
         num_prompts=options.num_prompts,
         max_tokens=options.max_tokens,
@@ -108,7 +107,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         seed=options.seed,
     )
     workload = workload.thorough() if options.thorough else workload
-    prompts = read_prompts(options.prompts, workload.num_prompts)
+    passages = read_passages(options.prompts, most=workload.num_prompts)
     errors = Console(stderr=True)
     with LoadingBar(errors) as bar:
         llm = LLM(
@@ -120,12 +119,14 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
             threads=options.loading.threads,
             progress=bar,
         )
-        check_lengths(llm.requests.prompt_tokens, prompts)
-        pace = ProofPace.of(llm, llm.requests.prompt_tokens(Request.of(prompts[0].text)), workload.shapes[0])
+        texts = workload_of("prompts", passages, workload.num_prompts, llm.tokenizer)
+        check_lengths(texts, 1, llm.requests.max_length)
+        prompts = [list(item.prompt) for item in texts.items]
+        pace = ProofPace.of(llm, prompts[0], workload.shapes[0])
         if errors.is_terminal:
             bar.stop()
             show_note(f"This takes about {spoken(pace.total_s(workload))} here.")
-        report = run(llm, [prompt.text for prompt in prompts], workload, bar)
+        report = run(llm, prompts, workload, bar)
     if not result.as_json:
         Console().print(proof_card(report))
     result.tell(report.as_object())

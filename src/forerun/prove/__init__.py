@@ -1,7 +1,6 @@
 """Proofs on a user's own model that speculation does not change the output: `prove(llm, prompts) -> Report`."""
 
-from forerun.prove.prompts import FilePrompt, read_prompts
 from forerun.prove.proof import ProofReport, prove
 from forerun.prove.workload import ProofWorkload
 
-__all__ = ["FilePrompt", "ProofReport", "ProofWorkload", "prove", "read_prompts"]
+__all__ = ["ProofReport", "ProofWorkload", "prove"]

@@ -1,53 +1,47 @@
-"""Prompts from a file: one JSON object per line (.jsonl) or one prompt per line (.txt).
+"""The lines of a file of prompts: one JSON object per line (.jsonl) or one prompt per line (.txt).
 
-This file decides which fields hold a prompt, and which error a line without one raises.
+This file decides which fields hold a prompt, and which error a line without one raises. `bench/material.py` reads what
+else a line may hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidRequest
+from forerun.errors import InvalidRequest, TokenizerError
 from forerun.limits import shown_as_json
-from forerun.request import Request
 
 FIELDS = ("prompt", "text", "turns")
 
 
-@dataclass(frozen=True, slots=True)
-class FilePrompt:
-    """A prompt and its place: "FILE:LINE"."""
-
-    text: str
-    place: str
-
-
-def read_prompts(path: str | Path, most: int | None = None) -> list[FilePrompt]:
-    """The first `most` prompts of a file; empty lines are skipped.
-
-    A JSON line has its prompt in "prompt" or "text", or "turns", a list whose first entry it is. Raises
-    InvalidRequest, with file and line, for a file that cannot be read or a line without a prompt.
-    """
-    path = Path(path)
-    lines = prompt_lines(path)[:most]
-    txt = path.suffix == ".txt"
-    return [FilePrompt(line if txt else prompt_of(object_of(line, place), place), place) for place, line in lines]
+@contextmanager
+def at_line(place: object) -> Iterator[None]:
+    """Within it, errors of a prompt name its place, "FILE:LINE"."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest("prompts", f"{place}: {str(error).removeprefix('prompts: ')}") from error
+    except TokenizerError as error:
+        raise TokenizerError(f"{place} holds messages, and {error}") from error
 
 
-def prompt_lines(path: Path) -> list[tuple[str, str]]:
-    """The lines of a file of prompts that are not empty, each behind its place; at least one.
+def prompt_lines(path: Path, most: int | None = None) -> Iterator[tuple[str, str]]:
+    """The first `most` lines of a file of prompts that are not empty, each behind its place; at least one.
 
     Raises InvalidRequest, with file and line, for a file that cannot be read or holds nothing.
     """
     lines = enumerate(file_lines(path, "prompts"), start=1)
     places = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
     if not places:
-        raise _invalid(path, "there is no prompt in it: write one a line")
-    return [(place, text_of(line, place)) for place, line in places]
+        raise InvalidRequest("prompts", f"{path}: there is no prompt in it: write one a line")
+    for place, line in places[:most]:
+        with at_line(place):
+            text = text_of(line)
+        yield place, text
 
 
 def file_lines(path: Path, field: str) -> list[bytes]:
@@ -61,46 +55,34 @@ def file_lines(path: Path, field: str) -> list[bytes]:
         raise InvalidRequest(field, message) from error
 
 
-def text_of(line: bytes, place: str) -> str:
+def text_of(line: bytes) -> str:
     """A line as text."""
     try:
         return line.decode("utf-8").rstrip("\r")
     except UnicodeDecodeError as error:
-        raise _invalid(place, f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
+        raise InvalidRequest("prompts", f"not UTF-8 ({error.reason}): save the file as UTF-8") from error
 
 
-def object_of(line: str, place: str) -> dict[str, Any]:
+def object_of(line: str) -> dict[str, Any]:
     """The object of one JSON line."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise _invalid(place, f"not JSON ({error}): write one object a line") from error
+        raise InvalidRequest("prompts", f"not JSON ({error}): write one object a line") from error
     if not isinstance(entry, dict):
-        raise _invalid(place, f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
+        raise InvalidRequest("prompts", f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
     return entry
 
 
-def prompt_of(entry: Mapping[str, Any], place: str) -> str:
+def prompt_of(entry: Mapping[str, Any]) -> str:
     """The prompt of the object of one line."""
     name = next((name for name in FIELDS if name in entry), None)
     if name is None:
-        raise _invalid(place, f'no field {", ".join(FIELDS)} (it has {", ".join(entry) or "none"}): add "prompt"')
+        has = ", ".join(entry) or "none"
+        raise InvalidRequest("prompts", f'no field {", ".join(FIELDS)} (it has {has}): add "prompt"')
     text = entry[name]
     if name == "turns" and isinstance(text, list) and text:
         text = text[0]
     if not isinstance(text, str) or not text:
-        raise _invalid(place, f'"{name}" is {json.dumps(entry[name])[:40]}: it must hold some text')
+        raise InvalidRequest("prompts", f'"{name}" is {json.dumps(entry[name])[:40]}: it must hold some text')
     return text
-
-
-def check_lengths(encode: Callable[[Request], object], prompts: Sequence[FilePrompt]) -> None:
-    """Raise InvalidRequest, with file and line, for a prompt that the model cannot be given: `encode` refuses it."""
-    for prompt in prompts:
-        try:
-            encode(Request.of(prompt.text))
-        except InvalidRequest as error:
-            raise _invalid(prompt.place, str(error)) from error
-
-
-def _invalid(place: str | Path, message: str) -> InvalidRequest:
-    return InvalidRequest("prompts", f"{place}: {message}")

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import InvalidRequest, TokenizerError, UnusableData
-from forerun.limits import shown, shown_as_json
+from forerun.errors import InvalidRequest, UnusableData
+from forerun.limits import shown
 from forerun.messages import ChatOptions
+from forerun.prove.prompts import at_line, object_of, text_of
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.settings import TrainSettings
 
@@ -26,10 +27,6 @@ MOST_BAD = 100  # one bad line in so many is left out; more are too many
 MOST_TOLD = 10  # bad lines that are reported one by one
 log = logging.getLogger(__name__)
 PromptIds = tuple[int, ...]
-
-
-class BadLine(Exception):
-    """A line that cannot be used, and why; it does not leave this file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +60,17 @@ class PromptReader:
 
     def of_entry(self, line: str) -> list[PromptIds]:
         """The prompts of a JSON line: one for a prompt or a conversation, several for a text."""
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadLine(f"not JSON ({error}): write one object a line") from error
-        if not isinstance(entry, dict):
-            raise BadLine(f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
+        entry = object_of(line)
         name = next((name for name in FIELDS if entry.get(name) is not None), None)
         if name is None:
-            raise BadLine(f'no field {", ".join(FIELDS)} (it has {", ".join(map(str, entry)) or "none"}): add "prompt"')
+            raise InvalidRequest(
+                "prompts", f'no field {", ".join(FIELDS)} (it has {", ".join(map(str, entry)) or "none"}): add "prompt"'
+            )
         value = entry[name]
         if name == "messages":
             return [self.of_talk(value)]
         if not isinstance(value, str) or not value:
-            raise BadLine(f'"{name}" is {shown(value)}: it must hold some text')
+            raise InvalidRequest("prompts", f'"{name}" is {shown(value)}: it must hold some text')
         return self.of_text(value) if name == "text" else [self.of_prompt(value)]
 
     def of_prompt(self, text: str) -> PromptIds:
@@ -88,7 +82,7 @@ class PromptReader:
     def of_talk(self, messages: Any) -> PromptIds:
         """A conversation, which the model is to go on with; its own last message is left out."""
         if not isinstance(messages, list) or not messages:
-            raise BadLine(f'"messages" is {shown(messages)}: it must be a list of messages')
+            raise InvalidRequest("prompts", f'"messages" is {shown(messages)}: it must be a list of messages')
         if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant" and len(messages) > 1:
             messages = messages[:-1]
         text = ChatOptions().render(self.tokenizer, messages)
@@ -106,9 +100,11 @@ class PromptReader:
     def fitting(self, ids: Sequence[int]) -> PromptIds:
         """The tokens of a prompt, if an answer has room behind them."""
         if not ids:
-            raise BadLine("it has no tokens: write some text")
+            raise InvalidRequest("prompts", "it has no tokens: write some text")
         if len(ids) + 2 > self.limit:
-            raise BadLine(f"{len(ids)} tokens leave no room for an answer in a context of {self.limit}: shorten it")
+            raise InvalidRequest(
+                "prompts", f"{len(ids)} tokens leave no room for an answer in a context of {self.limit}: shorten it"
+            )
         return tuple(ids)
 
 
@@ -123,13 +119,10 @@ def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
         for place, line in lines_of(path):
             num_lines += 1
             try:
-                ids = prompts_of(line, path, reader)
-            except (BadLine, InvalidRequest) as error:
-                bad.append(f"{place}: {error}")
-                continue
-            except TokenizerError as error:
-                raise TokenizerError(f"{place} holds messages, and {error}") from error
-            prompts |= dict.fromkeys(ids)
+                with at_line(place):
+                    prompts |= dict.fromkeys(prompts_of(line, path, reader))
+            except InvalidRequest as error:
+                bad.append(str(error).removeprefix("prompts: "))
     refuse_bad(bad, num_lines)
     if len(prompts) < 2:
         names = ", ".join(map(str, paths)) or "none"
@@ -171,13 +164,10 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def prompts_of(line: bytes, path: Path, reader: PromptReader) -> list[PromptIds]:
-    """The prompts of a line or a text. Raises BadLine."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine(f"not UTF-8 ({error.reason}): save it as UTF-8") from error
+    """The prompts of a line or a text. Raises InvalidRequest."""
+    text = text_of(line)
     if path.suffix == ".jsonl":
         return reader.of_entry(text)
     if path.suffix == ".txt":
-        return [reader.of_prompt(text.rstrip("\r"))]
+        return [reader.of_prompt(text)]
     return reader.of_text(text)
