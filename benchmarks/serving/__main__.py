@@ -29,7 +29,6 @@ from benchmarks.serving.race import Grid, ServingRace
 from benchmarks.serving.server import ServerProcess, free_port
 from benchmarks.serving.tables import different_answers, markdown, picture, rows, verdict
 
-from forerun.bench.chart import check_picture
 from forerun.machine import sources_digest
 from forerun.prove.proof import jsonable
 from forerun.traffic.client import require_client
@@ -81,7 +80,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
     parser.add_argument("--output", type=Path, help="a .json file for all figures")
-    parser.add_argument("--picture", type=Path, help="a .png file for the plot")
+    parser.add_argument("--picture", type=Path, help="an .svg file for the plot")
     limit = f"begin no cell after so many seconds; exit status {CELLS_LEFT} where cells are left"
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help=limit)
     add_isa(parser)
@@ -153,8 +152,6 @@ def main(arguments: Sequence[str]) -> int:
     """1 if a server failed or an answer differs, with everything else done; CELLS_LEFT if time ran out."""
     options = parse(arguments)
     require_client()
-    if options.picture is not None:
-        check_picture(options.picture)
     os.environ.update(ISAS[options.isa] if options.isa else {})  # of every server
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are ended on the way out
     material = Material.make(options.folder / "checkpoints")
@@ -175,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         found = about | {"rows": [asdict(each) for each in table], "cells": [asdict(cell) for cell in cells.values()]}
         options.output.write_text(json.dumps(jsonable(found)), encoding="utf-8")
     if options.picture is not None and table:
-        options.picture.write_bytes(picture(table, f"The widened pair, answers of {options.load.answer_tokens} tokens"))
+        options.picture.write_text(picture(table, f"The widened pair, answers of {options.load.answer_tokens} tokens"))
     if left:
         print(f"\n{left} cells are left: give the same command again")
         return CELLS_LEFT

@@ -13,8 +13,9 @@ from itertools import cycle
 
 from benchmarks.serving.cells import CellKey, ServedCell, spread
 
-from forerun.bench.chart import COLOURS, LinePanel, Series, png
+from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.bench.figures import Spread
+from forerun.bench.show import WIDTH
 
 AUTO, OFF = "forerun auto", "forerun off"
 FEW_CLIENTS = 4  # at which drafting has to shorten answers
@@ -125,8 +126,8 @@ def verdict(table: Sequence[ServedRow], num_different: int) -> Iterator[str]:
     yield f"answers of auto that differ from off: {num_different} (goal: 0)"
 
 
-def picture(table: Sequence[ServedRow], title: str) -> bytes:
-    """Throughput, times to the first token and latency by load, one line for each contender, as a PNG file."""
+def picture(table: Sequence[ServedRow], title: str) -> str:
+    """Throughput, times to the first token and latency by load, one line for each contender, as an SVG."""
     figures: dict[str, Callable[[ServedRow], float]] = {
         "tokens a second": lambda row: row.tokens_per_s.median,
         "ms to the first token, p95": lambda row: 1000 * row.first_p95_s,
@@ -141,4 +142,4 @@ def picture(table: Sequence[ServedRow], title: str) -> bytes:
             for name, colour in zip(names, cycle(COLOURS), strict=False)
         ]
         panels.append(LinePanel(series, "requests at once", head, ticks=loads))
-    return png(title, [panels])
+    return svg([panels], WIDTH, title)

@@ -187,9 +187,9 @@ def test_a_table_without_forerun_has_no_ratios(tmp_path: Path) -> None:
     assert rows({}) == []
 
 
-def test_the_picture_is_a_png() -> None:
+def test_the_picture_is_an_svg() -> None:
     found = [cell(load, 0, name, 2.0) for load in (1, 64) for name in ("forerun off", "forerun auto")]
-    assert picture(rows({each.key: each for each in found}), "title").startswith(b"\x89PNG")
+    assert picture(rows({each.key: each for each in found}), "title").startswith("<svg")
 
 
 def test_only_cells_of_the_same_run_are_found_again(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_forerun_is_measured_from_end_to_end(
     material = command_line.Material(tmp_path, tmp_path, [])
     monkeypatch.setattr(command_line.Material, "make", lambda folder: material)
     monkeypatch.setattr(command_line, "start", local(command_line.start))
-    picture, output = tmp_path / "load.png", tmp_path / "load.json"
+    picture, output = tmp_path / "load.svg", tmp_path / "load.json"
     options = ["--folder", str(tmp_path), "--peers", "", "--concurrency", "1,2", "--answer-tokens", "8"]
     options += ["--repeats", "1", "--slots", "2", "--threads", "1", "--picture", str(picture), "--output", str(output)]
     assert main([*options, "--time-limit-s", "0"]) == CELLS_LEFT

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
         (["--replay", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--widen"], "widen: "),
         (["--max-tokens", "5000"], "5004 tokens of a context of 512"),
-        (["--picture", "out.svg"], "picture: out.svg must be a .png"),
+        (["--picture", "out.png"], "picture: out.png must be a .svg"),
         (["--temperature", "-1"], "temperature"),
     ],
 )
@@ -218,16 +219,11 @@ def test_too_little_memory_is_said(run: Callable[..., Result], files: Path, monk
     assert "batch 64 does not fit" in result.stderr
 
 
-def test_the_picture_is_a_png_and_without_matplotlib_the_extra_is_named(
-    run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["--prompts", str(files / "tales.txt"), "--batch", "1,2", "--picture", str(files / "out.png")]
+def test_the_picture_has_two_panels_with_a_line_for_each_group(run: Callable[..., Result], files: Path) -> None:
+    arguments = ["--prompts", str(files / "tales.txt"), "--batch", "1,2", "--picture", str(files / "out.svg")]
     assert run(*arguments).exit_code == 0
-    assert (files / "out.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "pip install 'forerun[bench]'" in " ".join(result.stderr.split())
+    panels = ElementTree.fromstring((files / "out.svg").read_text()).findall("{*}g")
+    assert [len(panel.findall("{*}polyline")) for panel in panels] == [4, 4]
 
 
 def made_report(figures: GroupFigures) -> BenchReport:

@@ -53,7 +53,7 @@ def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
         (["--body", "[1]"], "body: '[1]' is no object"),
         (["--body", '{"seed": 1}'], "body: 'seed' is set by the load test itself"),
         (["--prompts", str(tmp_path / "none.txt")], "it cannot be read"),
-        (["--picture", str(tmp_path / "x.svg")], "must be a .png file"),
+        (["--picture", str(tmp_path / "x.png")], "must be a .svg file"),
         (["--sla-between-ms", "0"], "sla_between_ms: 0 must be a number of milliseconds above 0"),
         (["--url", "http://127.0.0.1:9"], "start the server, or give another address"),
         (["--url", "localhost:9"], "begin it with http:// or https://"),

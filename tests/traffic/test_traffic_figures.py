@@ -6,13 +6,13 @@ import math
 import statistics
 from itertools import pairwise
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forerun.bench.chart import check_picture
 from forerun.errors import InvalidRequest
 from forerun.traffic.client import ServedModel, TimedAnswer
 from forerun.traffic.figures import (
@@ -137,9 +137,12 @@ def test_the_report_is_json_and_is_shown_whole() -> None:
     assert "by category" in text
 
 
-def test_the_picture_is_a_png(tmp_path: Any) -> None:
-    check_picture(tmp_path / "x.png")
-    assert draw_traffic(report_of(ServiceLevel(between_s=0.05))).startswith(b"\x89PNG")
+def test_the_picture_has_a_row_of_panels_for_each_kind_of_load_and_a_line_for_each_mode() -> None:
+    picture = ElementTree.fromstring(draw_traffic(report_of(ServiceLevel(between_s=0.05))))
+    panels = picture.findall("{*}g")
+    assert len(panels) == 3
+    assert all(len(panel.findall("{*}polyline")) == 2 for panel in panels)
+    assert [len(panel.findall("{*}line[@class='l']")) for panel in panels] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

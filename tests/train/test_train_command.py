@@ -101,7 +101,7 @@ def test_it_drafts_better_than_before_says_what_it_did_and_keeps_it(kind: str, t
     assert [step for step, _ in series(log, "loss")] == [1, *range(10, steps + 1, 10)]
     assert len(series(log, "predicted", "speed_up")) == len(looks)
     svg = ElementTree.fromstring((folder / "train.svg").read_text())
-    assert len(svg.findall("{*}polyline")) >= 5
+    assert len(svg.findall(".//{*}polyline")) >= 5
     record = DrafterRecord.read(folder)
     assert record is not None
     assert str(record.spec(folder)) == told["draft"]

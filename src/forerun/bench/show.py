@@ -12,7 +12,7 @@ from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
-from forerun.bench.chart import COLOURS, LinePanel, Series, png
+from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.bench.figures import CellFigures, GroupFigures, Spread
 from forerun.bench.plan import CHOSEN, depth_name
 from forerun.bench.report import BenchReport
@@ -26,6 +26,7 @@ MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
 MOST_SHOWN = 3
 DISTURBED = "disturbed"  # in the place of a spread
 STYLES = ("o-", "o--", "o:", "o-.")
+WIDTH = 340  # of a panel, in pixels
 
 
 def bench_card(report: BenchReport) -> RenderableType:
@@ -146,8 +147,8 @@ def verdict(report: BenchReport) -> Text:
     return Text("FAULT: tokens differ from plain decoding's. That must not be: please report it.", "bold red")
 
 
-def picture(report: BenchReport) -> bytes:
-    """Speed-up by depth and the cost of a pass over more tokens, as a PNG file.
+def picture(report: BenchReport) -> str:
+    """Speed-up by depth and the cost of a pass over more tokens, as an SVG.
 
     Each workload has a pair of panels, each batch size a colour and each temperature a line style.
     """
@@ -160,7 +161,7 @@ def picture(report: BenchReport) -> bytes:
         for name in names
     ]
     models = report.about["models"]
-    return png(f"{models['target']}, drafted by {models['draft']}", rows)
+    return svg(rows, WIDTH, f"{models['target']}, drafted by {models['draft']}")
 
 
 def panel(report: BenchReport, name: str, figure: Callable[[CellFigures], Spread | None], title: str) -> LinePanel:

@@ -37,7 +37,7 @@ Number = TypeVar("Number", int, float)
 EXAMPLES = """
 forerun bench
 forerun bench --model stdlib --draft ngram --workload edits --batch 1,4 -o edits.json
-forerun bench --model ./target --draft model:./draft --prompts mine.jsonl --picture out.png
+forerun bench --model ./target --draft model:./draft --prompts mine.jsonl --picture out.svg
 """
 
 
@@ -113,7 +113,7 @@ def bench(
     options: BenchOptions,
     output: OutputOptions,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw speed-up and cost by depth: a .png file.", rich_help_panel=OUTPUT)
+        Path | None, typer.Option(help="Draw speed-up and cost by depth: an .svg file.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
     """Measure what speculation brings, on your model, machine and text. Without options: the bundled pair.
@@ -122,19 +122,16 @@ def bench(
     two idle cores. What is interrupted goes on where it was. Status 1: a depth changed the tokens.
     """
     result, selection = Result.of(output), options.selection()
-    picture_file = None if picture is None else Destination("picture", picture)
+    picture_file = Destination.of_picture(picture)
     with importing():
         from rich.console import Console
 
-        from forerun.bench.chart import check_picture
         from forerun.bench.material import passages_of
         from forerun.bench.measure import Models, measure
         from forerun.bench.show import bench_card
         from forerun.bench.show import picture as drawn
         from forerun.demo.material import widened_pair
         from forerun.progress import LoadingBar
-    if picture is not None:
-        check_picture(picture)
     passages = passages_of(options.workload, options.prompts, options.replay)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
         target, draft = options.model, options.draft

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 forerun bench serve
-forerun bench serve --rate 0.5,1,2,4 --sla-between-ms 50 --picture load.png
+forerun bench serve --rate 0.5,1,2,4 --sla-between-ms 50 --picture load.svg
 forerun bench serve --url http://gpu:8000 --chat --prompts mine.jsonl --concurrency 1,8,32 --ignore-eos -o load.json
 """
 DEFAULT_CONCURRENCY = "1,4,16"
@@ -146,7 +146,7 @@ def bench_serve(
     agreement: AgreementOptions,
     output: OutputOptions,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw throughput and times by load: a .png file.", rich_help_panel=OUTPUT)
+        Path | None, typer.Option(help="Draw throughput and times by load: an .svg file.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
     """Measure a running server under load: throughput, and times to the first and between tokens.
@@ -155,11 +155,10 @@ def bench_serve(
     turns, whose answers have to be the same. Needs the extra forerun[bench]. Status 1: a mode changed an answer.
     """
     result = Result.of(output)
-    picture_file = None if picture is None else Destination("picture", picture)
+    picture_file = Destination.of_picture(picture)
     with importing():
         from rich.console import Console
 
-        from forerun.bench.chart import check_picture
         from forerun.progress import LoadingBar
         from forerun.traffic.client import ServerAddress, require_client
         from forerun.traffic.figures import ServiceLevel
@@ -168,8 +167,6 @@ def bench_serve(
         from forerun.traffic.show import traffic_card
     require_client()
     plan = load.plan()
-    if picture is not None:
-        check_picture(picture)
     between_s, first_s = (
         None if ms is None else ms / 1000 for ms in (agreement.sla_between_ms, agreement.sla_first_ms)
     )

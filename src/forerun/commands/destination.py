@@ -34,6 +34,14 @@ class Destination:
         if self._replaced and not os.access(folder, os.W_OK):
             raise InvalidRequest(self.option, f"the folder {folder} may not be written: name another file.")
 
+    @classmethod
+    def of_picture(cls, path: Path | None) -> Destination | None:
+        """That of a picture, if one is asked for. Raises InvalidRequest for a file of another kind."""
+        picture = None if path is None else cls("picture", path)
+        if path is not None and path.suffix != ".svg":
+            raise InvalidRequest("picture", f"{path} must be a .svg file.")
+        return picture
+
     @property
     def _file(self) -> Path:
         """The file itself, behind any links to it."""

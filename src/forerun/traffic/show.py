@@ -13,8 +13,8 @@ from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
-from forerun.bench.chart import COLOURS, LinePanel, Series, png
-from forerun.bench.show import number, speed_up_cells
+from forerun.bench.chart import COLOURS, LinePanel, Series, svg
+from forerun.bench.show import WIDTH, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted
 from forerun.traffic.figures import TrafficFigures, capacity
 from forerun.traffic.plan import LoadKind
@@ -148,8 +148,8 @@ def verdict(report: TrafficReport) -> Iterator[Text]:
             yield Text(f"  {other.mode}, {other.load}, {place}", "red")
 
 
-def picture(report: TrafficReport) -> bytes:
-    """Throughput and times by load, a line for each mode, as a PNG file: a row of panels for each kind of load."""
+def picture(report: TrafficReport) -> str:
+    """Throughput and times by load, a line for each mode, as an SVG: a row of panels for each kind of load."""
 
     def tokens(each: TrafficFigures) -> float | None:
         return each.tokens_per_s.median if each.tokens_per_s else None
@@ -169,7 +169,7 @@ def picture(report: TrafficReport) -> bytes:
         )
         for kind in dict.fromkeys(load.kind for load in report.plan.loads)
     ]
-    return png(f"{report.model.name}, {report.plan.max_tokens} tokens a request", rows)
+    return svg(rows, WIDTH, f"{report.model.name}, {report.plan.max_tokens} tokens a request")
 
 
 def panel(

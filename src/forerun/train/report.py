@@ -135,7 +135,7 @@ def curves(log: Sequence[Mapping[str, Any]]) -> str:
             Series(f"depth {d}", points, COLOURS[i], "-") for i, (d, points) in enumerate(by_depth.items()) if points
         ]
         panels.append(LinePanel(drawn, "step", f"held out: {title}"))
-    return svg(panels, WIDTH)
+    return svg([panels], WIDTH)
 
 
 def series(log: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[int, Any]]:

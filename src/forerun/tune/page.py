@@ -138,13 +138,13 @@ def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
             if (rates := each.acceptance.get(temperature, {}).get(""))
         ]
         if series:
-            panel = LinePanel(series, "place of the guess in its draft", y="accepted, where those before were")
+            panel = LinePanel(series, "place of the guess in its draft", "accepted, where those before were")
             yield chart(panel), f"Acceptance by depth, temperature {temperature:g}"
 
 
 def chart(panel: LinePanel) -> Markup:
     """A chart that the page takes as it is."""
-    return Markup(svg([panel], WIDTH))
+    return Markup(svg([[panel]], WIDTH))
 
 
 def colour_of(report: TuneReport, each: Studied) -> str:
@@ -168,7 +168,7 @@ def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
         series.append(Series(shortened(each), points, colour, spreads=list(measured.values())))
         series.append(Series("", [(c.group.batch, c.prediction.speed_up) for c in cells], colour, "x"))
     ticks = sorted(report.settings.batches)
-    return LinePanel(series, "batch (lines: measured, crosses: predicted)", y=FASTER, level=1.0, ticks=ticks)
+    return LinePanel(series, "batch (lines: measured, crosses: predicted)", FASTER, level=1.0, ticks=ticks)
 
 
 def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel:
@@ -180,4 +180,4 @@ def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel
             series.append(Series(shortened(each), list(enumerate(prediction.by_depth, start=1)), colour, "-"))
             if cell.speed_up:
                 series.append(Series("", [(prediction.depth, cell.speed_up)], colour))
-    return LinePanel(series, "guesses per round (lines: predicted, dots: measured)", y=FASTER, level=1.0)
+    return LinePanel(series, "guesses per round (lines: predicted, dots: measured)", FASTER, level=1.0)
