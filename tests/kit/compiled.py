@@ -10,14 +10,15 @@ import pytest
 from filelock import FileLock
 
 from forerun.kernels.build import FLAGS, SOURCES, NoKernels, compiler, cpp_files
+from forerun.kernels.library import library
 from forerun.kernels.variants import NATIVE, NATIVE_FLAGS, VARIANTS, architecture, runnable
 from kit.checkpoints import ROOT
 
 KEPT = ROOT / "build" / "kernels-of-tests"
 FLAGS_OF = {NATIVE: NATIVE_FLAGS} | {variant.name: variant.flags for variant in VARIANTS}
-# What the compiler may use. Where there are variants, one of them has the bits of a native library, as a test proves.
-NAMES = [variant.name for variant in VARIANTS] + [NATIVE] * (not runnable())
-HERE = [variant.name for variant in runnable()] or [NATIVE]
+# What the compiler may use. One of the variants has the bits of the native library, as a test proves.
+NAMES = [NATIVE, *(variant.name for variant in VARIANTS)]
+HERE = [NATIVE, *(variant.name for variant in runnable())]
 ENDS = {HERE[0], HERE[-1]}  # the short suite takes the most and the least that this processor can do
 LEVELS, LEVELS_HERE = (
     [name if name in ENDS else pytest.param(name, marks=pytest.mark.full) for name in names] for names in (NAMES, HERE)
@@ -34,15 +35,17 @@ def require_compiler() -> None:
 
 def compiled_for(level: str, optimization: str = "-O3") -> ctypes.CDLL:
     """The library as compiled for a processor that can do less than this one, perhaps; skips where it cannot run."""
-    if level not in (NATIVE, *HERE):
+    if level not in HERE:
         pytest.skip(f"this processor does not run {level} code")
     return ctypes.CDLL(str(library_for(level, optimization)))
 
 
 def library_for(level: str, optimization: str = "-O3") -> Path:
     """The library's file, for any processor; skips where no compiler makes one. It is made anew where anything that
-    goes into it has changed."""
+    goes into it has changed. The native one is that of this process."""
     command = compiler_for(level)
+    if (level, optimization) == (NATIVE, "-O3"):
+        return Path(library()._name)
     flags = [flag.replace("-O3", optimization) for flag in FLAGS] + [*FLAGS_OF.get(level, (f"-march={level}",))]
     call = [command, *flags, "-Wall", "-Wextra", "-Werror", "-shared", *cpp_files()]
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout

@@ -90,7 +90,7 @@ def test_kernels_are_near_torchs_operators(
     assert error.quantile(0.1) < 0.1
 
 
-@pytest.mark.short("mixtral-*'int8'*-avx2", "qwen3_moe-*'int4'*-avx512-bf16")
+@pytest.mark.short("mixtral-*'int8'*-avx2", "qwen3_moe-*'int4'*-native")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -159,6 +159,7 @@ def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code() -> None:
     check_same_bits(*(NativeBackend(compiled_for("native", level)) for level in ("-O3", "-O1")))
 
 
+@pytest.mark.full
 def test_a_wheels_library_has_the_bits_of_one_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why the fingerprint names instructions: what else the processor has changes no bit."""
     require_compiler()
