@@ -25,6 +25,10 @@ def test_pages_are_judged_by_their_second_halves_as_transformers_judges_them() -
 
 
 def test_the_text_is_the_same_every_time_and_long_enough() -> None:
-    passages = list(documentation())
-    assert passages == list(documentation())
-    assert sum(map(len, passages)) > 100_000
+    length = 0
+    for passage, again in zip(documentation(), documentation(), strict=True):
+        assert passage == again
+        length += len(passage)
+        if length > 100_000:
+            return
+    pytest.fail(f"{length} characters are all")

@@ -34,10 +34,10 @@ PROMPTS = [
     "Lily and her mom went to the park. They saw a big red",
 ]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24),
-    SamplingParams(temperature=1, seed=3, max_tokens=24),
-    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=24),
-    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=24, n=2),
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=1, seed=3, max_tokens=12),
+    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=12),
+    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=12, n=2),
 ]
 SHAPES = [Speculation(4), Speculation(3, 2, 6)]
 HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
@@ -167,10 +167,10 @@ def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, tmp_path: Path, mon
         monkeypatch.setattr(llm.engine.drafter, "propose", uneven)
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
         found.append(uneven.guesses)
-        assert (len(bodies) > 10) == at_once
+        assert (len(bodies) > 5) == at_once
         bodies.clear()
     assert found[0] == found[1]
-    assert sum(map(len, found[0].values())) > 100
+    assert sum(map(len, found[0].values())) > 30
 
 
 @pytest.mark.short("eagle-3")

@@ -35,10 +35,10 @@ def make(target: Path, draft: str | None, placement: Placement = FIXED, **option
 
 
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=24),
-    SamplingParams(temperature=1, seed=3, max_tokens=24),
-    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=24),
-    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=24, n=2),
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=1, seed=3, max_tokens=12),
+    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=12),
+    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=12, n=2),
 ]
 
 
@@ -154,7 +154,7 @@ def test_one_synchronisation_per_round(
 
 
 EVERY = SamplingParams(
-    temperature=0.9, seed=6, max_tokens=24, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1,
+    temperature=0.9, seed=6, max_tokens=12, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1,
     frequency_penalty=0.2, logit_bias={403: -3.0}, bad_words=["the dog"], min_tokens=5,
 )  # fmt: skip
 

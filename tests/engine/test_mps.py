@@ -87,7 +87,7 @@ def make(device: str, draft: str | None, rule: str = "coupled") -> LLM:
 @pytest.mark.parametrize("draft", [None, "ngram", f"model:{SMALL}"], ids=["plain", "ngram", "model"])
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_answers_are_those_of_the_cpu(name: str, draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(seed=3, max_tokens=12, **EVERYTHING[name])
+    params = SamplingParams(seed=3, max_tokens=8, **EVERYTHING[name])
     with imagined_mps(monkeypatch, refuse_missing), torch.inference_mode():
         found = answers(make("mps", draft), params)
     assert found == answers(make("cpu", None), params)
@@ -97,8 +97,8 @@ def test_answers_are_those_of_the_cpu(name: str, draft: str | None, monkeypatch:
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_rules_of_rejection_ask_for_nothing_else(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with imagined_mps(monkeypatch, refuse_missing), torch.inference_mode():
-        found = answers(make("mps", f"model:{SMALL}", rule), SamplingParams(seed=3, max_tokens=12, top_p=0.9))
-    assert [len(tokens) for tokens in found] == [12] * len(PROMPTS)
+        found = answers(make("mps", f"model:{SMALL}", rule), SamplingParams(seed=3, max_tokens=8, top_p=0.9))
+    assert [len(tokens) for tokens in found] == [8] * len(PROMPTS)
 
 
 def lacking(operator: str) -> Callable[[Any, Sequence[Tensor]], None]:
@@ -121,7 +121,7 @@ def test_a_pass_that_lacks_an_operator_is_refused_at_the_start(monkeypatch: pyte
 def test_requests_that_lack_an_operator_end_with_its_name_and_others_go_on(
     draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, filtered = SamplingParams(temperature=0.8, seed=3, max_tokens=12), SamplingParams(top_p=0.9, max_tokens=12)
+    plain, filtered = SamplingParams(temperature=0.8, seed=3, max_tokens=8), SamplingParams(top_p=0.9, max_tokens=8)
     with imagined_mps(monkeypatch, lacking("aten::cumsum")), torch.inference_mode():
         llm = make("mps", draft)
         submit(llm, PROMPTS[:1], plain)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ NAMES = {  # of tensors and of keys of config.json, which no other kind has
 IN_GGUF = {"eagle": {"models/gguf/config.py", "models/gguf/tensors.py"}}  # which give files' names those of folders
 
 
+@cache
 def texts(path: Path) -> set[str]:
     """The texts of a module, docstrings left out."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
