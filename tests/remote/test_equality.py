@@ -1,11 +1,27 @@
 """Where two servers' answers part, and what a difference means."""
 
+import asyncio
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from forerun.remote.answers import RemoteAnswer, TokenChance, answer_of
-from forerun.remote.equality import AnswerPlace, difference_of, gap_of, largest_drift, parting
+from forerun.bench.material import Passage
+from forerun.prove.workload import ProofWorkload
+from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChance, answer_of
+from forerun.remote.counters import SpeculationCounts
+from forerun.remote.equality import (
+    NEAR_TIE,
+    AnswerPlace,
+    TextEquality,
+    compare_texts,
+    difference_of,
+    gap_of,
+    largest_drift,
+    parting,
+)
 
 NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
 HERE = AnswerPlace(0, 1, None)
@@ -99,6 +115,48 @@ def test_drift_is_that_of_the_shared_beginning() -> None:
     other = RemoteAnswer(" a c", (TokenChance(" a", {" a": -0.4}), TokenChance(" c", {" c": -9.0})), False)
     assert largest_drift([one], [other]) == pytest.approx(0.1)
     assert largest_drift([answer(" a", named=False)], [answer(" a", named=False)]) is None
+
+
+class Saying(Questioner):
+    """Says the same to every prompt: one answer alone, another one beside others."""
+
+    def __init__(self, alone: RemoteAnswer, beside: RemoteAnswer) -> None:
+        server: Any = SimpleNamespace(counts=self.counts)
+        self.server, self.most_likely, self.said = server, 3, {1: alone, AT_ONCE: beside}
+
+    async def counts(self) -> SpeculationCounts:
+        return SpeculationCounts()
+
+    async def ask(
+        self,
+        prompts: Sequence[Passage],
+        _seeds: object,
+        _heat: object,
+        _length: object,
+        at_once: int,
+        *_: Any,
+        **__: Any,
+    ) -> list[RemoteAnswer]:
+        return [self.said[at_once]] * len(prompts)
+
+
+def compared(plain: Saying, speculating: Saying) -> TextEquality:
+    """What is found of two servers, after one prompt."""
+    workload = ProofWorkload(num_prompts=1)
+    return asyncio.run(compare_texts(speculating, plain, [Passage("x", "")], workload, lambda *_: None))
+
+
+@pytest.mark.parametrize(("drift", "meaning"), [(0.05, "fault"), (0.2, "fault"), (0.5, "near tie")])
+def test_near_ties_are_as_wide_as_twice_the_plain_servers_own_noise(drift: float, meaning: str) -> None:
+    """Its log-probabilities drift beside others; the other answer was worse by 0.8 of a logit."""
+    alone, beside = ({" a": -0.1 - more, " b": -0.9} for more in (0.0, drift))
+    plain = Saying(answer(" a", likely=alone), answer(" a", likely=beside))
+    other = answer(" b", likely=alone)
+    found = compared(plain, Saying(other, other))
+    assert found.noise == pytest.approx(drift)
+    assert found.tolerance == pytest.approx(max(NEAR_TIE, 2 * drift))
+    assert [each.meaning for each in found.differences] == [meaning] * 2
+    assert (found.num_prompts, found.num_answers, found.num_unsteady) == (1, 2, 0)
 
 
 def test_both_forms_of_log_probabilities_are_read() -> None:

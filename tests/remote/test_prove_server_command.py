@@ -1,6 +1,7 @@
 """`forerun prove --server` from end to end, on stand-ins of other engines: exact ones hold, and faults are found."""
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,10 +64,11 @@ def test_guesses_that_are_accepted_too_often_are_found_at_temperature_0(prompts:
 @pytest.mark.full
 def test_guesses_that_are_accepted_greedily_are_found_at_temperature_1(prompts: Path) -> None:
     with pair(StandIn("llamacpp", MODEL, depth=3, rule="greedy")) as servers:
-        result = prove(prompts, *servers, num_texts=600)
+        result = prove(prompts, *servers, num_texts=1500)
     assert result.exit_code == 1, result.output
     assert "temperature 0: identical" in result.stdout
     assert "✗ after" in result.stdout
+    assert "3,000 texts at temperature 1" in " ".join(result.stdout.split())
     assert "FAULT" in result.stdout
 
 
@@ -144,6 +146,33 @@ def test_fewer_log_probabilities_do_where_there_are_no_more(prompts: Path) -> No
     assert json.loads(result.stdout)["most_likely"] == 5
 
 
+def test_a_slow_server_is_judged_in_time_by_what_it_answered(prompts: Path) -> None:
+    """Rounds of 7 ms: all that is asked for would take minutes."""
+    started_s = time.monotonic()
+    with pair(StandIn("vllm", MODEL, depth=3, round_s=0.007), round_s=0.007) as servers:
+        result = prove(prompts, *servers, "--time-limit", "4", "--json", num_texts=20000)
+    assert time.monotonic() - started_s < 20
+    found = json.loads(result.stdout)
+    equality, (law,) = found["equality"], found["laws"]
+    assert 0 < equality["num_prompts"] < equality["num_asked"] == 6
+    assert equality["num_answers"] == 2 * equality["num_prompts"]
+    assert law["num_texts"] < law["num_asked"] == 20000
+    assert found["faulty"] is False
+    assert any("4 seconds did for less" in sentence for sentence in found["undecided"])
+
+
+def test_a_server_that_answers_nothing_in_time_is_undecided(prompts: Path) -> None:
+    with pair(StandIn("vllm", MODEL, depth=3, round_s=0.2), round_s=0.2) as servers:
+        result = prove(prompts, *servers, "--time-limit", "2")
+    assert result.exit_code == 1, result.output
+    said = " ".join(result.stdout.split())
+    assert "no prompt was answered in time by both servers" in said
+    assert "UNDECIDED: 2 seconds left nothing to judge of the answers at temperature 0" in said
+    assert "the same answers" not in said
+    with pair(StandIn("vllm", MODEL, depth=3, round_s=2.0), round_s=2.0) as servers:
+        assert "gave no first answer in time: allow more seconds" in refusal(prompts, *servers, "--time-limit", "1")
+
+
 def refusal(prompts: Path, *more: str) -> str:
     """The one line of a mistake."""
     result = prove(prompts, *more)
@@ -168,5 +197,6 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
         assert "draft: --server" in refusal(prompts, "--server", other.url, "--draft", "ngram")
         assert "plain: 'x' goes with --server" in refusal(prompts, "--plain", "x")
         assert "model: there is none" in refusal(prompts)
+        assert "time_limit: 5 goes with --server" in refusal(prompts, "--time-limit", "5")
         named = prove(prompts, *both, "--plain-model", "other", num_texts=100)
         assert named.exit_code == 0, named.output

@@ -72,6 +72,12 @@ class ServerProveOptions(RemoteOptions):
     chat: Annotated[
         bool, typer.Option("--chat", help="With --server: ask for chat completions; prompts become messages.")
     ] = False
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, help="With --server: seconds after which it judges what it has; 300, with --thorough 3000."
+        ),
+    ] = None
 
 
 @with_options(EXAMPLES)
@@ -87,6 +93,8 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         raise typer.Exit(0 if holds else 1)
     if remote.plain is not None:
         raise InvalidRequest("plain", f"{remote.plain!r} goes with --server: name the server that speculates.")
+    if remote.time_limit is not None:
+        raise InvalidRequest("time_limit", f"{remote.time_limit:g} goes with --server: leave it out.")
     if not options.model or options.draft is None:
         missing = "draft" if options.model else "model"
         raise InvalidRequest(missing, "there is none: name a model and a draft, or a server by --server URL.")
@@ -148,7 +156,7 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
         from forerun.bench.material import read_passages
         from forerun.progress import LoadingBar
         from forerun.prove.workload import ProofWorkload
-        from forerun.remote.proof import prove_server
+        from forerun.remote.proof import LIMIT_S, prove_server
         from forerun.remote.proof_show import server_proof_card
         from forerun.traffic.client import require_client
     require_client("forerun prove --server", "prometheus_client")
@@ -157,7 +165,8 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
     address, plain = remote.addresses(remote.chat, remote.plain, "plain", remote.plain_model)
     prompts = read_passages(options.prompts)
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
-        proof = asyncio.run(prove_server(address, plain, prompts, workload, bar))
+        limit_s = remote.time_limit or (10 if options.thorough else 1) * LIMIT_S
+        proof = asyncio.run(prove_server(address, plain, prompts, workload, bar, limit_s))
     if not result.as_json:
         Console(highlight=False).print(server_proof_card(proof))
     result.tell(proof.as_object())

@@ -47,15 +47,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def smallest_bias(freedom: int, num_samples: int, num_tests: int) -> float:
+def smallest_bias(freedom: int, num_samples: int, num_tests: int, power_z: float = POWER_Z) -> float:
     """How far off chances must be for 95 of 100 runs to show it, as a share of them (root mean square).
 
     A law p' instead of p shifts the statistic by N sum (p' - p)^2 / p; the shift that clears the critical value by
-    1.645 standard deviations, its law taken as normal.
+    `power_z` standard deviations, its law taken as normal.
     """
     critical = critical_value(LEVEL / num_tests, freedom)
     # freedom + shift - z sqrt(2 (freedom + 2 shift)) = critical, a quadratic in the root
-    root = POWER_Z + math.sqrt(POWER_Z**2 + critical - freedom / 2)
+    root = power_z + math.sqrt(power_z**2 + critical - freedom / 2)
     shift = (2 * root**2 - freedom) / 2
     return math.sqrt(max(0.0, shift) / num_samples)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from forerun.annotations import ProgressCallback
@@ -22,6 +25,35 @@ from forerun.traffic.run import asked_of
 AT_ONCE = 8  # requests under way
 MOST_LIKELY = (20, 5, 1)  # of how many tokens servers tell the chance: what is asked for, by turns
 UNREADABLE = "\ufffd"  # in the text of a token that is a part of a character: several tokens look like that
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """Until when something may take, on the clock `time.monotonic`; for ever unless told."""
+
+    until_s: float = math.inf
+
+    @classmethod
+    def of(cls, seconds: float) -> TimeLimit:
+        """So many seconds from now."""
+        return cls(time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left, 0 where it is over."""
+        return max(0.0, self.until_s - time.monotonic())
+
+    @property
+    def timeout_s(self) -> float | None:
+        """The same for asyncio, whose None is for ever."""
+        return None if math.isinf(self.until_s) else self.left_s
+
+    def part(self, share: float) -> TimeLimit:
+        """A share of what is left, from now."""
+        return TimeLimit.of(share * self.left_s)
+
+
+NO_LIMIT = TimeLimit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +143,20 @@ class Questioner:
             **self.extra,
         }
 
-    async def learn(self, prompt: Passage) -> None:
-        """Find out of how many tokens the server tells the chance. Raises InvalidRequest where it does not answer."""
+    async def learn(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:
+        """Find out of how many tokens the server tells the chance.
+
+        Raises InvalidRequest where it does not answer, or not in time.
+        """
+        try:
+            async with asyncio.timeout(limit.timeout_s):
+                await self.learn_in_time(prompt)
+        except TimeoutError as error:
+            base = self.server.client.address.base
+            raise InvalidRequest("time_limit", f"{base} gave no first answer in time: allow more seconds.") from error
+
+    async def learn_in_time(self, prompt: Passage) -> None:
+        """The same, however long it takes."""
         await self.server.client.complete(self.body(prompt, 0.0, 2, 0, 0))
         self.most_likely = 0
         for likely in MOST_LIKELY:
@@ -134,8 +178,13 @@ class Questioner:
         likely: int,
         report: ProgressCallback,
         extra: Mapping[str, Any] | None = None,
+        limit: TimeLimit = NO_LIMIT,
     ) -> list[RemoteAnswer]:
-        """The answers to all prompts, each with its seed, so many of them at once, in the order of the prompts."""
+        """The answers to all prompts, each with its seed, so many of them at once, in the order of the prompts.
+
+        When the time is over, requests under way are broken off; what is returned are the answers to the first prompts,
+        up to one that has none.
+        """
         left, answers = iter(range(len(prompts))), dict[int, RemoteAnswer]()
 
         async def work() -> None:
@@ -144,5 +193,7 @@ class Questioner:
                 answers[index] = answer_of(await self.server.client.complete({**body, **(extra or {})}))
                 report(f"{len(answers)} of {len(prompts)}", len(answers) / len(prompts))
 
-        await asyncio.gather(*(work() for _ in range(min(at_once, len(prompts)))))
-        return [answers[index] for index in range(len(prompts))]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit.timeout_s):
+                await asyncio.gather(*(work() for _ in range(min(at_once, len(prompts)))))
+        return [answers[index] for index in takewhile(answers.__contains__, range(len(prompts)))]

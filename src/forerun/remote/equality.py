@@ -14,7 +14,7 @@ from typing import Literal
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChance
+from forerun.remote.answers import AT_ONCE, NO_LIMIT, Questioner, RemoteAnswer, TimeLimit, TokenChance
 
 Meaning = Literal["fault", "near tie", "unsteady", "undecided"]
 NEAR_TIE = 0.25  # of a logit: two steps of bfloat16 where logits are between 16 and 32
@@ -45,11 +45,13 @@ class TextDifference:
 class TextEquality:
     """What was compared: `num_answers` in all, after `num_prompts` prompts, each alone and with others at once.
 
+    `num_asked` is how many prompts were to be compared: more, where the time did not do.
     `num_unsteady` plain answers were not those that the same server gave alone. `noise` is the largest difference of
     log-probabilities between these two where their texts agree; None where none are told. Gaps up to `tolerance` are
     near ties. `num_drafted` guesses were judged meanwhile; None where the server does not count.
     """
 
+    num_asked: int
     num_prompts: int
     num_answers: int
     num_unsteady: int
@@ -69,36 +71,44 @@ async def compare_texts(
     prompts: Sequence[Passage],
     workload: ProofWorkload,
     report: ProgressCallback,
+    limit: TimeLimit = NO_LIMIT,
 ) -> TextEquality:
-    """Ask both servers for every prompt, one at a time and several at once, and compare."""
+    """Ask both servers for every prompt, one at a time and several at once, and compare.
+
+    Every part may take as long as those behind it; prompts that one of them did not come to are left out.
+    """
     seeds = [workload.seed + index for index in range(len(prompts))]
     likely = plain.most_likely or 0
     sizes = 1, AT_ONCE
+    parts = [(plain, size, likely) for size in sizes] + [(speculating, size, 0) for size in sizes]
+    given: list[list[RemoteAnswer]] = []
+    before = await speculating.server.counts()
+    for step, (who, at_once, wanted) in enumerate(parts):
 
-    async def answers(who: Questioner, at_once: int, likely: int, step: int) -> list[RemoteAnswer]:
-        def told(detail: str, done: float) -> None:
-            report(detail, (step + done) / (2 * len(sizes)))
+        def told(detail: str, done: float, step: int = step) -> None:
+            report(detail, (step + done) / len(parts))
 
-        return await who.ask(prompts, seeds, 0.0, workload.max_tokens, at_once, likely, told)
-
-    first = await answers(plain, 1, likely, 0)
-    control = await answers(plain, sizes[-1], likely, 1)
+        within, number = limit.part(1 / (len(parts) - step)), len(given[-1]) if given else len(prompts)
+        ask = prompts[:number], seeds[:number], 0.0, workload.max_tokens, at_once, wanted, told
+        given.append(await who.ask(*ask, limit=within))
+    number = len(given[-1])
+    first, control = (answers[:number] for answers in given[: len(sizes)])
     noise = largest_drift(first, control)
     tolerance = max(NEAR_TIE, 2 * (noise or 0.0))
-    before = await speculating.server.counts()
     differences: list[TextDifference] = []
-    for step, at_once in enumerate(sizes, start=2):
-        for index, answer in enumerate(await answers(speculating, at_once, 0, step)):
+    for at_once, answers in zip(sizes, given[len(sizes) :], strict=True):
+        for index, answer in enumerate(answers[:number]):
             if answer.text == first[index].text:
                 continue
-            names = await names_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer)
+            names = await names_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer, limit)
             other = RemoteAnswer(answer.text, names, answer.stopped) if names else answer
             place = AnswerPlace(index, at_once, parting(first[index], control[index]))
             differences.append(difference_of(first[index], other, place, tolerance))
     counts = (await speculating.server.counts()).since(before)
     return TextEquality(
         len(prompts),
-        len(prompts) * len(sizes),
+        number,
+        number * len(sizes),
         sum(one.text != other.text for one, other in zip(first, control, strict=True)),
         noise,
         tolerance,
@@ -108,16 +118,17 @@ async def compare_texts(
 
 
 async def names_of(
-    who: Questioner, prompt: Passage, seed: int, max_tokens: int, answer: RemoteAnswer
+    who: Questioner, prompt: Passage, seed: int, max_tokens: int, answer: RemoteAnswer, limit: TimeLimit
 ) -> tuple[TokenChance, ...]:
-    """The tokens of an answer, by asking for it again with log-probabilities; none where it is another one then.
+    """The tokens of an answer, by asking for it again with log-probabilities; none where it is another one then, or the
+    time is over.
 
     Answers are compared as they come without log-probabilities, since these keep some engines from guessing.
     """
     if not who.most_likely:
         return ()
-    again = (await who.ask([prompt], [seed], 0.0, max_tokens, 1, 1, lambda _what, _done: None))[0]
-    return again.tokens if again.text == answer.text else ()
+    again = await who.ask([prompt], [seed], 0.0, max_tokens, 1, 1, lambda _what, _done: None, limit=limit)
+    return again[0].tokens if again and again[0].text == answer.text else ()
 
 
 def largest_drift(first: Sequence[RemoteAnswer], second: Sequence[RemoteAnswer]) -> float | None:

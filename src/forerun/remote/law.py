@@ -1,15 +1,17 @@
 """The law of a server with speculation at temperature 1, by counts of short texts.
 
 Texts of the plain server bring the log-probabilities from which the exact law follows, without a word of tokenizers:
-the contexts that matter are those that it writes often. Its own counts against that law are the control: where they
-do not fit, or where no log-probabilities are told, counts of both servers are compared with each other instead.
+the contexts that matter are those that it writes often. Its own counts against that law are the control. A server need
+not draw by just what it tells, so no fault is found by that law alone: where counts of one of the servers do not fit
+it, as many texts again are drawn from both, and all counts are compared with each other. So are they where no
+log-probabilities are told. Every fault is then one of a test that holds its level whatever the server tells.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,13 +20,18 @@ from torch import Tensor
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.prove.cells import LEAST_EXPECTED, MOST_TOKENS, Cells, TokenIds, choose_cells
-from forerun.prove.chi_square import LEVEL, ChiSquare, chi_square, holm, smallest_bias, upper_tail
+from forerun.prove.chi_square import LEVEL, POWER_Z, ChiSquare, chi_square, holm, smallest_bias, upper_tail
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, UNREADABLE, Questioner, RemoteAnswer
+from forerun.remote.answers import AT_ONCE, NO_LIMIT, UNREADABLE, Questioner, RemoteAnswer, TimeLimit
 
 TEMPERATURE = 1.0  # the only one whose law log-probabilities tell
 FURTHER = 2  # tokens behind those that are counted, so that guesses are drafted at the last of these too
 PILOT_TEXTS, MOST_OPENINGS = 48, 8
+BATCH_TEXTS = 64  # drawn of one server before it is the other's turn
+TEXTS_AT_ONCE = 64  # requests under way, or AT_ONCE where a server guesses nothing beside so many
+MOST_TEXTS = 2**20  # of an opening and both servers: each has a seed of its own
+PILOT_SHARE = 0.15  # of the time, for the choice of openings
+TWICE_Z = 1.96  # both of two tests find it in 95 of 100 runs
 LETTERS = (24, 16, 12, 8, 4)  # beginnings of texts that are counted where tokens are not named
 ENOUGH_CELLS = 8
 UNNAMED = -1  # stands for a token that cannot be told from others
@@ -35,7 +42,8 @@ class ServedLaw:
     """One test: `num_texts` texts of each server after one opening, their first `counted`.
 
     With `exact` they were compared with the law by log-probabilities, otherwise with the plain server's own counts.
-    `control_p` is the p-value of the plain server's counts against the law; None where that is not known. `adjusted_p`
+    `control_p` is the p-value of the plain server's first counts against the law, and `law_p` that of the other's; None
+    where that is not known. `num_asked` texts were to be drawn at first: more, where the time did not do. `adjusted_p`
     is corrected for the number of tests. Chances off by the share `smallest_bias` (root mean square) would have been
     found in 95 of 100 runs. `problem` says why there was no test.
     """
@@ -50,8 +58,26 @@ class ServedLaw:
     adjusted_p: float
     smallest_bias: float
     control_p: float | None
+    law_p: float | None
+    num_asked: int
     num_drafted: float | None
     problem: str = ""
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the exact law is known and the counts of one of the servers do not fit it."""
+        return any(p is not None and p < LEVEL for p in (self.control_p, self.law_p))
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether the other server's counts alone do not fit the law, and the time did not do to see if that lasts."""
+        fits = self.control_p is None or self.control_p >= LEVEL
+        return self.doubtful and fits and self.holds and self.num_texts < 2 * self.num_asked
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the time did not do for all texts."""
+        return self.num_texts < self.num_asked
 
     @property
     def holds(self) -> bool:
@@ -108,37 +134,42 @@ def cells_of(texts: Sequence[RemoteAnswer], num_texts: int, numbers: TokenNumber
 
 
 def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> ServedLaw:
-    """Test the texts of the second server, by the law of the first one if it is known, or else by its counts."""
+    """Test the second server's texts by the first one's law if both fit it, or else by the first one's counts."""
     numbers = TokenNumbers()
-    cells = cells_of(plain, len(speculating), numbers)
-    control = None
-    if cells.enough and any(answer.tokens for answer in speculating):
-        control = cells.test([numbers.text(answer) for answer in plain]).p_value
-        if control >= LEVEL:
-            exact = cells.test([numbers.text(answer) for answer in speculating])
-            return served_law(opening, True, speculating, f"{cells.num_tokens} tokens", exact, control)
-    beginnings = beginnings_of(plain, speculating)
+    cells = cells_of(plain, len(speculating), numbers) if speculating else None
+    if cells is None or not cells.enough or not any(answer.tokens for answer in speculating):
+        return counts_test(opening, plain, speculating)
+    control, found = (cells.test([numbers.text(answer) for answer in side]) for side in (plain, speculating))
+    num_texts, counted, law_p = len(speculating), f"{cells.num_tokens} tokens", found.p_value
+    result = ServedLaw(
+        opening, True, num_texts, counted, found.statistic, found.freedom, law_p, 1.0, 0.0, control.p_value, law_p,
+        num_texts, None,
+    )  # fmt: skip
+    return counts_test(opening, plain, speculating, result) if result.doubtful else result
+
+
+def counts_test(
+    opening: str,
+    plain: Sequence[RemoteAnswer],
+    speculating: Sequence[RemoteAnswer],
+    first: ServedLaw | None = None,
+) -> ServedLaw:
+    """Test the texts of both servers against each other; `first` is what a test by the exact law had shown of them."""
+    control_p, law_p = (first.control_p, first.law_p) if first else (None, None)
+    num_texts = len(speculating)
+    beginnings = beginnings_of(plain, speculating) if speculating else None
     if beginnings is None:
         problem = "hardly two beginnings of texts came often enough: ask for more texts, or give other prompts"
-        return ServedLaw(opening, False, len(speculating), "", 0.0, 0, 1.0, 1.0, 0.0, control, None, problem)
+        return ServedLaw(
+            opening, False, num_texts, "", 0.0, 0, 1.0, 1.0, 0.0, control_p, law_p, num_texts, None, problem
+        )
     counted, one, other = beginnings
-    result = two_samples(one, other)
-    assert result is not None, "these beginnings have cells"
-    return served_law(opening, False, speculating, counted, result, control)
-
-
-def served_law(
-    opening: str,
-    exact: bool,
-    texts: Sequence[RemoteAnswer],
-    counted: str,
-    result: ChiSquare,
-    control: float | None,
-) -> ServedLaw:
-    """A test's result, which is not corrected yet."""
+    found = two_samples(one, other)
+    assert found is not None, "these beginnings have cells"
     return ServedLaw(
-        opening, exact, len(texts), counted, result.statistic, result.freedom, result.p_value, 1.0, 0.0, control, None
-    )
+        opening, False, num_texts, counted, found.statistic, found.freedom, found.p_value, 1.0, 0.0, control_p, law_p,
+        num_texts, None,
+    )  # fmt: skip
 
 
 Beginnings = tuple[str, list[Hashable], list[Hashable]]
@@ -200,62 +231,107 @@ async def compare_laws(
     prompts: Sequence[Passage],
     workload: ProofWorkload,
     report: ProgressCallback,
+    limit: TimeLimit = NO_LIMIT,
 ) -> tuple[ServedLaw, ...]:
-    """One test for each opening, corrected for their number."""
-    openings = await choose_openings(plain, prompts, workload)
+    """One test for each opening, corrected for their number; where the time does not do, of fewer texts."""
+    openings = await choose_openings(plain, prompts, workload, limit.part(PILOT_SHARE))
     results = []
     for number, opening in enumerate(openings):
-        texts: list[list[RemoteAnswer]] = []
-        drafted = None
-        for side, who in enumerate((plain, speculating)):
 
-            def told(detail: str, done: float, step: int = 2 * number + side) -> None:
-                report(detail, (step + done) / (2 * len(openings)))
+        def told(done: int, number: int = number) -> None:
+            drawn = done / workload.num_texts
+            report(f"{done} of {workload.num_texts} texts", min(1.0, (number + drawn) / len(openings)))
 
-            before = await who.server.counts()
-            seed = workload.seed + (2 * number + side + 1) * workload.num_texts
-            likely = min(who.most_likely or 0, 1) if side else who.most_likely or 0
-            texts.append(await sample(who, opening, workload.num_texts, seed, likely, told))
-            drafted = (await who.server.counts()).since(before).num_drafted
-        result = law_test(shown_opening(opening), *texts)
-        results.append(replace(result, num_drafted=drafted))
+        within = limit.part(1 / (len(openings) - number))
+        sampler = PairSampler(plain, speculating, opening, workload.seed + (number + 1) * MOST_TEXTS, told)
+        plain_texts, texts = await sampler.draw(workload.num_texts, within)
+        result = law_test(shown_opening(opening), plain_texts, texts)
+        if result.doubtful:
+            more = await sampler.draw(workload.num_texts, within)
+            result = counts_test(result.opening, [*plain_texts, *more[0]], [*texts, *more[1]], result)
+        results.append(replace(result, num_asked=workload.num_texts, num_drafted=sampler.num_drafted))
     tested = [result for result in results if not result.problem]
     adjusted = iter(holm([result.p_value for result in tested]))
     return tuple(result if result.problem else corrected(result, next(adjusted), len(tested)) for result in results)
 
 
 def corrected(result: ServedLaw, adjusted_p: float, num_tests: int) -> ServedLaw:
-    """A result with what follows from the number of tests; counts of two samples are worth half as many."""
+    """A result with what follows from the number of tests; counts of two samples are worth half as many.
+
+    By the exact law a fault must be found twice, the second time by twice as many counts of both servers.
+    """
     num_texts = result.num_texts if result.exact else result.num_texts // 2
-    bias = smallest_bias(result.freedom, num_texts, num_tests)
+    bias = smallest_bias(result.freedom, num_texts, num_tests, TWICE_Z if result.exact else POWER_Z)
     return replace(result, adjusted_p=adjusted_p, smallest_bias=bias)
 
 
-async def choose_openings(plain: Questioner, prompts: Sequence[Passage], workload: ProofWorkload) -> list[Passage]:
-    """The prompts whose continuations have the most cells, by a few texts of the plain server."""
+async def choose_openings(
+    plain: Questioner, prompts: Sequence[Passage], workload: ProofWorkload, limit: TimeLimit = NO_LIMIT
+) -> list[Passage]:
+    """The prompts whose continuations have the most cells, by a few texts of the plain server, if there is time."""
     few = prompts[:MOST_OPENINGS]
     if not plain.most_likely or len(few) <= workload.num_openings:
         return list(few[: workload.num_openings])
-
-    async def num_cells(prompt: Passage) -> int:
-        number = min(PILOT_TEXTS, workload.num_texts)
-        texts = await sample(plain, prompt, number, workload.seed, plain.most_likely or 0, lambda *_: None)
-        return len(cells_of(texts, workload.num_texts, TokenNumbers()).chances)
-
-    sizes = [await num_cells(prompt) for prompt in few]
+    number, sizes = min(PILOT_TEXTS, workload.num_texts), []
+    for prompt in few:
+        texts = await sample(plain, prompt, range(workload.seed, workload.seed + number), plain.most_likely, limit)
+        complete = len(texts) == number
+        sizes.append(len(cells_of(texts, workload.num_texts, TokenNumbers()).chances) if complete else 0)
     ranked = sorted(range(len(few)), key=lambda index: -sizes[index])
     return [few[index] for index in ranked[: workload.num_openings]]
 
 
 async def sample(
-    who: Questioner, opening: Passage, num_texts: int, seed: int, likely: int, report: ProgressCallback
+    who: Questioner, opening: Passage, seeds: Sequence[int], likely: int, limit: TimeLimit, at_once: int = TEXTS_AT_ONCE
 ) -> list[RemoteAnswer]:
-    """So many texts after one opening, each with a seed of its own; with `likely` tokens at each place, if any."""
-    seeds = range(seed, seed + num_texts)
+    """A text after one opening for each seed; with `likely` tokens at each place, if any."""
     extra = who.server.dialect.exact_tokens if likely else {}
-    return await who.ask(
-        [opening] * num_texts, seeds, TEMPERATURE, MOST_TOKENS + FURTHER, AT_ONCE, likely, report, extra
-    )
+    length, silent = MOST_TOKENS + FURTHER, lambda *_: None
+    return await who.ask([opening] * len(seeds), seeds, TEMPERATURE, length, at_once, likely, silent, extra, limit)
+
+
+@dataclass(slots=True)
+class PairSampler:
+    """Draws texts of both servers after one opening, in batches by turns, each text with a seed of its own.
+
+    A batch that the time does not do for is left out as a whole: texts that come early would be too short on average.
+    """
+
+    plain: Questioner
+    speculating: Questioner
+    opening: Passage
+    next_seed: int
+    report: Callable[[int], None]
+    num_drawn: int = 0
+    num_drafted: float | None = 0.0
+    at_once: int = TEXTS_AT_ONCE
+
+    async def draw(self, num_texts: int, limit: TimeLimit) -> tuple[list[RemoteAnswer], list[RemoteAnswer]]:
+        """So many texts of each, or fewer."""
+        drawn: tuple[list[RemoteAnswer], list[RemoteAnswer]] = [], []
+        sides = (self.plain, self.plain.most_likely or 0), (self.speculating, min(self.speculating.most_likely or 0, 1))
+        while len(drawn[0]) < num_texts and limit.left_s:
+            number = min(BATCH_TEXTS, num_texts - len(drawn[0]))
+            batch, before = [], await self.speculating.server.counts()
+            for who, likely in sides:
+                seeds = range(self.next_seed, self.next_seed + number)
+                self.next_seed += number
+                batch.append(await sample(who, self.opening, seeds, likely, limit, self.at_once))
+            self.count((await self.speculating.server.counts()).since(before).num_drafted)
+            if min(map(len, batch)) < number:
+                break
+            for texts, more in zip(drawn, batch, strict=True):
+                texts.extend(more)
+            self.num_drawn += number
+            self.report(self.num_drawn)
+        return drawn
+
+    def count(self, num_drafted: float | None) -> None:
+        """Note the guesses of a batch; where there were none, fewer requests are under way from now on."""
+        both = self.num_drafted, num_drafted
+        self.num_drafted = None if None in both else sum(each or 0.0 for each in both)
+        if num_drafted == 0:
+            self.at_once = AT_ONCE
 
 
 def shown_opening(opening: Passage) -> str:

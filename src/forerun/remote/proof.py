@@ -17,23 +17,29 @@ from forerun.errors import InvalidRequest
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.proof import jsonable
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import Questioner
+from forerun.remote.answers import Questioner, TimeLimit
 from forerun.remote.equality import TextEquality, compare_texts
 from forerun.remote.law import ServedLaw, compare_laws
 from forerun.remote.measure import PLAIN, contenders_of, reach
 from forerun.traffic.client import ServerAddress
 from forerun.traffic.run import asked_of
 
+LIMIT_S = 300.0  # unless told
+
 
 @dataclass(frozen=True, slots=True)
 class ServerProof:
-    """What was found; `most_likely` is of how many tokens the plain server told the chance, 0 where of none."""
+    """What was found; `most_likely` is of how many tokens the plain server told the chance, 0 where of none.
+
+    `limit_s` are the seconds that it might take.
+    """
 
     url: str
     plain_url: str
     model: str
     engine: str
     most_likely: int
+    limit_s: float
     equality: TextEquality
     laws: tuple[ServedLaw, ...]
 
@@ -44,16 +50,24 @@ class ServerProof:
 
     @property
     def holds(self) -> bool:
-        """Whether there is neither a fault nor a difference of which nothing is known."""
-        return not self.faulty and not self.equality.count("undecided")
+        """Whether there is neither a fault nor a difference of which nothing is known, nor a part without time."""
+        return not self.faulty and not self.equality.count("undecided") and not self.parts_without_time
+
+    @property
+    def parts_without_time(self) -> list[str]:
+        """The parts of which the time left nothing to judge."""
+        left = [] if self.equality.num_prompts else ["the answers at temperature 0"]
+        return left + [
+            f"the law after {law.opening!r}" for law in self.laws if law.unconfirmed or (law.problem and law.cut_short)
+        ]
 
     @property
     def proven(self) -> list[str]:
         """What was shown, in sentences."""
-        sentences, e = [], self.equality
-        if not e.differences:
+        sentences, e = list[str](), self.equality
+        if e.num_prompts and not e.differences:
             sentences.append("at temperature 0 the same answers as plain decoding, for the requests that were sent")
-        elif self.holds:
+        elif e.num_prompts and not (e.count("fault") or e.count("undecided")):
             sentences.append("at temperature 0 the same answers up to near ties and where plain ones differ too")
         tested = [law for law in self.laws if not law.problem]
         if tested and all(law.holds and law.num_drafted != 0 for law in tested):
@@ -68,6 +82,11 @@ class ServerProof:
     def undecided(self) -> list[str]:
         """What could not be decided, and why, in sentences."""
         e, left = self.equality, list[str]()
+        cut = [law for law in self.laws if law.cut_short]
+        if e.num_prompts < e.num_asked or cut:
+            counts = [f"{e.num_prompts} of {e.num_asked} prompts were compared"] if e.num_prompts < e.num_asked else []
+            counts += [f"{law.num_texts:,} of {law.num_asked:,} texts drawn after {law.opening!r}" for law in cut]
+            left.append(f"what more would show: {self.limit_s:g} seconds did for less, {', '.join(counts)}")
         if e.num_unsteady:
             left.append(
                 f"whether {e.num_unsteady} prompts have the same answers: the plain server itself does not answer them "
@@ -83,6 +102,16 @@ class ServerProof:
                 left.append(
                     f"the exact law after {law.opening!r}: the plain server does not draw by the log-probabilities "
                     "that it tells, so counts of both servers were compared instead"
+                )
+            elif law.doubtful and law.holds and law.law_p is not None:
+                left.append(
+                    f"the exact law after {law.opening!r}: the server's first counts do not fit it (p = "
+                    f"{law.law_p:.2g}), "
+                    + (
+                        "and the time did not do for more"
+                        if law.unconfirmed
+                        else "but in all texts both servers' agree"
+                    )
                 )
             if law.problem:
                 left.append(f"the law after {law.opening!r}: {law.problem}")
@@ -116,13 +145,16 @@ async def prove_server(
     prompts: Sequence[Passage],
     workload: ProofWorkload,
     report: ProgressCallback,
+    limit_s: float = LIMIT_S,
 ) -> ServerProof:
     """Compare a server with the same model without speculation; one of forerun's is both, by request.
 
-    Of the workload temperatures, batches and shapes are not asked for: a server has those that it has.
+    Of the workload temperatures, batches and shapes are not asked for: a server has those that it has. After `limit_s`
+    seconds it ends with what was answered by then: half of them, at most, are for equality.
 
     Raises InvalidRequest where a server does not answer, has another model, or nothing is there to compare with.
     """
+    limit = TimeLimit.of(limit_s)
     for prompt in prompts:
         asked_of(prompt, address.chat)
     async with AsyncExitStack() as stack:
@@ -135,7 +167,7 @@ async def prove_server(
             )
         speculating, plain = (Questioner(each.server, each.mode) for each in contenders)
         for who in (speculating, plain):
-            await who.learn(prompts[0])
+            await who.learn(prompts[0], limit.part(0.5))
         asked = [prompts[index % len(prompts)] for index in range(workload.num_prompts)]
         equality = await compare_texts(
             speculating,
@@ -143,6 +175,7 @@ async def prove_server(
             asked,
             workload,
             lambda detail, done: report("equality", done),
+            limit.part(0.5),
         )
         laws = await compare_laws(
             speculating,
@@ -150,6 +183,7 @@ async def prove_server(
             list({str(prompt.prompt): prompt for prompt in prompts}.values()),
             workload,
             lambda detail, done: report("law", done),
+            limit,
         )
         return ServerProof(
             address.base,
@@ -157,6 +191,7 @@ async def prove_server(
             speculating.server.model.name,
             speculating.server.dialect.name,
             plain.most_likely or 0,
+            limit_s,
             equality,
             laws,
         )

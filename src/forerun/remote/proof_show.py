@@ -30,7 +30,8 @@ def server_proof_card(proof: ServerProof) -> RenderableType:
         "plain", proof.plain_url + (", the same server without guesses" if proof.plain_url == proof.url else "")
     )
     e = proof.equality
-    card.add_row("equality", marked(not (e.count("fault") or e.count("undecided")), equality_line(e)))
+    sound = bool(e.num_prompts) and not (e.count("fault") or e.count("undecided"))
+    card.add_row("equality", marked(sound, equality_line(e)))
     shown = sorted(e.differences, key=lambda each: list(MEANINGS).index(each.meaning))
     for difference in shown[:MOST_SHOWN]:
         card.add_row("", Text("\n".join(difference_lines(difference))))
@@ -48,6 +49,9 @@ def verdict(proof: ServerProof) -> Text:
     """The one line that counts."""
     if proof.faulty:
         return Text("FAULT: speculation changed what the model says; the lines marked ✗ say where.", "bold red")
+    if proof.parts_without_time:
+        parts = ", ".join(proof.parts_without_time)
+        return Text(f"UNDECIDED: {proof.limit_s:g} seconds left nothing to judge of {parts}.", "bold yellow")
     if not proof.holds:
         return Text("UNDECIDED: answers differ, and how near a tie the tokens were is not known.", "bold yellow")
     if proof.equality.differences:
@@ -60,6 +64,8 @@ def verdict(proof: ServerProof) -> Text:
 def equality_line(e: TextEquality) -> str:
     """What the answers at temperature 0 showed."""
     guesses = "" if e.num_drafted is None else f"; {counted(round(e.num_drafted), 'guess')}"
+    if not e.num_prompts:
+        return "not compared: no prompt was answered in time by both servers, alone and beside others"
     asked = f"{e.num_answers} answers to {e.num_prompts} prompts, alone and beside others, temperature 0"
     if not e.differences:
         return f"{asked}: identical{guesses}"
@@ -106,6 +112,8 @@ def law_line(law: ServedLaw) -> str:
         f"after {law.opening!r}, {law.num_texts:,} texts at temperature 1, {law.counted} of each {how}: chi-square "
         f"{law.statistic:.1f} on {law.freedom} degrees of freedom, p = {law.p_value:.2g}"
     )
-    if law.exact and law.control_p is not None:
+    if law.doubtful and law.law_p is not None:
+        line += f"; by the exact law it was {law.law_p:.2g}, the plain server's own {law.control_p:.2g}"
+    elif law.exact and law.control_p is not None:
         line += f" (the plain server's own: {law.control_p:.2g})"
     return f"{line}; but nothing was guessed" if law.num_drafted == 0 else line
