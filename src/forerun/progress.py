@@ -21,13 +21,14 @@ REDRAW_S = 0.1  # drawing takes tens of microseconds, which every token of a bat
 
 
 class LoadingBar:
-    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking.
+    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking: on standard
+    error, unless told otherwise.
 
     Where nobody is, it prints a line every `lines_s` seconds, or nothing without them.
     """
 
-    def __init__(self, console: Console, lines_s: float | None = None) -> None:
-        self._console = console
+    def __init__(self, console: Console | None = None, lines_s: float | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
         self._lines_s = lines_s
         self._started_s = self._told_s = time.monotonic()
         self._drawn_s = 0.0
@@ -40,6 +41,11 @@ class LoadingBar:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether a person may see it, and what is printed beside it."""
+        return self._console.is_terminal
+
     def stop(self) -> None:
         """Take the bar off the screen."""
         if self._bar is not None:
@@ -49,8 +55,10 @@ class LoadingBar:
     def __call__(self, what: str, done: float, detail: str = "") -> None:
         """`done` is the fraction of `what` that is finished; `detail` says what of it runs now."""
         now_s = time.monotonic()
-        if not self._console.is_terminal:
-            self._tell(f"{what} {done:.0%}" + (f": {detail}" if detail else ""), now_s)
+        if not self.is_shown:
+            if self._lines_s is not None and now_s - self._told_s >= self._lines_s:
+                self._told_s = now_s
+                self._console.print(f"{what} {done:.0%}" + (f": {detail}" if detail else ""), markup=False)
             return
         if now_s - self._started_s < PATIENCE_S:
             return
@@ -65,22 +73,12 @@ class LoadingBar:
             self._tasks[what] = self._bar.add_task(what, total=1.0)
         self._bar.update(self._tasks[what], completed=done, description=f"{what} {detail}".rstrip())
 
-    def _tell(self, line: str, now_s: float) -> None:
-        """Print a line, if lines are wanted and the last one was long ago."""
-        if self._lines_s is not None and now_s - self._told_s >= self._lines_s:
-            self._told_s = now_s
-            self._console.print(line, markup=False)
-
 
 @contextmanager
 def reporting(report: ProgressCallback | None, bar: bool) -> Iterator[ProgressCallback]:
     """Where to report progress: `report` if there is one, else a bar on a terminal if one is wanted, else nowhere."""
     if report is not None or not bar or not sys.stderr.isatty():
-        yield report or _silent
+        yield report or (lambda _what, _done: None)
         return
-    with LoadingBar(Console(stderr=True)) as shown:
+    with LoadingBar() as shown:
         yield shown
-
-
-def _silent(_what: str, _done: float) -> None:
-    """A progress callback that shows nothing."""

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from forerun import cli
-from forerun.commands.destination import Destination
+from forerun.commands.running import Destination
 from forerun.errors import InvalidRequest
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from forerun.commands.destination import Destination
+from forerun.commands.running import Destination
 from forerun.errors import InvalidRequest
 
 BEGINNING = b'{"line": '  # of every answer

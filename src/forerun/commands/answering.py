@@ -18,8 +18,7 @@ from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Stats
 from forerun.card import AnswerTiming, Painter, Setting, run_card
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import patient_interrupt
+from forerun.commands.running import Result, patient_interrupt
 from forerun.control.forecast import forecast_line
 from forerun.llm import LLM
 from forerun.models.source import TOKENIZER_FILES, find_folder, find_tokenizer

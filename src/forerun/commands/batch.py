@@ -24,8 +24,7 @@ from forerun.accept.delta import Delta
 from forerun.card import AnswerTiming, run_card
 from forerun.commands.answer_file import AnswerFile, digest_of
 from forerun.commands.answering import build_llm, llm_arguments, setting_of, stats_object
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import patient_interrupt
+from forerun.commands.running import Result, patient_interrupt
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM

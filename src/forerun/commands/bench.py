@@ -15,8 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import typer
 
 from forerun.bench.plan import CHOSEN, SHIPPED, Selection
-from forerun.commands.destination import Destination, Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Destination, Result, importing
 from forerun.config import AUTO
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import DRAFT, TARGET
@@ -124,8 +123,6 @@ def bench(
     result, selection = Result.of(output), options.selection()
     picture_file = Destination.of_picture(picture)
     with importing():
-        from rich.console import Console
-
         from forerun.bench.material import passages_of
         from forerun.bench.measure import Models, measure
         from forerun.bench.show import bench_card
@@ -133,17 +130,15 @@ def bench(
         from forerun.demo.material import widened_pair
         from forerun.progress import LoadingBar
     passages = passages_of(options.workload, options.prompts, options.replay)
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+    with LoadingBar() as bar:
         target, draft = options.model, options.draft
         if options.widen:
             target, draft = widened_pair(target, draft, bar)
         models = Models(options.loading.spec(target), draft, options.loading.threads)
         report = measure(models, passages, selection, options.state, options.fresh, bar)
-    if not result.as_json:
-        Console(highlight=False).print(bench_card(report))
+    result.tell(report.as_object(), bench_card(report))
     if picture_file is not None:
         picture_file.write(drawn(report))
-    result.tell(report.as_object())
     if not report.same_tokens:
         raise typer.Exit(1)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from forerun.commands.bench import json_object, numbers
-from forerun.commands.destination import Destination, Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Destination, Result, importing
 from forerun.options import OUTPUT, OutputOptions, with_options
 from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
 
@@ -157,8 +156,6 @@ def bench_serve(
     result = Result.of(output)
     picture_file = Destination.of_picture(picture)
     with importing():
-        from rich.console import Console
-
         from forerun.progress import LoadingBar
         from forerun.traffic.client import ServerAddress, require_client
         from forerun.traffic.figures import ServiceLevel
@@ -174,15 +171,13 @@ def bench_serve(
     extra = json_object("body", load.body, '{"top_p": 0.9}')
     a = server.access
     address = ServerAddress(server.url, a.api_key, a.served_model_name, server.chat, a.timeout_s)
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+    with LoadingBar() as bar:
         sent = measure_traffic(
             address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra
         )
         report = asyncio.run(sent)
-    if not result.as_json:
-        Console(highlight=False).print(traffic_card(report))
+    result.tell(report.as_object(), traffic_card(report))
     if picture_file is not None:
         picture_file.write(drawn(report))
-    result.tell(report.as_object())
     if report.same_answers is False:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forerun.commands.interrupt import importing
+from forerun.commands.running import importing
 from forerun.errors import InvalidRequest
 from forerun.options import ANSWER, AnswerOptions, ModelOptions, with_options
 from forerun.streams import show_error

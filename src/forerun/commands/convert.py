@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.options import OutputOptions, complete_model, with_options
 
 if TYPE_CHECKING:
@@ -56,13 +55,9 @@ def convert(
     """
     result = Result.of(output)
     with importing():
-        from rich.console import Console
-
         from forerun.heads.convert import convert as run
     made = run(source, options.to, options.out, options.model, options.force)
-    if not result.as_json:
-        Console(highlight=False).print(card(made))
-    result.tell(made.as_object())
+    result.tell(made.as_object(), card(made))
 
 
 def card(made: Converted) -> Table:

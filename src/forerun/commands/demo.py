@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from forerun.commands.bench import numbers
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.config import AUTO
 from forerun.errors import ModelNotFound
 from forerun.options import REQUIRED_DRAFT, AdapterOption, OutputOptions, adapted, with_options

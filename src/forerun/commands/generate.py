@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.commands.serve import ReplicaOptions
 from forerun.errors import InvalidRequest
 from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptions, OutputOptions, with_options

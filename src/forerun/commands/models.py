@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.options import LoadingOptions, OutputOptions, complete_model, with_options
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from forerun.commands.bench_serve import RemoteOptions
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.config import DEFAULT_DEPTH, Speculation
 from forerun.errors import InvalidRequest
 from forerun.options import (
@@ -99,8 +98,6 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         missing = "draft" if options.model else "model"
         raise InvalidRequest(missing, "there is none: name a model and a draft, or a server by --server URL.")
     with importing():
-        from rich.console import Console
-
         from forerun.bench.material import check_lengths, read_passages, workload_of
         from forerun.llm import LLM
         from forerun.progress import LoadingBar
@@ -116,8 +113,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
     )
     workload = workload.thorough() if options.thorough else workload
     passages = read_passages(options.prompts, most=workload.num_prompts)
-    errors = Console(stderr=True)
-    with LoadingBar(errors) as bar:
+    with LoadingBar() as bar:
         llm = LLM(
             options.loading.spec(options.model),
             options.draft,
@@ -131,13 +127,11 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         check_lengths(texts, 1, llm.requests.max_length)
         prompts = [list(item.prompt) for item in texts.items]
         pace = ProofPace.of(llm, prompts[0], workload.shapes[0])
-        if errors.is_terminal:
+        if bar.is_shown:
             bar.stop()
             show_note(f"This takes about {spoken(pace.total_s(workload))} here.")
         report = run(llm, prompts, workload, bar)
-    if not result.as_json:
-        Console().print(proof_card(report))
-    result.tell(report.as_object())
+    result.tell(report.as_object(), proof_card(report))
     raise typer.Exit(0 if report.holds else 1)
 
 
@@ -151,8 +145,6 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
         if getattr(options, name) != getattr(usual, name):
             raise InvalidRequest(name, f"--server {remote.server} has its own: leave it out.")
     with importing():
-        from rich.console import Console
-
         from forerun.bench.material import read_passages
         from forerun.progress import LoadingBar
         from forerun.prove.workload import ProofWorkload
@@ -164,10 +156,8 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
     workload = workload.thorough() if options.thorough else workload
     address, plain = remote.addresses(remote.chat, remote.plain, "plain", remote.plain_model)
     prompts = read_passages(options.prompts)
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+    with LoadingBar() as bar:
         limit_s = remote.time_limit or (10 if options.thorough else 1) * LIMIT_S
         proof = asyncio.run(prove_server(address, plain, prompts, workload, bar, limit_s))
-    if not result.as_json:
-        Console(highlight=False).print(server_proof_card(proof))
-    result.tell(proof.as_object())
+    result.tell(proof.as_object(), server_proof_card(proof))
     return proof.holds

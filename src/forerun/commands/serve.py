@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from forerun.commands.interrupt import importing
+from forerun.commands.running import importing
 from forerun.config import AUTO
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest

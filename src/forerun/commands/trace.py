@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from forerun.commands.destination import Destination, Result
 from forerun.commands.generate import PromptArgument, read_prompt
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Destination, Result, importing
 from forerun.config import DEFAULT_DEPTH
 from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, auto_or_whole, with_options
 
@@ -58,18 +57,15 @@ def trace(
     text, result = read_prompt(prompt), Result.of(output)
     picture_file = None if drawing is None else Destination("svg", drawing)
     with importing():
-        from rich.console import Console
-
         from forerun.card import STYLES
         from forerun.commands.answering import LoadedModel
         from forerun.trace.record import trace as record
         from forerun.trace.show import picture, svg
     model, speculation = LoadedModel.of(where, how), where.speculation(width)
     traced = record(model.llm, text, model.params, speculation)
-    if not result.as_json:
-        Console(no_color=how.raw or None, highlight=False).print(picture(traced, STYLES))
+    told = asdict(model.setting) | {"width": speculation.width} | traced.as_object()
+    result.tell(told, picture(traced, STYLES), no_color=how.raw or None)
     if picture_file is not None:
         picture_file.write(svg(traced, STYLES))
-    result.tell(asdict(model.setting) | {"width": speculation.width} | traced.as_object())
     if traced.same_as_plain is False:
         raise typer.Exit(1)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.heads.kinds import HEADS
@@ -134,6 +133,4 @@ def train(
             raise
     if report is None:  # another process of the team tells
         return
-    if not result.as_json:
-        Console(highlight=False).print(report.card())
-    result.tell(report.as_object())
+    result.tell(report.as_object(), report.card())

@@ -16,8 +16,7 @@ import typer
 
 from forerun.commands.bench import MeasurementOptions, json_object, numbers
 from forerun.commands.bench_serve import RemoteOptions
-from forerun.commands.destination import Destination, Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Destination, Result, importing
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import TARGET
 from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options
@@ -113,18 +112,17 @@ def tune(
     Destination("out", options.out / JSON)
     loading, template = options.loading, Template(template_values, options.chat)
     subject = Subject(loading.spec(options.model), names, template, loading.threads)
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+    with LoadingBar() as bar:
         report = run(subject, prompts, settings, options.out, options.fresh, bar)
     written = {JSON: json.dumps(report.as_object(), indent=1) + "\n", PAGE: html_page(report)}
     if report.pick is not None:
         written[SETTINGS] = settings_of(report, report.pick)
     for name, content in written.items():
         Destination("out", options.out / name).write(content)
+    result.tell(report.as_object(), tune_card(report))
     if not result.as_json:
-        console = Console(highlight=False)
-        console.print(tune_card(report))
-        console.print(f"Written: {', '.join(str(options.out / name) for name in written)}", style="dim", soft_wrap=True)
-    result.tell(report.as_object())
+        names = ", ".join(str(options.out / name) for name in written)
+        Console(highlight=False).print(f"Written: {names}", style="dim", soft_wrap=True)
     if not report.same_tokens:
         raise typer.Exit(1)
 
@@ -160,8 +158,6 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
                 name, f"it does not go with --server {remote.server}: leave it out; loads are --clients, files are -o."
             )
     with importing():
-        from rich.console import Console
-
         from forerun.bench.material import mixed_passages
         from forerun.progress import LoadingBar
         from forerun.remote.measure import ServerPlan, measure_servers
@@ -184,12 +180,10 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
     extra = json_object("body", remote.body, '{"top_p": 0.9}')
     prompts = mixed_passages(options.prompts)
     address, against = remote.addresses(options.chat, remote.against, "against", remote.against_model)
-    with LoadingBar(Console(stderr=True, highlight=False)) as bar:
+    with LoadingBar() as bar:
         measured = measure_servers(
             address, against, plan, prompts, lambda detail, done: bar("load", done, detail), extra
         )
         contenders, blocks = asyncio.run(measured)
     tuning = ServerTuning.of(contenders, plan, blocks)
-    if not result.as_json:
-        Console(highlight=False).print(server_card(tuning))
-    result.tell(tuning.as_object())
+    result.tell(tuning.as_object(), server_card(tuning))

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from forerun.commands.destination import Result
-from forerun.commands.interrupt import importing
+from forerun.commands.running import Result, importing
 from forerun.options import ModelOption, OutputOptions, with_options
 
 EXAMPLES = """
@@ -62,8 +61,6 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
     """
     result = Result.of(output)
     with importing():
-        from rich.console import Console
-
         from forerun.commands.widening import Widened, wider_of
         from forerun.heads.widen import widen_drafter
         from forerun.models.loading import Blueprint
@@ -71,10 +68,8 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
         from forerun.progress import LoadingBar
     source = Blueprint.of(shape.model).config
     wider = wider_of(source, shape.parameters, shape.sizes(), shape.spread)
-    with LoadingBar(Console(stderr=True)) as bar:
+    with LoadingBar() as bar:
         folder = write_widened(shape.model, shape.out, wider, bar, shape.seed)
         drafts = [str(widen_drafter(each, shape.model, folder, wider, shape.seed)) for each in shape.draft or ()]
     made = Widened(source, wider.shape(source), folder, drafts)
-    if not result.as_json:
-        Console(highlight=False).print(made.card())
-    result.tell(made.as_object())
+    result.tell(made.as_object(), made.card())

@@ -1,19 +1,64 @@
-"""Files that commands write: checked before any work is done, and written whole or not at all."""
+"""What every command runs with: the effect of Ctrl-C, and the files that it writes.
+
+Files are checked before any work is done, and written whole or not at all.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from forerun.errors import InvalidRequest
-from forerun.options import OutputOptions
+from forerun.options import INTERRUPTED, OutputOptions
 from forerun.store import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Within it, Ctrl-C ends the process at once and without a word; behind it, Ctrl-C is a KeyboardInterrupt.
+
+    An interrupted import has nothing to save, and its traceback would fill the screen.
+    """
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    asked: bool = False
+
+
+@contextmanager
+def patient_interrupt() -> Iterator[Interrupt]:
+    """Within it the first Ctrl-C is only noted, so that a round is never torn; a second one acts at once."""
+    interrupt = Interrupt()
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
+        interrupt.asked = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +111,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Where a command's JSON object goes: to standard output, to a file, to both, or nowhere."""
+    """Where what a command found goes: to people, as cards, or as one JSON object; and as that into a file, if any."""
 
     as_json: bool
     file: Destination | None
@@ -76,10 +121,16 @@ class Result:
         """What the options ask for. Raises InvalidRequest for a file that cannot be written."""
         return cls(options.as_json, None if options.output is None else Destination("output", options.output))
 
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """Write the object, on one line, to where it is wanted."""
+    def tell(self, told: Mapping[str, Any], *cards: RenderableType, no_color: bool | None = None) -> None:
+        """Print the cards, or the object on one line instead; write that line into the file."""
         line = dumps(told) + "\n"
         if self.as_json:
             typer.echo(line, nl=False)
+        elif cards:
+            from rich.console import Console
+
+            console = Console(no_color=no_color, highlight=False)
+            for card in cards:
+                console.print(card)
         if self.file is not None:
             self.file.write(line)
