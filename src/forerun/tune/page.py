@@ -1,11 +1,13 @@
 """The page of a tuning: one file that opens without a network, in light and dark.
 
-This file decides what stands on it. Everything is inside the file, charts as SVG; nothing is loaded from elsewhere.
+This file decides what stands on it, `page.html` how it looks. Everything is inside the file, charts as SVG; nothing is
+loaded from elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import resources
 
 from jinja2 import Environment
 from markupsafe import Markup
@@ -19,91 +21,15 @@ from forerun.tune.study import Studied
 WIDTH = 640  # pixels of a chart without its legend
 NAME = 24  # characters of a drafter's name; of longer ones the end is shown
 FASTER = "times as fast as plain decoding"
-PAGE = """\
-{% macro table(figures) %}
-<div class="scroll"><table><thead><tr>
-{%- for head in figures.heads %}<th>{{ head.replace("-\\n", "").split("\\n") | join(br) }}</th>{% endfor -%}
-</tr></thead><tbody>
-{% for cells in figures.rows %}
-<tr{% if tone(cells[0]) == "good" %} class="best"{% elif figures.styles and figures.styles[loop.index0] %} class="part"
-{%- endif %}>
-{%- for cell in cells %}<td{% if tone(cell) %} class="{{ tone(cell) }}"{% endif %}>{{ (cell ~ "").strip() }}</td>
-{%- endfor %}</tr>
-{% endfor %}
-</tbody></table></div>
-{% endmacro %}
-{% macro figures(charts) %}
-{% for chart, caption in charts %}
-<figure>{{ chart }}<figcaption>{{ caption }}; {{ template }}.</figcaption></figure>
-{% endfor %}
-{% endmacro %}
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>forerun tune: {{ target }}</title>
-<style>
-:root { color-scheme: light dark; --page: #ffffff; --ink: #1c2126; --soft: #5c6670; --rule: #d5dae0; --box: #f4f6f8;
-  --good: #1d7a3e; --bad: #a65b00; }
-@media (prefers-color-scheme: dark) { :root { --page: #14181c; --ink: #e4e8ec; --soft: #9aa5b0; --rule: #3a424b;
-  --box: #1d2329; --good: #6fcf8f; --bad: #e8a64c; } }
-body { margin: 0 auto; max-width: 60rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
-p { margin: .4rem 0; }
-.soft, dt { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
-.verdict { background: var(--box); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; font-size: 1.1rem; }
-.scroll { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; max-width: 17rem; }
-h1, dd { overflow-wrap: anywhere; }
-tr.best td { font-weight: 600; background: var(--box); } tr.part td { color: var(--soft); }
-tr.part td:first-child { padding-left: 1.6rem; }
-svg { width: 100%; height: auto; display: block; } figure { margin: .5rem 0 0; }
-figcaption { color: var(--soft); font-size: .9rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .92rem; } dd { margin: 0; }
-pre { background: var(--box); border-radius: .5rem; padding: .6rem .9rem; overflow-x: auto; font-size: .88rem;
-  margin: .3rem 0 .8rem; }
-</style></head><body>
-<h1>Does speculation help {{ target }}?</h1>
-<div class="verdict">
-{% for line in verdict %}
-<p class="{{ tone(line) }}">{{ line.plain }}</p>
-{% endfor %}
-</div>
-{% for title, charts, tables in sections %}
-<h2>{{ title }}</h2>
-{{ figures(charts) }}{% for each in tables %}{{ table(each) }}{% endfor %}
-{% endfor %}
-{% if report.pick %}
-<h2>How to use it</h2><p>Every command reads the settings beside this page:</p>
-<pre>forerun generate --config forerun.toml &quot;…&quot;</pre>
-{% for each in report.translated() %}
-{% if loop.first %}
-<p>Translations for other engines, which were not run: what is fastest here need not be fastest there.</p>
-{% endif %}
-<p>{{ each.engine }}{% if each.note %} <span class="soft">({{ each.note }})</span>{% endif %}</p>
-{% if each.options %}
-<pre>{{ each.options }}</pre>
-{% endif %}
-{% endfor %}
-{% endif %}
-<h2>What was measured</h2><dl>
-{% for name, value in facts %}
-<dt>{{ name }}</dt><dd>{{ value }}</dd>
-{% endfor %}
-</dl></body></html>
-"""
 
 
 def html_page(report: TuneReport) -> str:
     """The whole page."""
     sections = [(title(report, t), list(speed_charts(report, t)), [speeds(report, t)]) for t in report.temperatures]
     sections.append((WORTH, list(acceptance_charts(report)), [drafters(report), memory_figures(report)]))
+    template = resources.files("forerun").joinpath("tune/page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    return environment.from_string(PAGE).render(
+    return environment.from_string(template).render(
         report=report,
         target=report.about["model"]["target"],
         verdict=list(verdict(report)),
