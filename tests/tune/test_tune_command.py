@@ -174,7 +174,7 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
         (["--drafts", "ngram", "--batch", "0"], "batch: 0 must be"),
         (["--drafts", "ngram", "--batch", "2,2"], "batch: (2, 2) must be values that differ"),
         (["--drafts", "ngram", "--temperature", "-1"], "temperature"),
-        (["--drafts", "ngram", "--time-limit", "-2"], "time_limit"),
+        (["--drafts", "ngram", "--time-limit", "-2"], "--time-limit"),
         (["--drafts", "ngram", "--prompts", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--drafts", "ngram", "--template-options", "{"], "template_options: '{' is not JSON"),
         (["--drafts", "ngram", "--out", "/proc/none"], "out: /proc/none cannot be written"),

@@ -65,16 +65,18 @@ class MeasurementOptions:
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is measured, and start over.")] = False
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
-    def cells(self) -> dict[str, Any]:
-        """What a Selection and TuneSettings share."""
-        return {
-            "batches": numbers("batch", self.batch, int),
-            "temperatures": numbers("temperature", self.temperature, float),
-            "num_tokens": self.max_tokens,
-            "num_prompts": self.num_prompts,
-            "repeats": self.repeats,
-            "seed": self.seed,
-        }
+    def cells(self, depths: tuple[int, ...] = (0,), tree: StaticTree | None = None) -> Selection:
+        """The cells, at these depths."""
+        return Selection(
+            numbers("batch", self.batch, int),
+            depths,
+            numbers("temperature", self.temperature, float),
+            self.max_tokens,
+            self.num_prompts,
+            self.repeats,
+            self.seed,
+            tree,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,9 @@ class BenchOptions(MeasurementOptions):
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
     def selection(self) -> Selection:
-        """The cells."""
+        """The cells, at the depths that are asked for."""
         tree = None if self.tree is None else StaticTree.load(self.tree)
-        return Selection(depths=numbers("depth", self.depth, depth_number), tree=tree, **self.cells())
+        return self.cells(numbers("depth", self.depth, depth_number), tree)
 
 
 @with_options(EXAMPLES)

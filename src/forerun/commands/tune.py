@@ -22,7 +22,6 @@ from forerun.models.bundled import TARGET
 from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options
 from forerun.settings_file import written_settings
 from forerun.store import writable
-from forerun.tune.settings import TuneSettings
 
 if TYPE_CHECKING:
     from forerun.tune.report import TunedChoice, TuneReport
@@ -46,7 +45,9 @@ class TuneOptions(MeasurementOptions):
     template_options: Annotated[
         str, typer.Option(help='Options of the chat template, as in {"enable_thinking": false}.')
     ] = "{}"
-    time_limit: Annotated[float | None, typer.Option(help="Seconds after which nothing new is measured.")] = None
+    time_limit: Annotated[float | None, typer.Option(min=1e-3, help="Seconds after which nothing new is measured.")] = (
+        None
+    )
     out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = OUT
 
 
@@ -93,7 +94,7 @@ def tune(
         return
     if remote.against is not None:
         raise InvalidRequest("against", f"{remote.against!r} goes with --server: name the server that speculates.")
-    settings = TuneSettings(**options.cells(), time_limit_s=options.time_limit)
+    selection = options.cells()
     template_values = json_object("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
         from rich.console import Console
@@ -113,7 +114,7 @@ def tune(
     loading, template = options.loading, Template(template_values, options.chat)
     subject = Subject(loading.spec(options.model), names, template, loading.threads)
     with LoadingBar() as bar:
-        report = run(subject, prompts, settings, options.out, options.fresh, bar)
+        report = run(subject, prompts, selection, options.out, options.fresh, bar, options.time_limit)
     written = {JSON: json.dumps(report.as_object(), indent=1) + "\n", PAGE: html_page(report)}
     if report.pick is not None:
         written[SETTINGS] = settings_of(report, report.pick)
@@ -121,8 +122,8 @@ def tune(
         Destination("out", options.out / name).write(content)
     result.tell(report.as_object(), tune_card(report))
     if not result.as_json:
-        names = ", ".join(str(options.out / name) for name in written)
-        Console(highlight=False).print(f"Written: {names}", style="dim", soft_wrap=True)
+        paths = ", ".join(str(options.out / name) for name in written)
+        Console(highlight=False).print(f"Written: {paths}", style="dim", soft_wrap=True)
     if not report.same_tokens:
         raise typer.Exit(1)
 

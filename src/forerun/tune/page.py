@@ -49,7 +49,7 @@ def tone(value: str | Text) -> str:
 
 def speed_charts(report: TuneReport, temperature: float) -> Iterator[tuple[Markup, str]]:
     """Charts of speed at a temperature, with their captions."""
-    first = report.settings.batches[0]
+    first = report.selection.batches[0]
     if any(each.cell(first, temperature) for each in report.studied):
         yield chart(batch_panel(report, temperature)), "Measured speed-up with quartiles"
         yield chart(depth_panel(report, first, temperature)), f"Speed-up by depth, batch {first}"
@@ -88,12 +88,12 @@ def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
     """Measured speed-up by batch size with quartiles, and what was expected."""
     series = []
     for each in report.studied:
-        cells = [cell for batch in sorted(report.settings.batches) if (cell := each.cell(batch, temperature))]
+        cells = [cell for batch in sorted(report.selection.batches) if (cell := each.cell(batch, temperature))]
         measured = {c.group.batch: c.drafted.speed_up for c in cells if c.drafted and c.drafted.speed_up}
         points, colour = [(batch, spread.median) for batch, spread in measured.items()], colour_of(report, each)
         series.append(Series(shortened(each), points, colour, spreads=list(measured.values())))
         series.append(Series("", [(c.group.batch, c.prediction.speed_up) for c in cells], colour, "x"))
-    ticks = sorted(report.settings.batches)
+    ticks = sorted(report.selection.batches)
     return LinePanel(series, "batch (lines: measured, crosses: predicted)", FASTER, level=1.0, ticks=ticks)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from forerun.bench.plan import Selection
 from forerun.config import AUTO
 from forerun.prove.proof import jsonable
-from forerun.tune.settings import TuneSettings
 from forerun.tune.study import Studied, TuneCell
 from forerun.tune.translate import Translation, translations
 
@@ -45,7 +45,7 @@ class TuneReport:
 
     about: Mapping[str, Any]
     model_options: Mapping[str, Any]
-    settings: TuneSettings
+    selection: Selection
     temperatures: tuple[float, ...]
     studied: tuple[Studied, ...]
 
@@ -77,12 +77,12 @@ class TuneReport:
     @property
     def pick(self) -> TunedChoice | None:
         """The fastest at the first batch size and temperature."""
-        return self.choice(self.settings.batches[0], self.temperatures[0])
+        return self.choice(self.selection.batches[0], self.temperatures[0])
 
     def plain_from(self, temperature: float) -> int | None:
         """The batch size from which on plain decoding wins, of those that were measured; None where it does not."""
         smallest = None
-        for batch in sorted(self.settings.batches, reverse=True):
+        for batch in sorted(self.selection.batches, reverse=True):
             choice = self.choice(batch, temperature)
             if choice is None or choice.draft is not None:
                 break
@@ -93,7 +93,7 @@ class TuneReport:
         """Of candidates that were spelled as one, the fastest: by the spelling, such as early-exit:auto."""
         best: dict[str, tuple[float, str]] = {}
         for each in self.studied:
-            cell = each.cell(self.settings.batches[0], self.temperatures[0])
+            cell = each.cell(self.selection.batches[0], self.temperatures[0])
             if each.candidate.family != each.candidate.draft and cell and cell.speed_up:
                 candidate = cell.speed_up, each.candidate.draft
                 best[each.candidate.family] = max(candidate, best.get(each.candidate.family, candidate))
@@ -116,7 +116,7 @@ class TuneReport:
 
     def as_object(self) -> dict[str, Any]:
         """For JSON: seconds, bytes, shares between 0 and 1, and null for what is not known."""
-        choices = [self.choice(b, t) for t in self.temperatures for b in self.settings.batches]
+        choices = [self.choice(b, t) for t in self.temperatures for b in self.selection.batches]
         values: dict[str, Any] = jsonable(
             {
                 **self.about,

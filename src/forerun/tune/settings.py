@@ -1,6 +1,6 @@
-"""What a tuning is asked for: candidates, batch sizes, temperatures, how much text.
+"""The candidates of a tuning.
 
-This file decides which values are allowed, and which candidates `early-exit:auto` stands for.
+This file decides how far each is drafted where acceptance is measured, and which ones `early-exit:auto` stands for.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.bench.plan import Selection
 from forerun.config import AUTO, AUTO_DEPTH
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import UnknownDrafter
-from forerun.limits import real
 
 EXITS = (8, 4, 2)  # parts of the layers behind which `early-exit:auto` tries to exit
 PILOT_DEPTH = AUTO_DEPTH  # guesses of a round where acceptance is measured: no depth beyond it is predicted
@@ -24,33 +22,6 @@ class Candidate:
 
     draft: str
     family: str
-
-
-@dataclass(frozen=True, slots=True)
-class TuneSettings:
-    """The cells, `batches` x `temperatures` for every candidate, and what each is measured on, as of a Selection.
-
-    Behind `time_limit_s` seconds no measurement is begun. Raises InvalidRequest.
-    """
-
-    batches: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    num_tokens: int = 64
-    num_prompts: int = 16
-    repeats: int = 3
-    seed: int = 0
-    time_limit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self.selection(0)  # checks the values
-        if self.time_limit_s is not None:
-            real("time_limit", self.time_limit_s, "use a number of seconds above 0", 1e-3)
-
-    def selection(self, *depths: int) -> Selection:
-        """What is run to measure these depths."""
-        return Selection(
-            self.batches, depths, self.temperatures, self.num_tokens, self.num_prompts, self.repeats, self.seed
-        )
 
 
 def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:

@@ -44,7 +44,7 @@ def title(report: TuneReport, temperature: float) -> str:
 def speeds(report: TuneReport, temperature: float) -> FigureTable:
     """One line for plain decoding and one for each candidate, at each batch size."""
     rows: list[list[Cell]] = []
-    for batch in report.settings.batches:
+    for batch in report.selection.batches:
         best = report.choice(batch, temperature)
         rows.append(plain_row(report, batch, temperature, best))
         for each in report.studied:
@@ -118,7 +118,7 @@ def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
     yield "target", f"{model['target']} ({model['format']})"
     yield "machine", machine_line(machine, model["kernels"])
     yield "prompts", f"{prompts['num_prompts']}, both to predict and to measure; {template_line(prompts)}"
-    yield "runs", f"{medians(report.settings.repeats)}, plain and drafted by turns; reading is not timed"
+    yield "runs", f"{medians(report.selection.repeats)}, plain and drafted by turns; reading is not timed"
     for each in report.studied:
         if each.problem:
             yield each.candidate.draft, each.problem

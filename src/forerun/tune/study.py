@@ -111,7 +111,7 @@ def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallba
 def study(trial: Trial) -> Studied:
     """Everything about one candidate that there is time for. Its models are freed afterwards."""
     workload = trial.workload
-    groups = trial.settings.selection(0).groups({workload.name: workload.replayed})
+    groups = trial.selection.groups({workload.name: workload.replayed})
     try:
         memory = trial.memory()
         jobs = {
@@ -174,13 +174,13 @@ def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
 
 def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, PassTable]) -> list[TuneCell]:
     """All cells, with as many repetitions as there is time for."""
-    repeats, runs, costs = trial.settings.repeats, dict[Group, list[BenchRun]](), dict[Group, list[RowCosts]]()
+    repeats, runs, costs = trial.selection.repeats, dict[Group, list[BenchRun]](), dict[Group, list[RowCosts]]()
     expected = {group: expect(jobs_of, tables[group].round_s, PILOT_DEPTH) for group, jobs_of in jobs.items()}
     order = [(repetition, group) for repetition in range(repeats) for group in expected]
     for number, (repetition, group) in enumerate(order):
         best = expected[group]
         depths = (0, best.depth, CHOSEN)
-        turns = [turn for turn in trial.settings.selection(*depths).turns() if turn.repetition == repetition]
+        turns = [turn for turn in replace(trial.selection, depths=depths).turns() if turn.repetition == repetition]
         if not all(trial.has_run(group, turn) for turn in turns):
             if trial.late:
                 continue

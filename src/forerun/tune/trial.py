@@ -16,7 +16,7 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.kept import Measurements
 from forerun.bench.material import Workload
 from forerun.bench.measure import draft_fingerprint, load_for
-from forerun.bench.plan import CHOSEN, Group, Turn
+from forerun.bench.plan import CHOSEN, Group, Selection, Turn
 from forerun.bench.run import BenchRun, Stage, Tape, run_name, waves
 from forerun.config import Speculation
 from forerun.control.controller import Controller, FixedDepth
@@ -28,7 +28,7 @@ from forerun.models.spec import ModelSpec
 from forerun.tune.passes import PassMeter, RowCosts
 from forerun.tune.pilot import PilotDrafter
 from forerun.tune.predict import Guessed, TextRounds
-from forerun.tune.settings import PILOT_DEPTH, Candidate, TuneSettings
+from forerun.tune.settings import PILOT_DEPTH, Candidate
 
 MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends
 
@@ -55,7 +55,7 @@ class Trial:
     target: Blueprint
     spec: ModelSpec
     candidate: Candidate
-    settings: TuneSettings
+    selection: Selection
     workload: Workload
     kept: Measurements
     report: ProgressCallback
@@ -85,10 +85,10 @@ class Trial:
     def loaded(self) -> LLM:
         """Both models, with room for every batch. Raises NotEnoughMemory where there is none."""
         if self.llm is None:
-            longest = self.workload.longest(self.settings.num_tokens)
+            longest = self.workload.longest(self.selection.num_tokens)
             length = max(longest + MARGIN, PROMPT_TOKENS + TEXT_TOKENS + MARGIN)
             self.llm = load_for(
-                max(self.settings.batches),
+                max(self.selection.batches),
                 self.spec,
                 self.candidate.draft,
                 "--batch or --max-tokens",
@@ -109,8 +109,8 @@ class Trial:
         return Stage(
             self.loaded(),
             {texts.name: texts},
-            self.settings.num_tokens,
-            self.settings.seed,
+            self.selection.num_tokens,
+            self.selection.seed,
             speculation=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth, drafter=name or None),
             refills=True,
             drafter=drafter,
@@ -153,7 +153,7 @@ class Trial:
 
         One record serves all batch sizes where nothing is remembered: what is drafted then depends on the text alone.
         """
-        batches, items = self.settings.batches, self.workload.items
+        batches, items = self.selection.batches, self.workload.items
         if self.memory().remembered_bytes:
             batches = (group.batch,)
         batch, num_texts = max(batches), max(map(self.num_texts, batches))

@@ -14,17 +14,18 @@ import torch
 from forerun.bench.kept import Measurements
 from forerun.bench.material import Passage, Template, Workload, check_lengths, workload_of
 from forerun.bench.measure import surroundings
+from forerun.bench.plan import Selection
 from forerun.control.forecast import without_advice
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
 from forerun.tune.report import TuneReport
-from forerun.tune.settings import TuneSettings, candidates_of
+from forerun.tune.settings import candidates_of
 from forerun.tune.study import study_all
 from forerun.tune.trial import Trial
 
 FILE = "measurements.jsonl"
-FREE = ("time_limit_s", "repeats")  # settings that may change between a run and its continuation
+FREE = ("repeats",)  # settings that may change between a run and its continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +39,38 @@ class Subject:
 
 
 def tune(
-    subject: Subject, prompts: Sequence[Passage], settings: TuneSettings, folder: Path, fresh: bool, bar: LoadingBar
+    subject: Subject,
+    prompts: Sequence[Passage],
+    selection: Selection,
+    folder: Path,
+    fresh: bool,
+    bar: LoadingBar,
+    time_limit_s: float | None = None,
 ) -> TuneReport:
-    """Measure what is not measured yet, and report. Measurements are kept in `folder`.
+    """Measure what is not measured yet, and report: every candidate in the cells of a selection, at depths of its own.
 
-    Raises before any weights are loaded where a drafter is unknown, a prompt does not fit, or what is kept is of
-    another tuning.
+    Measurements are kept in `folder`; behind the time limit none is begun. Raises before any weights are loaded where a
+    drafter is unknown, a prompt does not fit, or what is kept is of another tuning.
     """
     if subject.threads is not None:
         torch.set_num_threads(subject.threads)
-    deadline_s = time.perf_counter() + (math.inf if settings.time_limit_s is None else settings.time_limit_s)
+    deadline_s = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
     target = Blueprint.of(subject.spec, bar)
     candidates = candidates_of(subject.drafts, target.config.layers)
-    workload = workload_of("tune", prompts, settings.num_prompts, target.tokenizer(), subject.template)
-    check_lengths(workload, settings.num_tokens, target.config.max_positions)
+    workload = workload_of("tune", prompts, selection.num_prompts, target.tokenizer(), subject.template)
+    check_lengths(workload, selection.num_tokens, target.config.max_positions)
+    settings = {name: value for name, value in asdict(selection).items() if name not in ("depths", "tree")}
     about = about_of(subject, target, workload, settings)
     kept = Measurements.open(folder / FILE, about, "tuning", "out", "folder", fresh)
-    trials = [Trial(target, subject.spec, each, settings, workload, kept, bar) for each in candidates]
+    trials = [Trial(target, subject.spec, each, selection, workload, kept, bar) for each in candidates]
     with kept.continued(bar), without_advice():
         studied = study_all(trials, deadline_s, bar)
-    about = {**about, "settings": asdict(settings)}
-    temperatures = (0.0,) if workload.replayed else settings.temperatures
-    return TuneReport(about, model_options(subject), settings, temperatures, tuple(studied))
+    about = {**about, "settings": settings | {"time_limit_s": time_limit_s}}
+    temperatures = (0.0,) if workload.replayed else selection.temperatures
+    return TuneReport(about, model_options(subject), selection, temperatures, tuple(studied))
 
 
-def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: TuneSettings) -> dict[str, Any]:
+def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that decides a measurement, whichever the candidate."""
     template = subject.template
     chat = {"hash": workload.template, "options": dict(template.options), "thinking": template.thinking}
@@ -81,7 +89,7 @@ def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: 
             "template": chat if workload.template else None,
             "replayed": workload.replayed,
         },
-        "settings": {name: value for name, value in asdict(settings).items() if name not in FREE},
+        "settings": {name: value for name, value in settings.items() if name not in FREE},
     }
 
 
