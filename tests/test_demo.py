@@ -20,9 +20,8 @@ from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.demo import material
-from forerun.demo.comparison import LEAST_TOKENS, Comparison, PromptScore, affordable_tokens
 from forerun.demo.material import BUNDLED_DRAFT, QUESTIONS, DemoPrompt, Pair, chat_prompts, load_prompts
-from forerun.demo.race import RaceSetup, RaceStep, Score, Side
+from forerun.demo.race import LEAST_TOKENS, Comparison, PromptScore, RaceSetup, RaceStep, Score, Side, affordable_tokens
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams

@@ -14,9 +14,8 @@ from forerun import cli
 from forerun.accept.commit import Origin
 from forerun.card import STYLES
 from forerun.trace import record, values
-from forerun.trace.explain import quote
 from forerun.trace.show import picture, svg
-from forerun.trace.values import Guess, Trace
+from forerun.trace.values import Guess, Trace, quote
 from kit.checkpoints import TARGET
 from kit.tracing import CASES, MODEL, Case, cases, traces
 

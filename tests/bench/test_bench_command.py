@@ -16,9 +16,8 @@ from typer.testing import CliRunner, Result
 from bench.synthetic import GROUP, even, taped
 from forerun import cli
 from forerun.bench import measure
-from forerun.bench.figures import GroupFigures, Mismatch, group_figures
+from forerun.bench.figures import Bandwidth, BenchReport, GroupFigures, Mismatch, group_figures
 from forerun.bench.plan import Turn
-from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import Stage
 from forerun.bench.show import bench_card
 from forerun.device import Placement

@@ -7,10 +7,9 @@ import pytest
 
 from bench.synthetic import GROUP, even, random_rounds, taped, timed
 from forerun.accept.outcome import RowOutcome
-from forerun.bench.figures import Mismatch, Spread, group_figures
+from forerun.bench.figures import Bandwidth, BenchReport, Mismatch, Spread, group_figures
 from forerun.bench.lane import Timed
 from forerun.bench.plan import Group, Turn
-from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import NGRAM
 
 

@@ -8,8 +8,7 @@ import torch
 from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.output import CompletionOutput
-from forerun.prove.difference import Divergence, ProofRequest, find_difference
-from forerun.prove.equality import PLAIN, answers
+from forerun.prove.equality import PLAIN, Divergence, ProofRequest, answers, find_difference
 from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, scores_after
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET

@@ -19,13 +19,13 @@ from forerun.traffic.figures import (
     ServiceLevel,
     TimeFigures,
     TrafficBlock,
+    TrafficReport,
     capacity,
     differences,
     percentile,
     traffic_figures,
 )
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
-from forerun.traffic.report import TrafficReport
 from forerun.traffic.show import picture as draw_traffic
 from forerun.traffic.show import traffic_card
 

@@ -11,9 +11,8 @@ import pytest
 from forerun.errors import InvalidRequest
 from forerun.traffic import client, run
 from forerun.traffic.client import ChunkTimes, ServerAddress
-from forerun.traffic.figures import ServiceLevel, TrafficBlock
+from forerun.traffic.figures import ServiceLevel, TrafficBlock, TrafficReport
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
-from forerun.traffic.report import TrafficReport
 from forerun.traffic.run import measure_traffic
 from traffic.fake import WORDS, FakeServer
 

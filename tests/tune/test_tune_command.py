@@ -16,12 +16,12 @@ from forerun.bench.figures import Spread
 from forerun.bench.run import Stage
 from forerun.engine import calibration
 from forerun.settings_file import read_settings
-from forerun.tune import settings as tune_settings
+from forerun.tune import trial as tune_settings
 from forerun.tune.page import html_page
 from forerun.tune.report import TuneReport
-from forerun.tune.settings import Candidate, candidates_of
 from forerun.tune.show import tune_card
 from forerun.tune.translate import translations
+from forerun.tune.trial import Candidate, candidates_of
 from kit.checkpoints import DATA
 from kit.unchecked import unchecked
 

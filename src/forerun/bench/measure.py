@@ -16,11 +16,10 @@ from typing import Any
 
 from forerun import __version__
 from forerun.annotations import ProgressCallback
-from forerun.bench.figures import GroupFigures, group_figures
+from forerun.bench.figures import Bandwidth, BenchReport, GroupFigures, group_figures
 from forerun.bench.kept import Measurements
 from forerun.bench.material import Passage, check_lengths, workload_of
 from forerun.bench.plan import CHOSEN, Group, Selection, depth_name
-from forerun.bench.report import Bandwidth, BenchReport
 from forerun.bench.run import BenchRun, Stage, run_name
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter

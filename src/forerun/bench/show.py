@@ -13,9 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
-from forerun.bench.figures import CellFigures, GroupFigures, Spread
+from forerun.bench.figures import BenchReport, CellFigures, GroupFigures, Spread
 from forerun.bench.plan import CHOSEN, depth_name
-from forerun.bench.report import BenchReport
 from forerun.cache.plan import size
 from forerun.device import is_cpu
 from forerun.figure_table import Cell, FigureTable, counted, fact_table

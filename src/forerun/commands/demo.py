@@ -63,8 +63,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     with importing():
         from rich.console import Console
 
-        from forerun.demo.comparison import Comparison
-        from forerun.demo.race import RaceSetup
+        from forerun.demo.race import Comparison, RaceSetup
         from forerun.demo.screen import card, view_of
         from forerun.progress import LoadingBar
     console = Console(quiet=result.as_json, no_color=options.raw or None, highlight=False)

@@ -102,8 +102,8 @@ def tune(
         from forerun.bench.material import Template, mixed_passages
         from forerun.progress import LoadingBar
         from forerun.tune.page import html_page
-        from forerun.tune.settings import candidates_of
         from forerun.tune.show import tune_card
+        from forerun.tune.trial import candidates_of
         from forerun.tune.tune import Subject
         from forerun.tune.tune import tune as run
     candidates_of(names, 2)  # refused before anything is read

@@ -16,8 +16,7 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.card import STYLES
-from forerun.demo.comparison import PromptScore
-from forerun.demo.race import RaceStep, Score, Side, Tally
+from forerun.demo.race import PromptScore, RaceStep, Score, Side, Tally
 from forerun.figure_table import FigureTable, fact_table
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.figure_table import fact_table
-from forerun.prove.difference import ChosenToken, Divergence
-from forerun.prove.equality import Equality
+from forerun.prove.equality import ChosenToken, Divergence, Equality
 from forerun.prove.law import LawResult
 from forerun.prove.proof import Environment, ProofReport
 from forerun.prove.workload import shape_name

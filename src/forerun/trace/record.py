@@ -27,8 +27,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
 from forerun.text.detokenize import REPLACEMENT
 from forerun.text.tokenizer import Tokenizer
-from forerun.trace.explain import Path, Spell, explain, numbers
-from forerun.trace.values import Emitted, Trace, TracedRound
+from forerun.trace.values import Emitted, Path, Spell, Trace, TracedRound, explain, numbers
 from forerun.tree import DraftTree, HostTree
 from forerun.verify.rules import Verdict
 

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.figure_table import counted
-from forerun.trace.explain import quote
-from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound
+from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound, quote
 
 Styles = Mapping[Origin, Style]
 

@@ -1,4 +1,4 @@
-"""The contents of a trace, as frozen values, and as the JSON object that `forerun trace --json` prints.
+"""The contents of a trace, as frozen values and as JSON, and why each guess was accepted or rejected.
 
 `Trace.as_object` gives this shape, with null where a value does not exist:
 
@@ -10,22 +10,33 @@
         emitted: token_id, text, origin, p
         segments: text, origin, special
 
-`record.py` fills these values in, `show.py` draws them.
+The numbers of a guess come from the functions that serve requests: laws, draws and coins from `Draws`, chances from the
+rules of `verify`. Which guesses were accepted is what the engine reported. `record.py` fills these values in, `show.py`
+draws them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Segment
+from forerun.annotations import Float
 from forerun.config import Verification
+from forerun.sampling.draws import Draws, PathState
+from forerun.tree import DraftTree, HostTree
+from forerun.verify.rules import block_law, token_law
 
 Fate = Literal["accepted", "rejected", "not judged"]
 Rule = Literal["follow", "token", "block"]
+Path = tuple[int, ...]  # tokens from below the root down to a node
+Spell = Callable[[Sequence[int], int], str]  # how a token reads behind a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +125,114 @@ class Trace:
         """The trace as what JSON can hold."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=lambda origin: origin.value))
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What judged a tree: one entry per node of its host tree, in order; node 0 is the root.
+
+    `law` is p, the target's law of the token after each node. By `follow`, `drawn` is the target's own draw after each
+    node. By `token` and `block`, `coins` and `chances` are those of each node's own token.
+    """
+
+    rule: Rule
+    law: Float[Tensor, "nodes vocab"]
+    drawn: Sequence[int] | None = None
+    coins: Sequence[float] | None = None
+    chances: Sequence[float] | None = None
+
+
+def numbers(tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws, verification: Verification) -> Numbers:
+    """The numbers by which `verify` judges this tree, in a round of one sequence."""
+    at = draws.nodes(tree)
+    law = draws.probs(logits, at)
+    if verification == "coupled" or tree.rows_with_law() is None:
+        return Numbers("follow", law, drawn=draws.draw(logits, at).tolist())
+    rule: Rule = "block" if verification == "block" and tree.width == 1 else "token"
+    valid = tree.valid[0]
+    row = torch.where(valid, valid.long().cumsum(0) - 1, 0)[None]
+    accept = (block_law if rule == "block" else token_law)(tree, law, row).accept[0, valid]
+    above = row[0, tree.parents[0, valid].clamp_min(0)]
+    coins = draws.coins(PathState(at.row[above], at.drawn[above], at.position[above]), tree.tokens[0, valid])
+    return Numbers(rule, law, coins=coins.tolist(), chances=accept.tolist())
+
+
+def explain(
+    tree: HostTree, found: Numbers, kept: Sequence[int], q: Mapping[tuple[Path, int], float], spell: Spell
+) -> list[Guess]:
+    """Every guess of a tree, with its numbers and its verdict.
+
+    `kept` are the nodes that the engine accepted, the root among them; `q` is what the drafter gave tokens, by path.
+    """
+    paths = tree.paths()
+    guesses = []
+    for node, (token, parent) in enumerate(zip(tree.tokens[1:], tree.parents[1:], strict=True), start=1):
+        fate = fate_of(tree, found.rule, kept, node)
+        drawn = found.drawn[parent] if found.drawn else None
+        instead = None if drawn is None else quote(spell(paths[parent], drawn))
+        guesses.append(
+            Guess(
+                node=node,
+                parent=parent,
+                depth=len(paths[node]),
+                token_id=token,
+                text=spell(paths[parent], token),
+                q=q.get((paths[parent], token)),
+                p=float(found.law[parent, token]),
+                verdict=fate,
+                reason=reason_for(tree, found, kept, node, fate, instead),
+                drawn_id=drawn,
+                coin=found.coins[node] if found.coins else None,
+                chance=found.chances[node] if found.chances else None,
+            )
+        )
+    return guesses
+
+
+def fate_of(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> Fate:
+    """What became of a guess. A chain judged as a block has every guess judged."""
+    if node in kept:
+        return "accepted"
+    parent = tree.parents[node]
+    earlier = any(tree.parents[other] == parent for other in kept if other < node)
+    passed_over = rule == "token" and earlier  # siblings are tried in turn, until one is accepted
+    return "rejected" if rule == "block" or (parent in kept and not passed_over) else "not judged"
+
+
+def reason_for(tree: HostTree, found: Numbers, kept: Sequence[int], node: int, fate: Fate, drawn: str | None) -> str:
+    """The reason of a verdict, in words. `drawn` is the target's own token in the guess's place, under `follow`."""
+    if fate == "not judged":
+        return "not judged: " + why_not(tree, found.rule, kept, node)
+    if drawn is not None:
+        return "the target drew the same" if fate == "accepted" else f"the target drew {drawn} instead"
+    assert found.coins is not None, "a rule that is not `follow` tosses coins"
+    assert found.chances is not None, "a coin decides against a chance"
+    return tossed(
+        found.rule, found.coins[node], found.chances[node], fate, first=node == tree.parents.index(tree.parents[node])
+    )
+
+
+def why_not(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> str:
+    """Why a guess's turn never came: what became of it, or of the first guess above it that was not accepted."""
+    turn = node
+    while tree.parents[turn] not in kept:
+        turn = tree.parents[turn]
+    if turn == node:
+        return "another was accepted"
+    return "behind a rejected guess" if fate_of(tree, rule, kept, turn) == "rejected" else "on another branch"
+
+
+def tossed(rule: Rule, coin: float, chance: float, fate: Fate, first: bool) -> str:
+    """A coin's verdict in words; the second and later guesses in one place are judged by what is left of p and q."""
+    below = coin < chance
+    against = f"coin {coin:.3f} {'<' if below else '≥'} {chance:.3f} = "
+    if rule == "block":
+        return against + "h" + ("" if below or fate == "rejected" else ", saved later")
+    ratio = "p/q" if first else "p/q of the rest"
+    return f"coin {coin:.3f} < 1 ≤ {ratio}" if chance >= 1 else against + ratio
+
+
+def quote(text: str) -> str:
+    """A token's text in quotes, so that its spaces are seen, with what does not print spelled out."""
+    mark = "'" if '"' in text else '"'
+    return mark + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + mark

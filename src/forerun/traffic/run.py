@@ -20,9 +20,8 @@ from forerun.bench.material import Passage, mixed_passages
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.traffic.client import ServedModel, ServerAddress, TimedAnswer, TrafficClient
-from forerun.traffic.figures import ServiceLevel, TrafficBlock, differences, traffic_figures
+from forerun.traffic.figures import ServiceLevel, TrafficBlock, TrafficReport, differences, traffic_figures
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
-from forerun.traffic.report import TrafficReport
 
 MOST_WARM_UP = 8  # requests of a mode before its first block
 OWN = ("model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation")

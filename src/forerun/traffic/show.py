@@ -16,9 +16,8 @@ from rich.text import Text
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.bench.show import WIDTH, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted
-from forerun.traffic.figures import TrafficFigures, capacity
+from forerun.traffic.figures import TrafficFigures, TrafficReport, capacity
 from forerun.traffic.plan import LoadKind
-from forerun.traffic.report import TrafficReport
 
 HEADS = (
     "load",

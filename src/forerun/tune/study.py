@@ -21,8 +21,7 @@ from forerun.bench.run import BenchRun
 from forerun.errors import DraftError, NotEnoughMemory
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, played, speed_up
-from forerun.tune.settings import PILOT_DEPTH, Candidate
-from forerun.tune.trial import DrafterMemory, OutOfTime, Trial
+from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime, Trial
 
 NOT_REACHED = "not reached within --time-limit"
 COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # of each size: of a few, of all that look good, of the chosen

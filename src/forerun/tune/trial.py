@@ -1,7 +1,8 @@
 """A trial: one candidate and its target, and every measurement that is made of them.
 
 Each measurement is kept when it is finished, and not made again where it is there already; the models are loaded when
-the first one is missing. `study.py` decides which are made, and in which order.
+the first one is missing. `study.py` decides which are made, and in which order. Which candidates `early-exit:auto`
+stands for is decided here too.
 """
 
 from __future__ import annotations
@@ -18,19 +19,50 @@ from forerun.bench.material import Workload
 from forerun.bench.measure import draft_fingerprint, load_for
 from forerun.bench.plan import CHOSEN, Group, Selection, Turn
 from forerun.bench.run import BenchRun, Stage, Tape, run_name, waves
-from forerun.config import Speculation
+from forerun.config import AUTO, AUTO_DEPTH, Speculation
 from forerun.control.controller import Controller, FixedDepth
 from forerun.draft.base import Drafter
+from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
+from forerun.errors import UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.tune.passes import PassMeter, RowCosts
 from forerun.tune.pilot import PilotDrafter
 from forerun.tune.predict import Guessed, TextRounds
-from forerun.tune.settings import PILOT_DEPTH, Candidate
 
 MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends
+EXITS = (8, 4, 2)  # parts of the layers behind which `early-exit:auto` tries to exit
+PILOT_DEPTH = AUTO_DEPTH  # guesses of a round where acceptance is measured: no depth beyond it is predicted
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A drafter to try, as it is spelled for the engine; `family` is how the user spelled it."""
+
+    draft: str
+    family: str
+
+
+def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
+    """The drafters to try, each once. Raises UnknownDrafter for what does not parse, or where there is none."""
+    if not drafts:
+        raise UnknownDrafter("drafts: there is no drafter to try: name some, as in --drafts ngram suffix model:DIR")
+    candidates: dict[str, Candidate] = {}
+    for text in drafts:
+        spec = parse_spec(text)
+        family = str(spec)
+        for draft in exits_of(num_layers) if spec == DraftSpec("early-exit", AUTO) else (family,):
+            candidates.setdefault(draft, Candidate(draft, family))
+    return list(candidates.values())
+
+
+def exits_of(num_layers: int) -> list[str]:
+    """The exits that `early-exit:auto` tries."""
+    if num_layers < 2:
+        raise UnknownDrafter("early-exit:auto: the target has a single layer, which leaves nothing to exit from")
+    return [f"early-exit:{layer}" for layer in sorted({max(1, num_layers // part) for part in EXITS})]
 
 
 @dataclass(frozen=True, slots=True)

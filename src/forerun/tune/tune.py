@@ -20,9 +20,8 @@ from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
 from forerun.tune.report import TuneReport
-from forerun.tune.settings import candidates_of
 from forerun.tune.study import study_all
-from forerun.tune.trial import Trial
+from forerun.tune.trial import Trial, candidates_of
 
 FILE = "measurements.jsonl"
 FREE = ("repeats",)  # settings that may change between a run and its continuation
