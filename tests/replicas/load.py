@@ -38,7 +38,7 @@ def tokens_of(url: str, body: dict[str, Any], stream: bool) -> list[int]:
 def ask_while(url: str, seconds: float, harm: Callable[[], None]) -> int:
     """How many answers as many clients got in so many seconds; each is one engine's, and `harm` goes on meanwhile.
 
-    It is called every one to four seconds.
+    It is called every one to four seconds, but no longer once the time is over: what it breaks may be slow to return.
     """
     wanted = [list(library_answer(body).outputs[0].token_ids) for body in BODIES]
     end_s = time.monotonic() + seconds
@@ -53,7 +53,7 @@ def ask_while(url: str, seconds: float, harm: Callable[[], None]) -> int:
         return num_asked
 
     def go_on() -> None:
-        while not over.wait(chance.uniform(1.0, 4.0)):
+        while not over.wait(chance.uniform(1.0, 4.0)) and time.monotonic() < end_s:
             harm()
 
     harming = threading.Thread(target=go_on)

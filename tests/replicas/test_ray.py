@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,17 @@ def test_the_application_of_the_rayservice_answers(application: str) -> None:
         assert "forerun:num_replicas 1.0" in http.get("/metrics").text
         refused = http.post("/v1/completions", json=body | {"max_tokens": -1})
         assert refused.json()["error"]["param"] == "max_tokens"
+
+
+def test_the_command_ends_soon_where_rays_processes_are_told_to_end_too() -> None:
+    """As systemd does, unless it is told otherwise; Ray's own way out would take a minute, and end with an error."""
+    process, _ = started("--replicas", "1")
+    there = psutil.Process(process.pid)
+    for each in (there, *there.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=40.0)
+    assert process.returncode == 0, told
 
 
 def test_a_model_that_is_not_there_is_told_by_the_command() -> None:

@@ -45,7 +45,7 @@ def node(machine: Machine, line: str, *options: str) -> Iterator[None]:
         assert process.poll() is None, f"{line} ended"
         yield
     finally:
-        process.terminate()
+        machine.kill_all()  # behind a cable that was pulled Ray would look for the other machine for a minute
         process.wait(PATIENCE_S)
 
 
@@ -108,7 +108,7 @@ def cluster() -> Iterator[Cluster]:
         with served(made) as process:  # which closes its pipe
             yield made
             process.send_signal(signal.SIGTERM)
-            process.wait(PATIENCE_S)
+            assert process.wait(PATIENCE_S) == 0
 
 
 def test_every_answer_is_one_engines_while_replicas_of_both_machines_are_killed(cluster: Cluster) -> None:

@@ -232,7 +232,6 @@ def ray_replicas(
     They run in the cluster of the settings, or in one of this machine alone that ends with the context. Raises
     ForerunError where the cluster is not there or the model cannot be loaded.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     app = f"forerun-{os.getpid()}"
     with in_cluster(settings.address):
@@ -243,8 +242,9 @@ def ray_replicas(
             model = RemoteLLM(described(handle.described.remote().result()), settings.most)
             yield model, RayReplicas(handle, app)
         finally:
-            with suppress(RayServeException, RayActorError):
-                serve.delete(app)
+            if settings.address:  # another cluster ends with all that is in it
+                with suppress(RayServeException, RayActorError):
+                    serve.delete(app)
 
 
 def require_listening(address: str) -> None:
@@ -276,8 +276,6 @@ def in_cluster(address: str) -> Iterator[None]:
     try:
         serve.start(proxy_location="Disabled")
         yield
-        if not address:
-            serve.shutdown()
     finally:
         ray.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,6 +67,8 @@ class ReplicaSettings:
 
 
 def require_ray() -> None:
-    """Raise MissingPackage where Ray Serve is not installed."""
+    """Raise MissingPackage where Ray Serve is not installed. It is told what it reads when it is first imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # what asks once a cluster has ended must not start another
     if find_spec("ray") is None or find_spec("ray.serve") is None:
         raise MissingPackage("replicas need Ray Serve, which is not installed: pip install 'forerun[ray]'")
