@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.accept.commit import Origin
@@ -53,6 +53,7 @@ PLANS = st.lists(st.tuples(st.integers(1, len(WORDS) - 1), st.integers(0, 6)), m
 )
 
 
+@settings(deadline=None)
 @given(runs=st.lists(st.tuples(PLANS, st.integers(0, 7)), max_size=3), last=PLANS)
 def test_the_reader_gets_every_token_and_letter_once(runs: list[tuple[list[Delta], int]], last: list[Delta]) -> None:
     reader, got = SampleReader(sequence()), list[Delta]()
