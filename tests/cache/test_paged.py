@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.isfinite(self.oracle.cache.keys).all()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_any_interleaving = CacheMachine.TestCase
 
 

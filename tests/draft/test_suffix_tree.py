@@ -68,38 +68,6 @@ def found(tree: SuffixTree, context: Sequence[int]) -> Node | Leaf | None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(TEXTS, DEPTHS)
-def test_counts_are_those_of_brute_force(texts: list[list[int]], depth: int) -> None:
-    tree, _ = grown(texts, depth)
-    assert stored(tree, sum(map(len, texts))) == (counted(texts, depth), tree.num_bytes)
-
-
-@settings(max_examples=300, deadline=None)
-@given(TEXTS, DEPTHS)
-def test_matches_are_the_ends_that_occurred_before(texts: list[list[int]], depth: int) -> None:
-    tree, _ = grown(texts, depth)
-    counts, text = counted(texts, depth), texts[-1]
-    ends = [tuple(text[-length:]) for length in range(1, min(depth, len(text)) + 1)]
-    again = [end for end in ends if counts[end] > 1]
-    assert [node.count for node in tree.matches] == [counts[end] for end in again]
-    assert all(found(tree, end) is node for end, node in zip(again, tree.matches, strict=True))
-
-
-@settings(max_examples=300, deadline=None)
-@given(TEXTS, st.lists(LETTERS, max_size=12), DEPTHS)
-def test_another_text_is_followed_as_far_as_it_occurred(texts: list[list[int]], text: list[int], depth: int) -> None:
-    """Token by token, the ends of the other text are the contexts that a look from the root finds."""
-    tree, _ = grown(texts, depth)
-    counts, places = counted(texts, depth), []
-    for i, token in enumerate(text, start=1):
-        places = tree.follow(places, token)
-        ends = [tuple(text[i - length : i]) for length in range(1, min(depth, i) + 1)]
-        assert [place.count for place in places] == [counts[end] for end in ends if counts[end]]
-        for end, place in zip(ends, places, strict=False):
-            assert found(tree, end) == place
-
-
-@settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(LETTERS, min_size=1, max_size=4), DEPTHS)
 def test_what_followed_is_counted_and_offered_if_it_did_often(
     texts: list[list[int]], context: list[int], depth: int

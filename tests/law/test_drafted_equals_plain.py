@@ -141,10 +141,12 @@ def drafted(pair: str, dtype: str, part: int, drafter: Drafter, wish: Speculatio
 @every_format
 def test_a_sample(pair: str, dtype: str) -> None:
     """A chain and a tree; of the prompts at least one for each border, or for the second."""
-    bench, chosen = bench_of(pair, dtype), part_of(pair, 0)[6 if "by torch" in dtype else 4 : 10]
+    bench, chosen = bench_of(pair, dtype), part_of(pair, 0)[6:10]
+    if "by torch" not in dtype:
+        chosen[0] = part_of(pair, 0)[4]
     expected = decode_plain(bench, chosen)
     for wish in (CHAINS[4], TREES[len(dtype) % 3]):
-        got = decode(bench, chosen, wish, drafter_of(pair, dtype), max_num_seqs=5, chunk_tokens=77)
+        got = decode(bench, chosen, wish, drafter_of(pair, dtype), max_num_seqs=3, chunk_tokens=77)
         assert got.answers == expected, wish
         assert 20 < got.stats.num_accepted < got.stats.num_drafted
 
@@ -218,14 +220,14 @@ def random_pair(numbers: str) -> Bench:
 def test_across_key_blocks(numbers: str, edge: int) -> None:
     """Prompts that end just before the cache's key blocks do, drafted across the edge."""
     bench, rng = random_pair(numbers), random.Random(edge)
-    chosen = [asked(i, [rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))]) for i in range(6)]
+    chosen = [asked(i, [rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))]) for i in range(4)]
     plain = decode_plain(bench, chosen)
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):
         self_draft = bench.with_cache(bench.runner, 16384)
         drafter = type(bench.model_drafter())(self_draft, 512)
         got = decode(bench, chosen, wish, drafter, max_num_seqs=6, chunk_tokens=chunk, num_tokens=16384)
         assert got.answers == plain
-        assert got.stats.num_accepted > 100
+        assert got.stats.num_accepted > 80
 
 
 @pytest.mark.short("int8-qwen3_moe", "float32-gemma2", "bfloat16-ministral3")
@@ -235,7 +237,7 @@ def test_of_every_family(family: str, numbers: str, tmp_path: Path) -> None:
     """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""
     folder = write_sparse(tmp_path / family, family)
     bench, rng = Bench.of(folder, folder, numbers), random.Random(7)
-    count = 3 if "by torch" in numbers else 6  # oneDNN takes a millisecond for a small product of 8 bits
+    count = 3 if "by torch" in numbers else 4  # oneDNN takes a millisecond for a small product of 8 bits
     chosen = [asked(i, [rng.randrange(3, 512) for _ in range(rng.randrange(1, 90))]) for i in range(count)]
     plain = decode_plain(bench, chosen)
     for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 40), (STATIC, 17)):

@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCapture
         plain = tokens_of(alone)
     before = {*free_cores().helpers}
     with LLM(str(TARGET), "suffix", tensor_parallel_size=2) as llm:
-        for num_seen in (8, 3, 0):
+        for num_seen in (8, 0):
             (process,) = free_cores().helpers - before
 
             def kill(number: int, at: int = num_seen, process: int = process) -> None:
@@ -116,7 +116,7 @@ def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCapture
             assert tokens_of(llm, kill) == plain
             assert process not in free_cores().helpers
         assert llm.engine.drafter is not None
-    assert caplog.text.count("all of them are started again") == 3
+    assert caplog.text.count("all of them are started again") == 2
     assert free_cores().helpers <= before
 
 

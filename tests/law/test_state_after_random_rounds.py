@@ -190,7 +190,7 @@ def resident(process: psutil.Process) -> int:
     return int(process.memory_info().rss)
 
 
-@pytest.mark.parametrize("num_rounds", [100, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_rounds", [80, pytest.param(1000, marks=pytest.mark.full)])
 def test_random_rounds_leave_what_the_tokens_alone_would(
     bench: Bench, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

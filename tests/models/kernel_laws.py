@@ -334,7 +334,7 @@ def check_experts(
             assert (found.double() - wanted)[seen].abs().max() <= 4 * tolerance * wanted.abs().max(), sizes
             if given is None:
                 assert not found[~seen].any(), "padding chooses none"
-            for i in range(0, rows, 6):
+            for i in range(0, rows if rows > 1 else 0, 8):
                 row = slice(i, i + 1)
                 alone = ops.experts(x[row], logits[row], positions[row], mlp, None if given is None else given[row])
                 assert torch.equal(alone, found[row]), f"row {i} of {rows}"

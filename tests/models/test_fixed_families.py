@@ -63,7 +63,7 @@ def test_experts_that_are_read_are_counted_as_on_the_cpu(family: str, tmp_path: 
 @pytest.mark.parametrize("family", ["Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3", "GptOss", "Qwen2Moe"])
 def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0, 1, 0.8, 1.5)]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=8, ignore_eos=True) for t in (0, 1, 0.8, 1.5)]
     plain, *drafted = (
         LLM(folder, draft, dtype="float32", device=place, speculation=shape, max_model_len=128)
         for place, draft, shape in (
@@ -94,7 +94,7 @@ def test_experts_stay_as_they_are_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
 def test_quantised_experts_draft_what_plain_decoding_says(quantize: Quantization, tmp_path: Path) -> None:
     folder = str(write_architecture(tmp_path / "target", "Qwen2MoeForCausalLM", num_hidden_layers=3))
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0, 1)]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=8, ignore_eos=True) for t in (0, 1)]
     plain, *drafted = (
         LLM(folder, draft, dtype="float32", device=FIXED, quantize=quantize, speculation=shape, max_model_len=128)
         for draft, shape in (

@@ -98,6 +98,7 @@ def both(case: str, tmp_path: Path, number_format: str) -> tuple[Path, Path]:
     return write_rounded(source, tmp_path / "folder", number_format), file
 
 
+@pytest.mark.short("*-F32", "llama, tied-*", "*experts-Q4_1", "gpt-oss-Q8_0")
 @pytest.mark.parametrize("number_format", ["F32", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_gives_the_bits_of_the_folder_that_it_was_made_of(case: str, number_format: str, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def check(
     assert plan.scratch_bytes <= MOST_OF_PEAK * (memory.peak - loaded)
 
 
+@pytest.mark.short("gguf Q8_0", "gguf of gpt-oss*", "folder gptq*", "folder fp8")
 @pytest.mark.parametrize(
     "name",
     ["gguf Q8_0", "gguf Q5_1", "gguf of gpt-oss in MXFP4", "folder of experts", "folder gptq, 8 bits", "folder fp8"],

@@ -46,6 +46,9 @@ def test_ranks_say_what_a_family_says_alone(world: int, architecture: str, tmp_p
 
 
 @pytest.mark.usefixtures("in_threads")
+@pytest.mark.short("awq, 64", "gptq, by activations", "gptq 2, *", "gptq, outputs", "gptq, 8 bits, zeros",
+                   "compressed, mixed", "compressed, bytes", "fp8, 48", "nf4, nested", "bitsandbytes*",
+                   "mxfp4")  # fmt: skip
 @pytest.mark.parametrize("kind", [*KINDS, "mxfp4"])
 def test_ranks_keep_weights_as_they_are_stored(kind: str, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "torch_dtype": "bfloat16"}
