@@ -16,6 +16,7 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import RowOutcome
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
+from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine, RoundPlan
 from forerun.engine.reading import TargetPass
 from forerun.engine.sequence import Sequence
@@ -43,7 +44,7 @@ def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation:
     assert not llm.engine.has_work, "a trace needs an LLM that does nothing else"
     sequence = llm.requests.sequences(Request.of(prompt, params, speculation))[0]
     watched = WatchedEngine(llm.engine, llm.tokenizer)
-    last = run(watched, sequence)
+    *_, last = EngineDriver(watched).follow([sequence], lambda: None)
     prompt_ids, token_ids = sequence.tokens[: sequence.num_prompt], sequence.tokens[sequence.num_prompt :]
     verification, same = llm.engine.options.verification, None
     if verification == "coupled" or params.greedy:
@@ -61,21 +62,6 @@ def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation:
         same_as_plain=same,
         rounds=watched.rounds,
     )
-
-
-def run(engine: Engine, sequence: Sequence) -> Delta:
-    """Step an engine until this sequence is finished; returns its last delta."""
-    last: Delta | None = None
-    engine.submit(sequence)
-    try:
-        while engine.has_work:
-            for last in engine.step():
-                if last.error is not None:
-                    raise last.error
-    finally:
-        engine.cancel(sequence.request_id)
-    assert last is not None, "a sequence ends with a delta"
-    return last
 
 
 class WatchedEngine(Engine):
