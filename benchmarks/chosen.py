@@ -33,10 +33,9 @@ import torch
 from benchmarks.drafters import passages
 from safetensors.torch import load_file, save_file
 
-from forerun.bench.lane import Pace
 from forerun.bench.material import Item, Workload, workload_of
 from forerun.bench.plan import CHOSEN, SHIPPED, Group, in_order, rotated
-from forerun.bench.run import Stage
+from forerun.bench.run import Pace, Stage
 from forerun.config import Speculation
 from forerun.demo.material import widened_pair
 from forerun.llm import LLM

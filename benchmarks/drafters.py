@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from forerun.bench.figures import Spread
-from forerun.bench.lane import Lane, Pace
 from forerun.bench.material import Item, Passage, shipped, workload_of
 from forerun.bench.plan import SHIPPED
+from forerun.bench.run import Lane, Pace
 from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
 from forerun.control.controller import FixedDepth
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen

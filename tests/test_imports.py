@@ -17,7 +17,7 @@ ORDER = """
     annotations errors guard did_you_mean __version__
     store
     limits
-    device fields kernels progress shape figure_table streams settings_file
+    device fields kernels progress shape figure_table streams
     tree config machine economy
     sampling cache text
     models
@@ -40,7 +40,7 @@ ORDER = """
     traffic train
     remote
     demo
-    options page
+    options
     commands
     cli
     __init__ __main__

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from forerun import LLM, machine
 from forerun.bench.figures import group_figures
-from forerun.bench.kept import Measurements
+from forerun.bench.measure import Measurements
 from forerun.bench.plan import Group
 from forerun.bench.run import BenchRun
 from forerun.bench.show import table

@@ -44,7 +44,7 @@ def load(setup: Setup) -> Service:
     import torch
 
     from forerun import SamplingParams, __version__
-    from forerun.bench.lane import Lane
+    from forerun.bench.run import Lane
     from forerun.request import Request
 
     find = fixed_modes(setup) if setup.draft else free_modes(setup)

@@ -1,16 +1,23 @@
-"""The command line: the table of commands, and what is the same for all of them.
+"""The command line: the table of commands, what is the same for all of them, and the layout of their help.
 
 A user's mistake is one line on standard error and status 2. Each command is one file in `commands`, which imports its
-dependencies when it is run, so that help and mistakes do not wait for torch.
+dependencies when it is run, so that help and mistakes do not wait for torch. In help options stand in groups, with
+names on the left and descriptions on the right, or below where the terminal is narrow; names and examples are never cut
+or broken, so that they can be copied.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from forerun import __version__
 from forerun.commands.bench import bench
@@ -26,7 +33,6 @@ from forerun.commands.trace import trace
 from forerun.commands.train import train
 from forerun.commands.tune import tune
 from forerun.commands.widen import widen
-from forerun.page import USAGE_ERROR, Index, Page, usage_line
 from forerun.streams import MISTAKE, end_at_faults, guard_streams, show_error, show_warnings
 
 NAME = "forerun"
@@ -35,10 +41,103 @@ forerun demo --small
 forerun generate --model stdlib --draft model:stdlib-draft "def main("
 forerun generate --help
 """
+WIDEST, NARROWEST = 100, 40
+NAMES = 30  # columns of names, where there is room for them
+NARROW = 72  # below that help stands under the names
+RANGE = re.compile(r"<(\w+) range>")
+ARGUMENTS, OPTIONS = "Arguments", "Options"
+STATUSES = (
+    ("0", "Everything went well."),
+    ("1", "Tokens differ from those of plain decoding (prove, bench, bench serve, tune, trace and demo)."),
+    ("2", "A mistake in what was asked for, or something that cannot be read, written or used. One line says what."),
+    ("3", "A fault in forerun itself. Please report what is printed."),
+    ("130", "Ctrl-C."),
+    ("141", "The reader of the output went away."),
+)
 
 
-class Program(Index):
-    """The group of all commands."""
+class Page(TyperCommand):
+    """A command whose help is laid out by this file."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the whole page."""
+        formatter.write(render(self, ctx))
+
+
+def render(command: Any, ctx: Any, commands: Sequence[tuple[str, str]] = ()) -> str:
+    """A command's page, as wide as the terminal."""
+    width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns))
+    parts = [fill(f"Usage: {ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}", width)]
+    parts += [fill(paragraph, width) for paragraph in paragraphs(command.help)]
+    if command.epilog:
+        parts.append("Examples:\n" + textwrap.indent(command.epilog.strip("\n"), "  "))
+    if commands:
+        parts.append("Commands:\n" + definitions(commands, width, 12))
+    for title, rows in groups(command, ctx):
+        parts.append(f"{title}:\n" + definitions(rows, width, NAMES))
+    parts.append("Exit status:\n" + definitions(STATUSES, width, 12))
+    return "\n\n".join(parts) + "\n"
+
+
+def paragraphs(text: str | None) -> list[str]:
+    """The paragraphs of a docstring, each on one line."""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text or "") if part.strip()]
+
+
+def groups(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The options by their group, with arguments first and options without a group last."""
+    rows_by_group: dict[str, list[tuple[str, str]]] = {ARGUMENTS: []}
+    for param in command.get_params(ctx):
+        record = param.get_help_record(ctx)
+        if record is not None:
+            argument = param.param_type_name == "argument"
+            title = ARGUMENTS if argument else getattr(param, "rich_help_panel", None) or OPTIONS
+            rows_by_group.setdefault(title, []).append((RANGE.sub(r"<\1>", record[0]), record[1]))
+    rows_by_group[OPTIONS] = rows_by_group.pop(OPTIONS, [])
+    yield from ((title, rows) for title, rows in rows_by_group.items() if rows)
+
+
+def definitions(rows: Sequence[tuple[str, str]], width: int, names: int) -> str:
+    """Names beside what they mean; below each other where a line is too short for both."""
+    left = min(names, max(len(name) for name, _ in rows) + 2)
+    if width < NARROW and left > NARROWEST // 3:
+        return "\n".join(f"  {name}\n{fill(text, width, ' ' * 6)}" for name, text in rows)
+    lines = []
+    for name, text in rows:
+        body = fill(text, width, " " * (left + 2))
+        fits = len(name) + 2 <= left
+        lines.append(f"  {name:{left}}{body.lstrip()}" if fits else f"  {name}\n{body}")
+    return "\n".join(lines)
+
+
+def fill(text: str, width: int, indent: str = "") -> str:
+    """Text in lines of at most `width` columns; names with hyphens stay whole."""
+    return textwrap.fill(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+USAGE_ERROR: Any = typer.BadParameter.__base__  # Typer does not export the class that all mistakes of usage have
+
+
+def usage_line(error: Any) -> str:
+    """A usage error on one line: the mistake, what may have been meant, and where the options are listed."""
+    meant = sorted(getattr(error, "possibilities", None) or ())
+    message: str = error.message if meant else error.format_message()
+    message = message.replace("Value error, ", "").rstrip(".")
+    if meant:
+        message += f". Did you mean {' or '.join(meant)}?"
+    hint = f"; {error.ctx.command_path} -h lists what there is" if error.ctx is not None else ""
+    return message if message.endswith("?") else message + hint
+
+
+class Program(TyperGroup):
+    """The group of all commands, whose help is laid out by this file."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the whole page."""
+        rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.list_commands(ctx)]
+        formatter.write(render(self, ctx, rows))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments; without any, show help."""

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.bench.lane import Timed
 from forerun.bench.plan import Group, Turn
-from forerun.bench.run import BenchRun, Tape
+from forerun.bench.run import BenchRun, Tape, Timed
 
 GROUP = Group("code", 1, 0.0)
 

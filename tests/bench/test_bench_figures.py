@@ -8,9 +8,8 @@ import pytest
 from bench.synthetic import GROUP, even, random_rounds, taped, timed
 from forerun.accept.outcome import RowOutcome
 from forerun.bench.figures import Bandwidth, BenchReport, Mismatch, Spread, group_figures
-from forerun.bench.lane import Timed
 from forerun.bench.plan import Group, Turn
-from forerun.bench.run import NGRAM
+from forerun.bench.run import NGRAM, Timed
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -9,9 +9,8 @@ import pytest
 
 from forerun.bench import measure
 from forerun.bench.figures import Bandwidth, BenchReport
-from forerun.bench.kept import Measurements
 from forerun.bench.material import Item, Workload
-from forerun.bench.measure import bench, default_path
+from forerun.bench.measure import Measurements, bench, default_path
 from forerun.bench.plan import Group, Selection, Turn
 from forerun.bench.run import BenchRun, Stage
 from forerun.errors import InvalidRequest

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from forerun import LLM
-from forerun.bench.lane import Timed
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
-from forerun.bench.run import Stage, Tape
+from forerun.bench.run import Stage, Tape, Timed
 from forerun.control.controller import FixedDepth
-from forerun.tune.pilot import PilotDrafter, judged
+from forerun.tune.passes import PilotDrafter, judged
 from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked

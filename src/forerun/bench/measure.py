@@ -1,23 +1,23 @@
 """A benchmark from start to end: it loads models for the texts at hand, runs what is left, and reports.
 
-This file decides the order of runs, and for which context length and how many sequences memory is planned. All
-sequences of a batch must fit at once, because a batch that waited for room would not have the size that the report
-names. Every group is warmed up before its first run, also where an interrupted benchmark is continued.
+This file decides the order of runs, how finished ones are kept, and for which context length and how many sequences
+memory is planned. All sequences of a batch must fit at once, because a batch that waited for room would not have the
+size that the report names. Every group is warmed up before its first run, also where an interrupted benchmark goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forerun import __version__
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import Bandwidth, BenchReport, GroupFigures, group_figures
-from forerun.bench.kept import Measurements
 from forerun.bench.material import Passage, check_lengths, workload_of
 from forerun.bench.plan import CHOSEN, Group, Selection, depth_name
 from forerun.bench.run import BenchRun, Stage, run_name
@@ -25,11 +25,78 @@ from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, NotEnoughMemory
 from forerun.llm import LLM
-from forerun.machine import Machine, bandwidth_bytes_per_s, sources_digest
+from forerun.machine import Machine, bandwidth_bytes_per_s, disturbs, sources_digest
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
-from forerun.store import cache_folder
+from forerun.store import Journal, cache_folder
+from forerun.streams import show_note
+
+FORM = 3  # of the file
+SIGNS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # by which its first line is known
+
+
+@dataclass(slots=True)
+class Measurements:
+    """What is measured so far, in memory and on disk; for messages, the `option` that names a `place` for the file."""
+
+    path: Path
+    option: str
+    place: str
+    values: dict[str, Any] = field(default_factory=dict)
+    journal: Journal = field(init=False)
+
+    @classmethod
+    def open(
+        cls, path: Path, about: Mapping[str, Any], what: str, option: str, place: str, fresh: bool = False
+    ) -> Measurements:
+        """Those of a run like this, with the file ready to go on; `fresh` starts over.
+
+        `about` is everything that decides a measurement. Raises InvalidRequest, with the file as it was, for one that
+        holds something else or cannot be used.
+        """
+        kept, head = cls(path, option, place), {SIGNS[what]: FORM, "about": about}
+        with kept.writable():
+            kept.journal = Journal.of_run(path, head, what, option, place, fresh)
+        for number, entry in enumerate(kept.journal.entries[1:], start=2):
+            if not isinstance(entry, dict) or set(entry) != {"of", "value"}:
+                raise InvalidRequest(option, f"{path}:{number} is damaged: start over with --fresh")
+            kept.values[entry["of"]] = entry["value"]
+        return kept
+
+    def holds(self, of: str) -> bool:
+        """Whether it need not be measured any more: it is there, and no other program disturbed it."""
+        value = self.values.get(of)
+        return of in self.values and not (isinstance(value, dict) and disturbs(value.get("num_busy")))
+
+    def add(self, of: str, value: Any) -> Any:
+        """A finished measurement, on disk when this returns; in the form that a later run will read."""
+        with self.writable():
+            self.journal.add({"of": of, "value": value})
+        self.values[of] = self.journal.entries[-1]["value"]
+        return self.values[of]
+
+    @contextmanager
+    def writable(self) -> Iterator[None]:
+        """Within it, a system that refuses the file raises InvalidRequest."""
+        try:
+            yield
+        except OSError as error:
+            fix = f"name another {self.place} with --{self.option}"
+            raise InvalidRequest(self.option, f"{self.path} cannot be used ({error}): {fix}") from error
+
+    @contextmanager
+    def continued(self, bar: LoadingBar) -> Iterator[None]:
+        """Within it measurements are added; a person is told what is there, and how an interrupted run goes on."""
+        if self.values:
+            show_note(f"{len(self.values)} measurements are there already ({self.path}); --fresh makes them again.")
+        try:
+            yield
+        except KeyboardInterrupt:
+            bar.stop()
+            behind = f"behind {len(self.values)} measurements ({self.path})"
+            show_note(f"Interrupted. The same command goes on {behind}.")
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import over
-from forerun.bench.lane import Clock, Lane, Pace
+from forerun.bench.run import Clock, Lane, Pace
 from forerun.cache.plan import size
 from forerun.demo.material import DemoPrompt
 from forerun.draft.base import Drafter

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.annotations import ProgressCallback
-from forerun.bench.kept import Measurements
 from forerun.bench.material import Workload
-from forerun.bench.measure import draft_fingerprint, load_for
+from forerun.bench.measure import Measurements, draft_fingerprint, load_for
 from forerun.bench.plan import CHOSEN, Group, Selection, Turn
 from forerun.bench.run import BenchRun, Stage, Tape, run_name, waves
 from forerun.config import AUTO, AUTO_DEPTH, Speculation
@@ -28,8 +27,7 @@ from forerun.errors import UnknownDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from forerun.tune.passes import PassMeter, RowCosts
-from forerun.tune.pilot import PilotDrafter
+from forerun.tune.passes import PassMeter, PilotDrafter, RowCosts
 from forerun.tune.predict import Guessed, TextRounds
 
 MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends

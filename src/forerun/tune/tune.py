@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from forerun.bench.kept import Measurements
 from forerun.bench.material import Passage, Template, Workload, check_lengths, workload_of
-from forerun.bench.measure import surroundings
+from forerun.bench.measure import Measurements, surroundings
 from forerun.bench.plan import Selection
 from forerun.control.forecast import without_advice
 from forerun.models.loading import Blueprint
