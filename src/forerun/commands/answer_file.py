@@ -19,6 +19,7 @@ from typing import Any
 
 from forerun.commands.running import Destination
 from forerun.errors import InvalidRequest
+from forerun.store import parsed
 
 BEGINNING = b'{"line": '  # of every answer
 SYNC_S = 1.0  # a power failure loses what was answered in this time at most; a killed process loses nothing
@@ -135,7 +136,7 @@ class AnswerFile:
         if not (tail.startswith(BEGINNING) or BEGINNING.startswith(tail)):
             raise _invalid(f"{self.path} ends in something that is no answer: name another file.")
         for count, line in enumerate(lines, start=1):
-            answer = parsed(line)
+            answer = answer_of(line)
             if answer is None:
                 raise _invalid(f"{self.path}:{count} is no answer to a prompt: name another file.")
             if answer["line"] in self.digests:
@@ -145,12 +146,9 @@ class AnswerFile:
             self.size += len(line) + 1
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def answer_of(line: bytes) -> dict[str, Any] | None:
     """The answer on a line; None where there is none."""
-    try:
-        answer = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    answer = parsed(line)
     if not isinstance(answer, dict) or not answer.keys() >= NEEDED:
         return None
     numbers = isinstance(answer["line"], int) and isinstance(answer["seed"], int)

@@ -274,7 +274,7 @@ class Job:
         while len(self.open) < most and (task := next(tasks, None)) is not None:
             seed = (self.settings["seed"] + task.line - 1) % 2**64
             try:
-                answers = self.llm.ask([Request.of(as_prompt(task), replace(self.params, seed=seed))])
+                answers = self.llm.ask([Request.of(task.prompt, replace(self.params, seed=seed))])
             except InvalidRequest as error:
                 bar.stop()
                 self.tally.skip(f"line {task.line}: {error}")
@@ -305,8 +305,3 @@ class Job:
             self.file.add(answer)
         self.tally.num_now += 1
         self.tally.origins += sample.origins
-
-
-def as_prompt(task: Task) -> str | Mapping[str, Any]:
-    """A task's prompt as the library takes it."""
-    return task.prompt if isinstance(task.prompt, str) else {"prompt_token_ids": list(task.prompt)}

@@ -50,16 +50,11 @@ def generate(
     elif replicas.replicas:
         raise InvalidRequest("replicas", "they share the lines of a file: name one by --input, or leave them out.")
     else:
-        generate_one(where, how, output, prompt)
-
-
-def generate_one(where: ModelOptions, how: AnswerOptions, output: OutputOptions, prompt: str | None) -> None:
-    """Answer one prompt."""
-    text, result = read_prompt(prompt), Result.of(output)
-    with importing():
-        from forerun.commands.answering import write_answer
-    if write_answer(where, how, text, result).finish_reason == "cancelled":
-        raise typer.Exit(INTERRUPTED)
+        text, result = read_prompt(prompt), Result.of(output)
+        with importing():
+            from forerun.commands.answering import write_answer
+        if write_answer(where, how, text, result).finish_reason == "cancelled":
+            raise typer.Exit(INTERRUPTED)
 
 
 def generate_batch(

@@ -60,13 +60,14 @@ class TrainReport:
         """Of the weights in the folder."""
         return self.tuned.figures if self.tuned is not None else HeldOutFigures(**self.state.best_figures or {})
 
-    def predicted(self, figures: HeldOutFigures) -> tuple[int, float] | None:
+    @property
+    def predicted(self) -> tuple[int, float] | None:
         """The depth that pays most and the speed-up there; None where rounds were not timed."""
-        return None if self.costs is None else best_depth(self.costs, figures.tokens_per_round)
+        return best_depth(self.costs, self.best.tokens_per_round)
 
     def record(self, target: Blueprint, temperature: float) -> DrafterRecord:
         """What the folder says of its drafter."""
-        best, predicted = self.best, self.predicted(self.best)
+        best = self.best
         return DrafterRecord.of(
             self.draft,
             self.folder,
@@ -75,12 +76,12 @@ class TrainReport:
             temperature=temperature,
             acceptance_at_depth=best.acceptance_at_depth,
             tokens_per_round=best.tokens_per_round,
-            speed_up=predicted and predicted[1],
+            speed_up=self.predicted and self.predicted[1],
         )
 
     def as_object(self) -> dict[str, Any]:
         """For JSON."""
-        predicted = self.predicted(self.best)
+        predicted = self.predicted
         return {
             **self.about,
             "folder": str(self.folder),
@@ -109,11 +110,10 @@ class TrainReport:
         for name, figures in (("before", self.first), ("now", self.best)):
             rates = " ".join(f"{rate:.2f}" for rate in figures.acceptance_at_depth[:SHOWN_DEPTHS])
             table.add_row(f"accepted, {name}", f"{rates} by depth; overlap of laws {figures.overlap:.3f}")
-        predicted = self.predicted(self.best)
-        if predicted is None:
+        if self.predicted is None:
             table.add_row("speed", "not predicted: the context is too short to time rounds")
         else:
-            depth, speed_up = predicted
+            depth, speed_up = self.predicted
             tokens = self.best.tokens_per_round[depth - 1]
             what = f"×{speed_up:.2f} predicted at batch 1, depth {depth}, {tokens:.2f} tokens per round"
             table.add_row("speed", what if speed_up > 1 else f"{what}: plain decoding is faster here")

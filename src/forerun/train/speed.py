@@ -31,12 +31,14 @@ CACHE_TOKENS = 2048  # of the drafter while it is timed
 REPEATS = 8  # rounds of each size
 
 
-def best_depth(costs: RowCosts, tokens_per_round: Sequence[float]) -> tuple[int, float]:
-    """The depth that pays most where rounds give so many tokens, and times as fast as plain decoding that is.
+def best_depth(costs: RowCosts | None, tokens_per_round: Sequence[float]) -> tuple[int, float] | None:
+    """The depth that pays most where rounds give so many tokens, and how many times as fast as plain decoding it is.
 
-    A drafted round contains a plain pass, so it is never taken for shorter than a plain round: no prediction exceeds
-    the tokens per round.
+    None where rounds were not timed. A drafted round contains a plain pass, so it is never taken for shorter than a
+    plain round: no prediction exceeds the tokens per round.
     """
+    if costs is None:
+        return None
     gains = [tokens / max(1.0, costs.round_ratio(depth)) for depth, tokens in enumerate(tokens_per_round, start=1)]
     depth = max(range(len(gains)), key=gains.__getitem__)
     return depth + 1, gains[depth]

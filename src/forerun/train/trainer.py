@@ -99,16 +99,12 @@ class Trainer:
     def worth(self) -> str:
         """What the best weights so far are worth, for the progress bar."""
         figures = self.best
-        depth, speed_up = (len(figures.tokens_per_round), 0.0) if self.costs is None else self.predicted(figures)
+        predicted = best_depth(self.costs, figures.tokens_per_round)
+        depth, speed_up = predicted or (len(figures.tokens_per_round), 0.0)
         accepted = figures.acceptance_at_depth[0] if figures.acceptance_at_depth else 0.0
         text = f"{accepted:.2f} accepted at depth 1, {figures.tokens_per_round[depth - 1]:.2f} tokens per round"
         disturbed = ", disturbed" if self.costs is not None and disturbs(self.costs.num_busy) else ""
         return f"{text}, ×{speed_up:.2f} predicted{disturbed}" if speed_up else text
-
-    def predicted(self, figures: HeldOutFigures) -> tuple[int, float]:
-        """The depth that pays most, and the speed-up there; rounds were timed."""
-        assert self.costs is not None, "rounds were timed"
-        return best_depth(self.costs, figures.tokens_per_round)
 
     @property
     def share_done(self) -> float:
@@ -175,9 +171,8 @@ class Trainer:
         figures = self.team.of_first(lambda: judge_held_out(self.objective, self.student, self.held_out, self.report))
         figure_values = figures.as_object()
         entry = {"step": state.step, "seconds": round(state.seconds, 3), "held_out": figure_values}
-        if self.costs is not None:
-            depth, speed_up = self.predicted(figures)
-            entry["predicted"] = {"depth": depth, "speed_up": speed_up}
+        if predicted := best_depth(self.costs, figures.tokens_per_round):
+            entry["predicted"] = {"depth": predicted[0], "speed_up": predicted[1]}
         state.first_figures = state.first_figures or figure_values
         is_kept = (figures.target_rise or 0.0) <= MOST_LOST
         if state.best_figures is None or (is_kept and figures.overlap > state.best_figures["overlap"] + RISE):

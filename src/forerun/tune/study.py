@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import CellFigures, GroupFigures, group_figures
 from forerun.bench.plan import CHOSEN, Group
-from forerun.bench.run import BenchRun
+from forerun.bench.run import BenchRun, run_name
 from forerun.errors import DraftError, NotEnoughMemory
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, played, speed_up
@@ -180,7 +180,7 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
         best = expected[group]
         depths = (0, best.depth, CHOSEN)
         turns = [turn for turn in replace(trial.selection, depths=depths).turns() if turn.repetition == repetition]
-        if not all(trial.has_run(group, turn) for turn in turns):
+        if not all(trial.kept.holds(f"{trial.name} {run_name(group, turn)}") for turn in turns):
             if trial.late:
                 continue
             trial.report(f"measuring {group.name}", number / len(order))

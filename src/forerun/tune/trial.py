@@ -226,10 +226,6 @@ class Trial:
         kept = self.known(f"passes, {group.name}, arm {arm}, {part}", timed)
         return {num_rows: RowCosts.from_json(costs) for num_rows, costs in kept}
 
-    def has_run(self, group: Group, turn: Turn) -> bool:
-        """Whether this run is kept already."""
-        return self.kept.holds(f"{self.name} {run_name(group, turn)}")
-
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or of drafted decoding, of all prompts that are measured."""
         return BenchRun.from_json(self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))
