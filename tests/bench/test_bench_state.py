@@ -86,6 +86,7 @@ def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stage:
     clock = lambda: next(ticks) / 1024  # noqa: E731
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("forerun.bench.run.peak_rss_bytes", lambda: 1000)
+    monkeypatch.setattr("forerun.machine.Neighbours.num_busy", lambda _: None)  # disturbed runs are run again
     generated = [Item(tuple(llm.tokenizer.encode(text)), None, place) for place, text in PROMPTS.items()]
     replayed = [Item(item.prompt, tuple(range(5, 17)), item.place) for item in generated]
     workloads = {"stories": Workload("stories", tuple(generated)), "own": Workload("own", tuple(replayed))}
