@@ -92,6 +92,18 @@ def test_a_server_of_foreruns_is_measured_against_itself_at_depths_that_requests
     assert cell["speed_up"]["median"] > 1
 
 
+def test_with_a_time_limit_no_repetition_begins_that_may_not_end_in_time() -> None:
+    """Rounds of 20 ms: a repetition takes about 2 seconds, a hundred of them minutes."""
+    with StandIn("forerun", MODEL, depth=DEPTH, round_s=0.02).running() as server:
+        more = ("--clients", "4,2", "--depths", "2", "--time-limit", "1", "--repeats", "100", "--json")
+        fixed = ["--num-prompts", "4", "-n", "16"]
+        result = CliRunner().invoke(
+            cli.app, ["tune", "--server", server.url, *more, *fixed], env={"OPENAI_API_KEY": ""}
+        )
+    assert result.exit_code == 0, result.output
+    assert [cell["num_repetitions"] for cell in json.loads(result.stdout)["cells"]] == [1, 1]
+
+
 @pytest.mark.full
 def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
     found, _ = measured("vllm", "--clients", "1", counted=False)

@@ -148,7 +148,6 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
         "batch": options.batch != "1",
         "fresh": options.fresh,
         "template_options": options.template_options != "{}",
-        "time_limit": options.time_limit,
         "out": options.out != OUT,
         "dtype and the like": options.loading != LoadingOptions(),
     }
@@ -176,6 +175,7 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
         temperatures[0],
         options.seed,
         numbers("depths", remote.depths, int),
+        options.time_limit,
     )
     extra = json_object("body", remote.body, '{"top_p": 0.9}')
     prompts = mixed_passages(options.prompts)

@@ -48,7 +48,7 @@ class StudentSizes:
     ] = None
     portable: Annotated[
         bool | None,
-        Option("--portable", help="block, mtp: of a form that speculators and vLLM read, after forerun convert."),
+        Option("--portable", help="block, mtp: of a form for speculators after forerun convert; vLLM reads blocks."),
     ] = None
     tune_target: Annotated[Path | None, Option(help="medusa: tune the target too (Medusa-2), into this folder.")] = None
     taps: Annotated[

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,41 +18,13 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
 from forerun.remote.measure import RemoteServer
+from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 from forerun.traffic.plan import SpeculationMode
 from forerun.traffic.run import asked_of
 
 AT_ONCE = 8  # requests under way
 MOST_LIKELY = (20, 5, 1)  # of how many tokens servers tell the chance: what is asked for, by turns
 UNREADABLE = "\ufffd"  # in the text of a token that is a part of a character: several tokens look like that
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLimit:
-    """Until when something may take, on the clock `time.monotonic`; for ever unless told."""
-
-    until_s: float = math.inf
-
-    @classmethod
-    def of(cls, seconds: float) -> TimeLimit:
-        """So many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    @property
-    def left_s(self) -> float:
-        """The seconds that are left, 0 where it is over."""
-        return max(0.0, self.until_s - time.monotonic())
-
-    @property
-    def timeout_s(self) -> float | None:
-        """The same for asyncio, whose None is for ever."""
-        return None if math.isinf(self.until_s) else self.left_s
-
-    def part(self, share: float) -> TimeLimit:
-        """A share of what is left, from now."""
-        return TimeLimit.of(share * self.left_s)
-
-
-NO_LIMIT = TimeLimit()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import Literal
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, NO_LIMIT, Questioner, RemoteAnswer, TimeLimit, TokenChance
+from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChance
+from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 
 Meaning = Literal["fault", "near tie", "unsteady", "undecided"]
 NEAR_TIE = 0.25  # of a logit: two steps of bfloat16 where logits are between 16 and 32

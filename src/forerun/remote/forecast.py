@@ -36,6 +36,7 @@ class ServedCell:
     """
 
     clients: int
+    num_repetitions: int
     speculating: ServedFigures
     plain: ServedFigures | None
     speed_up: Spread | None
@@ -61,6 +62,7 @@ def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
     same = [same for pair in pairs for same in same_answers(*pair)]
     return ServedCell(
         clients,
+        len({block.block.turn.repetition for block in blocks}),
         figures_of([block for block in blocks if block.contender == SPECULATING]),
         figures_of(list(plain.values())) if plain else None,
         Spread.of(ratios),

@@ -22,7 +22,8 @@ from forerun.bench.material import Passage
 from forerun.prove.cells import LEAST_EXPECTED, MOST_TOKENS, Cells, TokenIds, choose_cells
 from forerun.prove.chi_square import LEVEL, POWER_Z, ChiSquare, chi_square, holm, smallest_bias, upper_tail
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, NO_LIMIT, UNREADABLE, Questioner, RemoteAnswer, TimeLimit
+from forerun.remote.answers import AT_ONCE, UNREADABLE, Questioner, RemoteAnswer
+from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 
 TEMPERATURE = 1.0  # the only one whose law log-probabilities tell
 FURTHER = 2  # tokens behind those that are counted, so that guesses are drafted at the last of these too

@@ -8,6 +8,7 @@ looked at while no request is under way, since the server itself is another prog
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from forerun.limits import shown
 from forerun.machine import LEAST_S, Neighbours
 from forerun.remote.counters import SpeculationCounts, counts_of, counts_of_answers
 from forerun.remote.dialects import Dialect, dialect_of
+from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 from forerun.traffic.client import ServedModel, ServerAddress, TrafficClient
 from forerun.traffic.figures import TrafficBlock
 from forerun.traffic.plan import OFF, ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
@@ -126,7 +128,8 @@ class ServedBlock:
 class ServerPlan:
     """What is sent: `num_requests` of `max_tokens` tokens in each block, two a client at least, `repeats` times.
 
-    `depths` are measured besides what is served, where requests can choose theirs.
+    `depths` are measured besides what is served, where requests can choose theirs. No repetition but the first of a
+    load is begun that may not end within `time_limit_s`, of which every load has an equal part.
     """
 
     clients: tuple[int, ...] = (1, 4, 16)
@@ -136,6 +139,7 @@ class ServerPlan:
     temperature: float = 0.0
     seed: int = 0
     depths: tuple[int, ...] = (1, 4)
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         self.traffic(1)
@@ -174,14 +178,20 @@ class ServerMeasurement:
         """All blocks, in the order in which they ran. Raises InvalidRequest where a first request is refused."""
         blocks: list[ServedBlock] = []
         num_steps = len(self.plan.clients) * self.plan.repeats * len(self.contenders)
-        for clients in self.plan.clients:
-            traffic = self.plan.traffic(clients)
+        limit = TimeLimit.of(self.plan.time_limit_s) if self.plan.time_limit_s else NO_LIMIT
+        for load, clients in enumerate(self.plan.clients):
+            traffic, longest_s = self.plan.traffic(clients), 0.0
+            within = limit.part(1 / (len(self.plan.clients) - load))
             for contender in self.contenders:
                 await self.warm_up(contender, traffic)
             for repetition in range(self.plan.repeats):
+                if repetition and within.left_s < longest_s:
+                    break
+                started_s = time.monotonic()
                 for contender in rotated(self.contenders, repetition):
                     report(f"{clients} at once, {contender.name}", len(blocks) / num_steps)
                     blocks.append(await self.block(contender, traffic, repetition))
+                longest_s = max(longest_s, time.monotonic() - started_s)
         return blocks
 
     async def warm_up(self, contender: ServedContender, traffic: TrafficPlan) -> None:

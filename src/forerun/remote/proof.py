@@ -17,10 +17,11 @@ from forerun.errors import InvalidRequest
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.proof import jsonable
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import Questioner, TimeLimit
+from forerun.remote.answers import Questioner
 from forerun.remote.equality import TextEquality, compare_texts
 from forerun.remote.law import ServedLaw, compare_laws
 from forerun.remote.measure import PLAIN, contenders_of, reach
+from forerun.remote.time_limit import TimeLimit
 from forerun.traffic.client import ServerAddress
 from forerun.traffic.run import asked_of
 

@@ -87,7 +87,9 @@ def facts(tuning: ServerTuning) -> Iterator[tuple[str, str]]:
     yield "engine", tuning.dialect.name
     yield "against", tuning.against or "nothing"
     blocks = f"{plan.num_requests} requests or more in each block, at most {plan.max_tokens} tokens each"
-    yield "runs", f"{medians(plan.repeats)}, by turns; {blocks}, temperature {plan.temperature:g}; reading is not timed"
+    least = min(cell.num_repetitions for cell in tuning.cells)
+    cut = f", for more {plan.time_limit_s:g} seconds did not do" if least < plan.repeats else ""
+    yield "runs", f"{medians(least)}{cut}, by turns; {blocks}, temperature {plan.temperature:g}; reading is not timed"
     if seen is not None:
         yield "guesses", acceptance_line(tuning)
     differing, compared = (sum(getattr(c, n) for c in tuning.cells) for n in ("num_differing", "num_compared"))
