@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from forerun import cli
 from forerun.commands.train import KIND_NAMES
 from forerun.train.kinds import KINDS
-from forerun.train.losses import LOSSES
+from forerun.train.objective import LOSSES
 from forerun.train.settings import LOSS_NAMES
 from heads.trained import eagle_of
 from kit.checkpoints import ROOT, SMALL, SRC, TARGET

@@ -13,7 +13,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from forerun.train.losses import LOSSES, LawPair
+from forerun.train.objective import LOSSES, LawPair
 from forerun.train.optimizer import step_optimizers
 from recipes.stdlib.training import CHECKPOINT_EVERY, Run, Schedule, Shape, build_llama, build_optimizers
 

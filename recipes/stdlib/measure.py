@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.train.losses import LawPair
+from forerun.train.objective import LawPair
 
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 96, 128
 NGRAM = 8

@@ -26,7 +26,7 @@ from forerun.store import Journal
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptIds
 from forerun.train.held_out import TREE
-from forerun.train.losses import LOSSES
+from forerun.train.objective import LOSSES
 from forerun.train.report import series
 from forerun.train.state import TrainFolder, TrainState
 from kit.checkpoints import TARGET

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.train.losses import LOSSES, LawPair
+from forerun.train.objective import LOSSES, LawPair
 
 
 def laws_of(p_logits: Tensor, q_logits: Tensor, tokens: Tensor | None = None) -> LawPair:
