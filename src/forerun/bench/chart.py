@@ -14,7 +14,7 @@ from forerun.bench.figures import Spread
 
 COLOURS = ("#3b82c4", "#d9762b", "#3a9a5b", "#b05fb0", "#b39200", "#d1495b", "#2aa5a0", "#8a7f72")  # on light and dark
 HEIGHT, GAP, LEFT, TOP, LETTER = 200, 60, 50, 40, 7  # of panels, in pixels; LETTER is one of a legend
-MOST_TICKS = 10  # of the points' own places
+MOST_TICKS = 17  # of the points' own places: as many as depths
 MARKS = {"o": "●", "x": "×"}  # by the sign in the form of a series
 DASHES = {"--": "6 4", "-.": "8 3 2 3", ":": "2 3", "-": ""}  # by the line in the form of a series, the longest first
 STYLE = (
