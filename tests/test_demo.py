@@ -19,15 +19,17 @@ from forerun import LLM, cli
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.bench.run import Timed
 from forerun.demo import material
 from forerun.demo.material import BUNDLED_DRAFT, QUESTIONS, DemoPrompt, Pair, chat_prompts, load_prompts
-from forerun.demo.race import LEAST_TOKENS, Comparison, PromptScore, RaceSetup, RaceStep, Score, Side, affordable_tokens
+from forerun.demo.race import LEAST_TOKENS, Comparison, PromptScore, RaceSetup, Score, Side, affordable_tokens
 from forerun.demo.screen import FinalAnswers, Panels, card, view_of
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import SMALL, TARGET
 
+Step = tuple[Side, Timed]
 STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
 PROMPTS = [DemoPrompt("a/story.py", STORY), DemoPrompt("b/echo.py", f"{STORY} went out. {STORY}", repeats=True)]
 
@@ -56,10 +58,10 @@ def params(temperature: float = 0.7, max_tokens: int = 40) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=5, ignore_eos=True)
 
 
-def score_of(steps: Sequence[RaceStep]) -> Score:
+def score_of(steps: Sequence[Step]) -> Score:
     score = Score()
     for step in steps:
-        score.add(step)
+        score.add(*step)
     return score
 
 
@@ -77,13 +79,13 @@ def takes(
         monkeypatch.setattr(engine, "step", step)
 
 
-def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0, drafted: int = 0) -> RaceStep:
+def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0, drafted: int = 0) -> Step:
     """A round of decoding, its guesses all accepted, three quarters of its time in the pass."""
     row = RowOutcome(0, drafted, drafted, drafted, len(tokens))
     origins = (Origin.DRAFTED,) * (len(tokens) - 1) + (Origin.BONUS,)
     segments = tuple(Segment(f"word{token} ", origin) for token, origin in zip(tokens, origins, strict=True))
     delta = Delta(0, 0, 0, tuple(tokens), origins, segments, (), None, None)
-    return RaceStep(side, delta, Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
+    return side, Timed([delta], Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
 
 
 def made_score(plain_s: float, drafted_s: float) -> Score:
@@ -101,7 +103,7 @@ def test_both_sides_give_the_tokens_that_the_llm_gives_alone(setup: RaceSetup, t
     score = score_of(steps)
     assert score.same_tokens
     assert tuple(score.plain.token_ids) == alone.token_ids
-    assert "".join(s.delta.text for s in steps if s.delta and s.side is Side.PLAIN) == alone.text
+    assert "".join(delta.text for side, step in steps if side is Side.PLAIN for delta in step.deltas) == alone.text
     assert score.plain.stats.num_drafted == 0
     assert score.speculative.stats.num_drafted > 0
 
@@ -113,12 +115,12 @@ def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s, drafted_s)
     used, rounds, running = dict.fromkeys(Side, 0.0), dict.fromkeys(Side, 0), set(Side)
-    for step in setup.race(STORY, params(), clock):
-        assert used[step.side] == min(used[side] for side in running)
-        used[step.side] += step.step_s
-        rounds[step.side] += 1
-        if step.delta is not None and step.delta.finish_reason:
-            running.remove(step.side)
+    for side, step in setup.race(STORY, params(), clock):
+        assert used[side] == min(used[each] for each in running)
+        used[side] += step.step_s
+        rounds[side] += 1
+        if any(delta.finish_reason for delta in step.deltas):
+            running.remove(side)
         clock.now_s += 100.0  # what is done between steps, drawing for one, is on nobody's clock
     assert not running
     assert used == {Side.PLAIN: rounds[Side.PLAIN] * plain_s, Side.SPECULATIVE: rounds[Side.SPECULATIVE] * drafted_s}
@@ -140,9 +142,9 @@ def test_the_card_says_what_the_events_say(setup: RaceSetup, monkeypatch: pytest
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s=0.5, drafted_s=0.8)
     steps = list(setup.race(STORY, params(), clock))
-    decoding = {side: [s for s in steps if s.side is side and not s.outcome.num_prompt_tokens] for side in Side}
+    decoding = {side: [s for of, s in steps if of is side and not s.outcome.num_prompt_tokens] for side in Side}
     speeds = {
-        side: sum(len(s.delta.token_ids) for s in own if s.delta) / sum(s.step_s for s in own)
+        side: sum(len(delta.token_ids) for s in own for delta in s.deltas) / sum(s.step_s for s in own)
         for side, own in decoding.items()
     }
     rows = [row for s in decoding[Side.SPECULATIVE] for row in s.outcome.rows]
@@ -221,10 +223,10 @@ def test_a_comparison_leaves_out_its_warm_up_and_ends(setup: RaceSetup, monkeypa
     assert not comparison.total.plain.token_ids
     assert not comparison.late
     assert clock.now_s > 0
-    steps: list[RaceStep] = []
-    race = comparison.race(PROMPTS[0], 0.7, 1, lambda step, _: steps.append(step))
+    steps: list[Step] = []
+    race = comparison.race(PROMPTS[0], 0.7, 1, lambda side, step, _: steps.append((side, step)))
     assert race.score.plain.token_ids == comparison.total.plain.token_ids
-    assert race.score.plain.total_s == sum(step.step_s for step in steps if step.side is Side.PLAIN)
+    assert race.score.plain.total_s == sum(step.step_s for side, step in steps if side is Side.PLAIN)
     assert race.num_tokens < 40
     assert comparison.shortened
     assert clock.now_s <= comparison.deadline_s
@@ -261,8 +263,8 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
     with view:
         for n, side in itertools.product(range(50), Side):
             step = made_step(side, [n], 1.0, read=5 * (n == 0))
-            score.add(step)
-            view.show(step, score)
+            score.add(*step)
+            view.show(*step, score)
         if isinstance(view, Panels):
             frame = shown(view._frame(), width).splitlines()
             assert len(frame) < height

@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from forerun.accept.delta import Delta
-from forerun.accept.outcome import Outcome
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import over
-from forerun.bench.run import Clock, Lane, Pace
+from forerun.bench.run import Clock, Lane, Pace, Timed
 from forerun.cache.plan import size
 from forerun.demo.material import DemoPrompt
 from forerun.draft.base import Drafter
@@ -43,16 +41,6 @@ class Side(StrEnum):
     SPECULATIVE = "speculative"
 
 
-@dataclass(frozen=True, slots=True)
-class RaceStep:
-    """One round of one side: what it gained (None while only the prompt is read), and what it took."""
-
-    side: Side
-    delta: Delta | None
-    outcome: Outcome
-    step_s: float
-
-
 class RaceSetup:
     """One LLM's weights, and over them an engine for each way to answer: plain, and the LLM's own, which drafts."""
 
@@ -63,8 +51,11 @@ class RaceSetup:
 
     def race(
         self, prompt: str | Sequence[int], params: SamplingParams, clock: Clock = time.perf_counter
-    ) -> Iterator[RaceStep]:
-        """Answer a prompt plain and drafted, with nothing remembered of earlier answers. Closing it cancels both."""
+    ) -> Iterator[tuple[Side, Timed]]:
+        """Answer a prompt plain and drafted, round by round of either side. Closing it cancels both.
+
+        Nothing is remembered of earlier answers.
+        """
         ways = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.llm.engine, None)}
         tenant = str(next(self.tenants))
         lanes = {
@@ -74,8 +65,7 @@ class RaceSetup:
         try:
             while running := [side for side, lane in lanes.items() if lane.engine.has_work]:
                 side = min(running, key=lambda side: lanes[side].clock_s)
-                timed = lanes[side].step(clock)
-                yield RaceStep(side, timed.deltas[0] if timed.deltas else None, timed.outcome, timed.step_s)
+                yield side, lanes[side].step(clock)
         finally:
             for lane in lanes.values():
                 lane.clear()
@@ -115,10 +105,10 @@ class Score:
     plain: Tally = field(default_factory=Tally)
     speculative: Tally = field(default_factory=Tally)
 
-    def add(self, step: RaceStep) -> None:
-        """One more step of either side."""
-        tally = self.of(step.side)
-        tally.token_ids += step.delta.token_ids if step.delta else ()
+    def add(self, side: Side, step: Timed) -> None:
+        """One more round of either side."""
+        tally = self.of(side)
+        tally.token_ids += (token for delta in step.deltas for token in delta.token_ids)
         tally.count(step.outcome, step.step_s)
 
     def of(self, side: Side) -> Tally:
@@ -211,10 +201,10 @@ class Comparison:
         tokens = prompt.tokens(self.setup.llm)[:WARMUP_READ]
         params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
         for step in self.setup.race(tokens, params, self.clock):
-            self.seen.add(step)
+            self.seen.add(*step)
 
     def race(
-        self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[RaceStep, Score], None]
+        self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[Side, Timed, Score], None]
     ) -> PromptScore:
         """One race, with its share of the time that is left for `num_left` of them; `show` is told each step."""
         tokens = prompt.tokens(self.setup.llm)
@@ -224,8 +214,8 @@ class Comparison:
         params = SamplingParams(temperature=temperature, seed=self.seed, max_tokens=most)
         for step in self.setup.race(tokens, params, self.clock):
             for each in (score, self.seen, self.total):
-                each.add(step)
-            show(step, score)
+                each.add(*step)
+            show(*step, score)
         self.races.append(PromptScore(prompt.name, temperature, most, score))
         return self.races[-1]
 

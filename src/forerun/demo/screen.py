@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.accept.commit import Origin
+from forerun.bench.run import Timed
 from forerun.card import STYLES
-from forerun.demo.race import PromptScore, RaceStep, Score, Side, Tally
+from forerun.demo.race import PromptScore, Score, Side, Tally
 from forerun.figure_table import FigureTable, fact_table
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little
@@ -46,10 +47,10 @@ class FinalAnswers:
         self._print(f"\n{self._heading}")
         return self
 
-    def show(self, step: RaceStep, score: Score) -> None:
-        """One more step."""
-        for segment in step.delta.segments if step.delta else ():
-            self._texts[step.side].append(segment.text, STYLES[segment.origin])
+    def show(self, side: Side, step: Timed, score: Score) -> None:
+        """One more round of a side."""
+        for segment in (segment for delta in step.deltas for segment in delta.segments):
+            self._texts[side].append(segment.text, STYLES[segment.origin])
         self._score = score
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -76,9 +77,9 @@ class Panels(FinalAnswers):
         self._live.start(refresh=True)
         return self
 
-    def show(self, step: RaceStep, score: Score) -> None:
-        """One more step; the screen follows at its own pace."""
-        super().show(step, score)
+    def show(self, side: Side, step: Timed, score: Score) -> None:
+        """One more round of a side; the screen follows at its own pace."""
+        super().show(side, step, score)
         if time.monotonic() - self._shown_s >= FRAME_S:
             self._live.update(self._frame(), refresh=True)
             self._shown_s = time.monotonic()
