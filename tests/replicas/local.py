@@ -66,7 +66,8 @@ def replicated(
     """A server over so many replicas of a model."""
     with ExitStack() as stack:
         engines = [stack.enter_context(made()) for _ in range(number)]
-        replicas = LocalReplicas({f"r{i}": Replica(llm, f"r{i}") for i, llm in enumerate(engines)})
+        table = RouteTable(engines[0].options.max_num_seqs)
+        replicas = LocalReplicas({f"r{i}": Replica(llm, f"r{i}") for i, llm in enumerate(engines)}, table=table)
         for replica in replicas.there.values():
             stack.callback(replica.front.close)
         llm = RemoteLLM(copied(replicas.there["r0"].described()), number)

@@ -55,7 +55,7 @@ def run(replicas: LocalReplicas, alone: LLM, tmp_path: Path, monkeypatch: pytest
     replicas.took.clear()
 
     @contextmanager
-    def ray_replicas(_: Any, settings: Any, __: float) -> Iterator[tuple[RemoteLLM, LocalReplicas]]:
+    def ray_replicas(_: Any, settings: Any, __: float, ___: str) -> Iterator[tuple[RemoteLLM, LocalReplicas]]:
         yield RemoteLLM(copied(replicas.there["r0"].described()), settings.most), replicas
 
     monkeypatch.setitem(sys.modules, "forerun.replicas.on_ray", SimpleNamespace(ray_replicas=ray_replicas))  # type: ignore[arg-type]

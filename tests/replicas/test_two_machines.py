@@ -13,14 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.machines import FIRST, INSIDE, Machine, needs_namespaces, two_machines
-from kit.servers import httpx, until
-from replicas.load import NUM_CLIENTS, PATIENCE_S, ask_while, num_taken_over, replicas_among
+from kit.servers import httpx, library_answer, until
+from replicas.load import BODIES, NUM_CLIENTS, PATIENCE_S, ask_while, num_taken_over, replicas_among, tokens_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
 pytestmark = [pytest.mark.full, needs_namespaces]
@@ -55,11 +55,12 @@ def has_node(machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A server on the first machine, with a replica on each."""
+    """A server on the first machine, with a replica on each. The last of `servers` is the one that runs."""
 
     head: Machine
     worker: Machine
     nodes: ExitStack
+    servers: list[subprocess.Popen[str]] = field(default_factory=list)
     url: str = f"http://{INSIDE}:{PORT}"
 
     def join(self) -> None:
@@ -77,22 +78,33 @@ class Cluster:
         """How many there are on each machine."""
         return [len(replicas_among(each.processes())) for each in (self.head, self.worker)]
 
+    def serve(self) -> None:
+        """Start a server by the page's command, with other values; it answers then."""
+        (command,) = re.findall(r"^forerun (serve .*--ray .*)$", PAGE, re.MULTILINE)
+        words = [sys.executable, "-m", "forerun", *shlex.split(command)]
+        for option, value in (
+            ("--model", str(TARGET)), ("--replicas", "2"), ("--threads", "1"), ("--allowed-hosts", INSIDE),
+        ):  # fmt: skip
+            words[words.index(option) + 1] = value
+        words += ["--draft", f"model:{SMALL}", "--depth", "3", "--dtype", "float32", "--port", str(PORT)]
+        words += ["--max-num-seqs", "8", "--max-queue", "256"]
+        process = self.head.start(words, subprocess.PIPE, **env_of(self.head))
+        assert process.stderr is not None
+        self.servers.append(process)
+        patience = threading.Timer(PATIENCE_S, process.kill)
+        patience.start()
+        told = list[str]()
+        while "/v1" not in (line := process.stderr.readline()):
+            told.append(line)
+            assert line, f"it ended: {''.join(told[-20:])}"
+        patience.cancel()
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
 
-def served(cluster: Cluster) -> subprocess.Popen[str]:
-    """The page's command, with other values, once it answers."""
-    (line,) = re.findall(r"^forerun (serve .*--ray .*)$", PAGE, re.MULTILINE)
-    words = [sys.executable, "-m", "forerun", *shlex.split(line)]
-    for option, value in (
-        ("--model", str(TARGET)), ("--replicas", "2"), ("--threads", "1"), ("--allowed-hosts", INSIDE),
-    ):  # fmt: skip
-        words[words.index(option) + 1] = value
-    words += ["--draft", f"model:{SMALL}", "--depth", "3", "--dtype", "float32", "--port", str(PORT)]
-    words += ["--max-num-seqs", "8", "--max-queue", "256"]
-    process = cluster.head.start(words, subprocess.PIPE, **env_of(cluster.head))
-    assert process.stderr is not None
-    assert any("/v1" in each for each in process.stderr), f"it ended with {process.wait()}"
-    threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
-    return process
+    def end_server(self, number: signal.Signals) -> int:
+        """End the server, with its status."""
+        with self.servers[-1] as process:  # which closes its pipe
+            process.send_signal(number)
+            return process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +117,9 @@ def cluster() -> Iterator[Cluster]:
         stack.enter_context(node(head, line, "--include-dashboard", "false"))
         made = Cluster(head, worker, stack.enter_context(ExitStack()))
         made.join()
-        with served(made) as process:  # which closes its pipe
-            yield made
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0
+        made.serve()
+        yield made
+        assert made.end_server(signal.SIGTERM) == 0
 
 
 def test_every_answer_is_one_engines_while_replicas_of_both_machines_are_killed(cluster: Cluster) -> None:
@@ -126,6 +137,15 @@ def test_every_answer_is_one_engines_while_replicas_of_both_machines_are_killed(
     assert {*killed} == {cluster.head.name, cluster.worker.name}
     assert taken_over > 0
     assert num_answered >= NUM_CLIENTS
+
+
+def test_a_server_that_was_killed_is_started_again_in_the_place_of_its_replicas(cluster: Cluster) -> None:
+    """For which there would be no processors otherwise."""
+    assert cluster.end_server(signal.SIGKILL) == -signal.SIGKILL
+    assert cluster.replicas() != [0, 0]
+    cluster.serve()
+    assert tokens_of(cluster.url, BODIES[1], True) == list(library_answer(BODIES[1]).outputs[0].token_ids)
+    assert cluster.replicas() == [1, 1]
 
 
 @pytest.mark.parametrize("lose", [Machine.kill_all, Machine.pull_cable])

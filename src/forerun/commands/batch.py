@@ -8,6 +8,7 @@ by its number and skipped.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -151,7 +152,8 @@ def batch_engine(
 
     show_note(f"starting {engines} replicas with Ray")
     arguments = llm_arguments(where, batch.max_num_seqs, 512)
-    with ray_replicas(arguments, engines, DRAIN_S) as (model, there), closing(SharedBatch(model, there)) as shared:
+    replicas = ray_replicas(arguments, engines, DRAIN_S, f"file-{os.getpid()}")
+    with replicas as (model, there), closing(SharedBatch(model, there)) as shared:
         yield model, shared
 
 

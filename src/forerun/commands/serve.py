@@ -174,6 +174,7 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
         ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
     sock = bound_socket(settings)
     log_to_stderr(log_format, server.access_log)
+    scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
     with sock, ExitStack() as stack:
         service_of: Callable[[LLM, ServeSettings], Service] = Service
         if engines is None:
@@ -184,9 +185,8 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
 
             show_note(f"starting {engines} replicas with Ray")
             arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
-            llm, there = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s))
+            llm, there = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s, f"{host}-{port}"))
             service_of = partial(ReplicaService, replicas=there)
-        scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
 
         def started() -> None:

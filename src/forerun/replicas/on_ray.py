@@ -1,8 +1,8 @@
 """Replicas by Ray Serve: where they run, how they are chosen, and an application for clusters; the file that knows Ray.
 
 `forerun serve --replicas` starts the replicas and answers HTTP itself, and `forerun generate` hands them the lines of a
-file. In a cluster whose Serve applications are
-described by a file, such as a RayService of Kubernetes, `application` also makes the ingress.
+file. In a cluster whose Serve applications are described by a file, such as a RayService of Kubernetes, `application`
+also makes the ingress.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 import socket
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -225,16 +224,17 @@ def described(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
 
 @contextmanager
 def ray_replicas(
-    arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float
+    arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float, owner: str
 ) -> Iterator[tuple[RemoteLLM, RayReplicas]]:
     """Replicas of LLM(**arguments) while the context lasts, and their model.
 
-    They run in the cluster of the settings, or in one of this machine alone that ends with the context. Raises
+    They run in the cluster of the settings, or in one of this machine alone that ends with the context. `owner` tells
+    whose they are from others of this machine: where one with this name was killed, its replicas are replaced. Raises
     ForerunError where the cluster is not there or the model cannot be loaded.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    app = f"forerun-{os.getpid()}"
     with in_cluster(settings.address):
+        app = f"forerun-{ray.get_runtime_context().get_node_id()[:16]}-{owner}"
         if not settings.address:
             settings.require_room(arguments, ray.cluster_resources())
         try:
@@ -270,9 +270,8 @@ def in_cluster(address: str) -> Iterator[None]:
         else:
             ray.init("local", include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as error:
-        raise InvalidRequest(
-            "ray", f"{address}: no Ray cluster is there ({short(error)}): start one with ray start --head."
-        ) from error
+        fix = "start one with ray start --head, or set RAY_AUTH_MODE=token if it has a token"
+        raise InvalidRequest("ray", f"{address}: no Ray cluster answers there ({short(error)}): {fix}.") from error
     try:
         serve.start(proxy_location="Disabled")
         yield
