@@ -63,8 +63,8 @@ def trace(
         from forerun.trace.show import picture, svg
     model, speculation = LoadedModel.of(where, how), where.speculation(width)
     traced = record(model.llm, text, model.params, speculation)
-    told = asdict(model.setting) | {"width": speculation.width} | traced.as_object()
-    result.tell(told, picture(traced, STYLES), no_color=how.raw or None)
+    values = asdict(model.setting) | {"width": speculation.width} | traced.as_object()
+    result.tell(values, picture(traced, STYLES), no_color=how.raw or None)
     if picture_file is not None:
         picture_file.write(svg(traced, STYLES))
     if traced.same_as_plain is False:
