@@ -141,7 +141,8 @@ def test_a_pass_that_fails_on_rank_0_alone_costs_no_answer_a_token(monkeypatch: 
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped_is_waited_for_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.models.shards.ranks.ANSWER_S", 1.0)
+    monkeypatch.setattr("forerun.models.shards.ranks.ANSWER_S", 1.0)  # in a pass
+    monkeypatch.setattr("forerun.models.shards.launch.ANSWER_S", 10.0)  # before it, and for a model that is loaded
     with LLM(str(TARGET)) as alone:
         plain = tokens_of(alone)
     before = {*free_cores().helpers}

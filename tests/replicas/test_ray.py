@@ -6,6 +6,8 @@ Ray is not needed to work on anything else, so where it is not installed these t
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import pytest
 import yaml
 
 from forerun.llm import LLM
+from forerun.sampling.params import SamplingParams
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.servers import command, httpx, launched, library_answer, running, started, until
 from replicas.conversations import known_share
@@ -148,15 +151,39 @@ def test_the_application_of_the_rayservice_answers(application: str) -> None:
         assert refused.json()["error"]["param"] == "max_tokens"
 
 
-def test_the_command_ends_soon_where_rays_processes_are_told_to_end_too() -> None:
+def page_command(name: str) -> list[str]:
+    """The command of docs/scaling.md that has this name and two replicas."""
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    (line,) = re.findall(rf"^forerun ({name} .*--replicas 2\b.*)$", page, re.MULTILINE)
+    return [sys.executable, "-m", "forerun", *shlex.split(line)]
+
+
+def test_the_pages_server_answers_and_ends_soon_where_rays_processes_are_told_to_end_too() -> None:
     """As systemd does, unless it is told otherwise; Ray's own way out would take a minute, and end with an error."""
-    process, _ = started("--replicas", "1")
+    process = launched([*page_command("serve"), "--port", "0"], subprocess.PIPE)
+    assert process.stderr is not None
+    url = next(line for line in process.stderr if "/v1" in line).split(" at ")[1].split("/v1")[0]
+    body = {"prompt": "class Stack:", "max_tokens": 24, "temperature": 0.8, "seed": 4}
+    with LLM("stdlib") as llm:
+        wanted = llm.generate("class Stack:", SamplingParams(max_tokens=24, temperature=0.8, seed=4))[0]
+    assert tokens_of(url, body, True) == list(wanted.outputs[0].token_ids)
     there = psutil.Process(process.pid)
     for each in (there, *there.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=40.0)
     assert process.returncode == 0, told
+
+
+def test_the_pages_file_is_answered_as_by_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}("}) + "\n" for i in range(6)))
+    words, output = [*page_command("generate"), "--seed", "1", "-n", "16"], Path("answers.jsonl")
+    assert launched(words).wait(PATIENCE_S) == 0
+    shared, at = output.read_bytes(), words.index("--replicas")
+    output.unlink()
+    assert launched(words[:at] + words[at + 2 :]).wait(PATIENCE_S) == 0
+    assert shared == output.read_bytes()
 
 
 def test_a_model_that_is_not_there_is_told_by_the_command() -> None:

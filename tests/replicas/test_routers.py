@@ -4,6 +4,7 @@ Answers are one engine's, sessions stay, and a server that ends is left out.
 """
 
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -120,9 +121,12 @@ def test_sglangs_gateway_routes_to_plain_servers() -> None:
         pytest.skip("SGLang's gateway is not installed: pip install sglang-router")
     port, metrics = free_port(), free_port()
     with two_servers("--lenient") as servers:
-        words = [sys.executable, "-m", "sglang_router.launch_router", "--policy", "cache_aware"]
-        words += ["--port", str(port), "--prometheus-port", str(metrics), "--worker-urls", *(url for _, url in servers)]
-        with router(words, port) as http:
+        page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+        (line,) = re.findall(r"^python (-m sglang_router.*)$", page, re.MULTILINE)
+        for said, meant in (("127.0.0.1:8001", servers[0][1]), ("127.0.0.1:8002", servers[1][1])):
+            line = line.replace(f"http://{said}", meant)
+        words = [sys.executable, *shlex.split(line.replace("--port 8000", f"--port {port}"))]
+        with router([*words, "--prometheus-port", str(metrics)], port) as http:
             for _ in range(4):
                 assert_answers(http)
             chat = {"model": "stories", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
