@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams
+from engine.test_fixed_rounds import FIXED, PARAMS
+from forerun import LLM
 from forerun.config import Speculation
 from forerun.device import Placement
 from forerun.draft.base import Budget, Draft
@@ -22,22 +23,15 @@ from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.assertions import tokens_of
 from kit.card import PLACEMENT, imagined, submit
-from kit.checkpoints import TARGET
+from kit.checkpoints import SMALL, TARGET
 from kit.replays import imagine_captures
 from kit.sparse import write_sparse
 
-FIXED = Placement(torch.device("cpu"), fixed=True)
 PROMPTS = [
     "Once upon a time",
     "The little dog",
     "One day, Tim",
     "Lily and her mom went to the park. They saw a big red",
-]
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=12),
-    SamplingParams(temperature=1, seed=3, max_tokens=12),
-    SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=12),
-    SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=12, n=2),
 ]
 SHAPES = [Speculation(4), Speculation(3, 2, 6)]
 HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
@@ -55,6 +49,12 @@ TRAINED: dict[str, Callable[[Path], str]] = {
 }
 
 
+OTHERS: dict[str, Callable[[Path], str]] = {
+    "model": lambda _: f"model:{SMALL}",
+    "early-exit": lambda _: "early-exit:3",
+    "ngram": lambda _: "ngram",
+}
+DRAFTERS = OTHERS | TRAINED
 LIKELY = 0.4
 
 
@@ -101,13 +101,14 @@ def plain() -> Sequence[Sequence[int]]:
 
 
 @pytest.mark.short(
-    "hydra-chain", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "adapter-chain", "block-tree"
-)
+    "model-tree", "hydra-chain", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "adapter-chain",
+    "block-tree",
+)  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, tmp_path: Path) -> None:
     """And as many guesses are right as where layers are computed in passes of any shape."""
-    drafter = TRAINED[kind](tmp_path / "heads")
+    drafter = DRAFTERS[kind](tmp_path / "heads")
     fixed, usual = (made(drafter, device, speculation=shape, chunk_tokens=7) for device in (FIXED, "cpu"))
     assert isinstance(fixed.engine.runner, GraphRunner)
     for llm in (fixed, usual):
@@ -209,10 +210,10 @@ def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str, tmp_path: Pa
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "mtp-of-3", "adapter", "block:heads"])
+@pytest.mark.parametrize("kind", ["model", "medusa", "eagle", "mtp-of-3", "adapter", "block:heads"])
 def test_rejection_modes_draw_from_declared_laws(kind: str, rule: str, tmp_path: Path) -> None:
     """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
-    drafter, texts = TRAINED[kind](tmp_path / "heads"), []
+    drafter, texts = DRAFTERS[kind](tmp_path / "heads"), []
     for device in (FIXED, "cpu"):
         llm = made(drafter, device, speculation=3, verification=rule)
         texts.append(tokens_of(llm.generate(PROMPTS, PARAMS)))

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun import LLM, Grammar, SamplingParams
-from forerun.config import Speculation
 from forerun.device import CPU, Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu.graphs import GraphRunner
@@ -40,33 +39,6 @@ PARAMS = [
     SamplingParams(temperature=0.8, seed=4, top_k=20, repetition_penalty=1.1, presence_penalty=0.2, max_tokens=12),
     SamplingParams(temperature=1.2, seed=5, top_p=0.9, max_tokens=12, n=2),
 ]
-
-
-@pytest.mark.short("None-1", "model-shape2")
-@pytest.mark.parametrize("shape", [1, 4, Speculation(depth=3, width=2)])
-@pytest.mark.parametrize("drafter", ["model", "ngram", "early-exit:3", None])
-def test_the_same_tokens_as_on_the_cpu(shape: int | Speculation, drafter: str | None) -> None:
-    draft = f"model:{SMALL}" if drafter == "model" else drafter
-    fixed = make(TARGET, draft, speculation=shape, chunk_tokens=7)
-    assert isinstance(fixed.engine.runner, GraphRunner)
-    plain = make(TARGET, None, CPU)
-    assert not isinstance(plain.engine.runner, GraphRunner)
-    assert tokens_of(fixed.generate(PROMPTS, PARAMS)) == tokens_of(plain.generate(PROMPTS, PARAMS))
-    if drafter:
-        assert fixed.stats.num_accepted > 0
-    fixed.engine.runner.cache.check()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_rejection_modes_draw_from_declared_laws(rule: str) -> None:
-    """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
-    texts = []
-    for placement in (FIXED, CPU):
-        llm = make(TARGET, f"model:{SMALL}", placement, speculation=3, verification=rule)
-        texts.append(tokens_of(llm.generate(PROMPTS, PARAMS)))
-        assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
-    assert texts[0] == texts[1]
 
 
 def test_requests_with_processors_are_drafted_level_by_level() -> None:
