@@ -19,13 +19,12 @@ from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.sampling.draws import Draws
 from heads.adapters import adapter_of
-from heads.modules import apart
-from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.assertions import tokens_of
 from kit.card import PLACEMENT, imagined, submit
-from kit.checkpoints import SMALL, TARGET
+from kit.checkpoints import TARGET
 from kit.replays import imagine_captures
 from kit.sparse import write_sparse
+from law.drafters import spelled
 
 PROMPTS = [
     "Once upon a time",
@@ -34,27 +33,10 @@ PROMPTS = [
     "Lily and her mom went to the park. They saw a big red",
 ]
 SHAPES = [Speculation(4), Speculation(3, 2, 6)]
-HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
-TRAINED: dict[str, Callable[[Path], str]] = {
-    "medusa": lambda folder: f"medusa:{heads_of(TARGET, folder, 4)}",
-    "hydra": lambda folder: f"medusa:{heads_of(TARGET, folder, 3, hydra=True)}",
-    "eagle-1": lambda folder: f"eagle:{first_eagle_of(TARGET, folder)}",
-    "eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder)}",
-    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, num_hidden_layers=2, mask_token_id=7)}",
-    "mtp": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'qwen')}",
-    "mtp-of-3": lambda folder: f"mtp:{apart(TARGET, folder, 3, 'deepseek')}",
-    "adapter": lambda folder: f"early-exit:2:{adapter_of(TARGET, folder, 2, range(3, 5))}",
-    "block": lambda folder: f"block:{block_of(TARGET, folder, 400)}",
-    "block:heads": lambda folder: f"block:{block_of(TARGET, folder, **HEADS)}",
-}
-
-
-OTHERS: dict[str, Callable[[Path], str]] = {
-    "model": lambda _: f"model:{SMALL}",
-    "early-exit": lambda _: "early-exit:3",
-    "ngram": lambda _: "ngram",
-}
-DRAFTERS = OTHERS | TRAINED
+TRAINED = [
+    "medusa", "hydra", "eagle-1", "eagle", "p-eagle", "mtp", "mtp-of-3", "early-exit:adapted", "block", "block:heads",
+]  # fmt: skip
+DRAFTERS = ["model:stories280k", "early-exit:4", "ngram", *TRAINED]
 LIKELY = 0.4
 
 
@@ -101,14 +83,14 @@ def plain() -> Sequence[Sequence[int]]:
 
 
 @pytest.mark.short(
-    "model-tree", "hydra-chain", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "adapter-chain",
-    "block-tree",
+    "model:stories280k-tree", "hydra-chain", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "block-tree",
+    "early-exit:adapted-chain",
 )  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, tmp_path: Path) -> None:
+def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation) -> None:
     """And as many guesses are right as where layers are computed in passes of any shape."""
-    drafter = DRAFTERS[kind](tmp_path / "heads")
+    drafter = spelled(kind)
     fixed, usual = (made(drafter, device, speculation=shape, chunk_tokens=7) for device in (FIXED, "cpu"))
     assert isinstance(fixed.engine.runner, GraphRunner)
     for llm in (fixed, usual):
@@ -122,10 +104,10 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation, t
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_nobody_reads_what_a_graph_gave_once_another_one_ran(
-    kind: str, shape: Speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, shape: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """States of a pass lie where later passes write. Who needs them for longer has a copy."""
-    drafter, counts = TRAINED[kind](tmp_path / "heads"), []
+    drafter, counts = spelled(kind), []
     for captured in (False, True):
         keys = imagine_captures(monkeypatch) if captured else ()
         llm = made(drafter, speculation=shape, chunk_tokens=7)
@@ -137,9 +119,9 @@ def test_nobody_reads_what_a_graph_gave_once_another_one_ran(
 
 @pytest.mark.short("eagle")
 @pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "medusa"])
-def test_chains_end_where_they_are_too_unlikely(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_end_where_they_are_too_unlikely(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a mix that merges its members' guesses, which asks for the likely ones and for how likely they are."""
-    drafter, counts = TRAINED[kind](tmp_path / "heads"), []
+    drafter, counts = spelled(kind), []
     for device in (FIXED, "cpu"):
         llm = made(drafter, device, speculation=4)
         assert llm.engine.drafter is not None
@@ -152,10 +134,10 @@ def test_chains_end_where_they_are_too_unlikely(kind: str, tmp_path: Path, monke
 
 
 @pytest.mark.short("hydra", "block")
-@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "adapter"])
-def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "early-exit:adapted"])
+def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds of rows that are drafted to different depths, some of them not at all."""
-    drafter, found, bodies = TRAINED[kind](tmp_path / "heads"), [], list[int]()
+    drafter, found, bodies = spelled(kind), [], list[int]()
     body = ChainGraph.body
     monkeypatch.setattr(ChainGraph, "body", lambda *arguments: bodies.append(1) or body(*arguments))
     for at_once in (True, False):
@@ -178,10 +160,10 @@ def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, tmp_path: Path, mon
 @pytest.mark.parametrize("num_blocks", [1, 3, 5])
 @pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "p-eagle", "block"])
 def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
-    kind: str, num_blocks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does it end its own answer."""
-    llm = made(TRAINED[kind](tmp_path / "heads"), speculation=4)
+    llm = made(spelled(kind), speculation=4)
     drafter = llm.engine.drafter
     assert isinstance(drafter, FedFollower)
     drafter.runner = GraphRunner.of(drafter.runner.decoder, 16 * num_blocks, block_size=16)
@@ -192,9 +174,9 @@ def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
 
 @pytest.mark.short("block:heads")
 @pytest.mark.parametrize("kind", ["p-eagle", "block", "block:heads"])
-def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str, tmp_path: Path) -> None:
+def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str) -> None:
     """Where it has fewer than its depth says."""
-    llm = made(TRAINED[kind](tmp_path / "heads"), speculation=4)
+    llm = made(spelled(kind), speculation=4)
     drafter = llm.engine.drafter
     assert isinstance(drafter, FedFollower)
     propose = drafter.propose
@@ -210,10 +192,12 @@ def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str, tmp_path: Pa
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("kind", ["model", "medusa", "eagle", "mtp-of-3", "adapter", "block:heads"])
-def test_rejection_modes_draw_from_declared_laws(kind: str, rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["model:stories280k", "medusa", "eagle", "mtp-of-3", "early-exit:adapted", "block:heads"]
+)
+def test_rejection_modes_draw_from_declared_laws(kind: str, rule: str) -> None:
     """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
-    drafter, texts = DRAFTERS[kind](tmp_path / "heads"), []
+    drafter, texts = spelled(kind), []
     for device in (FIXED, "cpu"):
         llm = made(drafter, device, speculation=3, verification=rule)
         texts.append(tokens_of(llm.generate(PROMPTS, PARAMS)))
@@ -231,9 +215,9 @@ def test_adapters_of_layers_with_experts_draft(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
-    kind: str, shape: Speculation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, shape: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = TRAINED[kind](tmp_path / "heads")
+    drafter = spelled(kind)
     unseen = shape.width == 1
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=shape)
@@ -255,11 +239,9 @@ NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, th
 
 @pytest.mark.short("block:heads")
 @pytest.mark.parametrize("kind", MOST_SENT)
-def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However deep the chains are: what lies between the passes of a chain is captured with them."""
-    drafter, sent = TRAINED[kind](tmp_path / "heads"), list[list[str]]()
+    drafter, sent = spelled(kind), list[list[str]]()
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=5)
         submit(llm, PROMPTS[:2], PARAMS[0])
