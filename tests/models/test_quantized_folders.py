@@ -110,6 +110,7 @@ def test_parts_of_a_layer_in_whole_and_in_floating_numbers_are_unpacked(
     assert torch.equal(got, wanted.T.bfloat16())
 
 
+@pytest.mark.short("llama-*", "phi3-awq*", "phi3-gptq*", "qwen3_moe-awq*", "qwen3_moe-fp8")
 @pytest.mark.parametrize("kind", ["awq, 64", "gptq, by activations", "compressed, bytes", "fp8", "nf4, nested"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpacked_weights_give_the_bits_of_a_plain_folder(
@@ -136,6 +137,7 @@ def pairs(one: Decoder, other: Decoder) -> list[tuple[Linear, Linear]]:
     return [*zip([*flat[:half], one.head], [*flat[half:], other.head], strict=True)]
 
 
+@pytest.mark.short("llama-*", "phi3-awq*", "qwen3_moe-gptq*")
 @pytest.mark.parametrize("kind", ["awq, 128", "gptq, 8 bits, zeros", "compressed, 64", "bitsandbytes, bytes"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
