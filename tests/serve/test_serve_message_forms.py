@@ -188,7 +188,7 @@ def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) ->
     assert asked(body, "messages") == asked(chat, "chat") == asked(response_of(chat), "responses")
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(body=bodies())
 @example(body=UNSHOWN)
 def test_an_answer_is_that_of_its_chat(server: Running, body: dict[str, Any]) -> None:
