@@ -190,14 +190,24 @@ def tuning(*cells: ServedCell) -> ServerTuning:
     return ServerTuning("http://s", "m", dialect_of("vllm", None), "http://p", plan, cells, None)
 
 
+def steady(cost: float) -> ServedCell:
+    """What two repetitions without noise say."""
+    return cell_of(1, [*pair(1, cost), *pair(1, cost, 1)])
+
+
+def test_one_repetition_advises_nothing() -> None:
+    assert advice_of(cell_of(1, pair(1, 1.05))) is None
+    assert advice_of(steady(1.05)) is not None
+
+
 def test_only_depths_whose_lower_end_is_at_least_1_are_advised() -> None:
     """One measured depth once advised another that was slower: rounds cost much, and most of it to draft at all."""
-    steep = advice_of(cell_of(1, pair(1, 3.0)))
+    steep = advice_of(steady(3.0))
     assert steep is not None
     assert (steep.depth, steep.clear, steep.trial) == (0, True, None)
     assert steep.open_depth is not None
     assert steep.open_depth.low < 1 < steep.open_depth.high
-    good = advice_of(cell_of(1, pair(1, 1.05)))
+    good = advice_of(steady(1.05))
     assert good is not None
     assert (good.depth, good.clear) == (None, True)
     unsure = advice_of(cell(1, expected_tokens(RATES, DEPTH) / 1.03))
@@ -209,8 +219,11 @@ def test_of_depths_that_requests_chose_the_fastest_is_advised() -> None:
     costs, blocks = {1: 1.1, 4: 2.4}, []
     for depth, cost in costs.items():
         token_s = PLAIN_S * cost / expected_tokens(RATES, depth)
-        blocks.append(block(f"depth {depth}", 1, 0, token_s, counts_of(depth, RATES), str(depth)))
-    found = cell_of(1, [*pair(1, 2.4), *blocks])
+        blocks += [
+            block(f"depth {depth}", 1, repetition, token_s, counts_of(depth, RATES), str(depth))
+            for repetition in (0, 1)
+        ]
+    found = cell_of(1, [*pair(1, 2.4), *pair(1, 2.4, 1), *blocks])
     advice = advice_of(found)
     assert advice is not None
     assert (advice.depth, advice.clear) == (1, True)

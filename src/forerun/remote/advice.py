@@ -28,8 +28,8 @@ class DepthAdvice:
 
 
 def advice_of(cell: ServedCell) -> DepthAdvice | None:
-    """What to serve at a load; None where there is nothing to compare with."""
-    if cell.speed_up is None or cell.likely is None:
+    """What to serve at a load; None where there is nothing to compare with, or one repetition, which tells no noise."""
+    if cell.speed_up is None or cell.likely is None or cell.num_repetitions < 2:
         return None
     asked = [each for each in cell.by_depth if each.measured and each.depth]
     choices: list[tuple[int | None, float, float]] = [(None, cell.speed_up.median, cell.likely[0])]

@@ -29,9 +29,8 @@ HEADS = (
     "cost of\na round",
 )
 MOST_ERRORS = 3
-DEPTHS = (
-    "Speed-up by depth, with the range that holds it nine times in ten: × where measured, else what that leaves open"
-)
+DEPTHS = "Speed-up by depth, × where measured, with ranges that hold it nine times in ten"
+ONCE = "Speed-up by depth, × where measured; one repetition does not tell how far chance widens these ranges"
 
 
 def server_card(tuning: ServerTuning) -> RenderableType:
@@ -39,7 +38,7 @@ def server_card(tuning: ServerTuning) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads(tuning), Text()]
     if any(cell.by_depth for cell in tuning.cells):
         parts += [
-            Text(DEPTHS, "bold"),
+            Text(DEPTHS if all(cell.num_repetitions > 1 for cell in tuning.cells) else ONCE, "bold"),
             depths(tuning),
             Text(),
         ]
@@ -170,14 +169,17 @@ def compared(tuning: ServerTuning) -> Iterator[Text]:
 
 def gain_line(cell: ServedCell) -> tuple[str, str]:
     """Whether speculation helps at a load, and the line's style."""
-    spread = cell.speed_up
+    spread, likely = cell.speed_up, cell.likely
     assert spread is not None, "both ways were measured"
+    assert likely is not None, "both ways were measured"
     at = f"at {counted(cell.clients, 'client')}: {spread.median:.2f} times as fast"
-    quartiles = f" (quartiles {spread.low:.2f} to {spread.high:.2f})"
-    if spread.low <= 1 <= spread.high:
-        return f"No clear difference {at}{quartiles}", "yellow"
+    if cell.num_repetitions < 2:
+        return f"One repetition {at}, which tells no difference from chance: nothing is advised", "yellow"
+    ends = f" (nine times in ten {likely[0]:.2f} to {likely[1]:.2f})"
+    if likely[0] <= 1 <= likely[1]:
+        return f"No clear difference {at}{ends}", "yellow"
     helps = spread.median > 1
-    return f"Speculation {'helps' if helps else 'hurts'} {at}{quartiles}", "bold green" if helps else "bold yellow"
+    return f"Speculation {'helps' if helps else 'hurts'} {at}{ends}", "bold green" if helps else "bold yellow"
 
 
 def advice_lines(tuning: ServerTuning, cell: ServedCell, advice: DepthAdvice) -> Iterator[Text]:
