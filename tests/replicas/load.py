@@ -76,7 +76,17 @@ def replicas_among(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def num_taken_over(url: str) -> float:
-    """How many requests went to another replica."""
+def counted(url: str, name: str) -> int:
+    """A number of the server's own metrics."""
     metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-    return float(metrics.split("\nforerun:requests_taken_over_total ")[1].split()[0])
+    return int(float(metrics.split(f"\nforerun:{name} ")[1].split()[0]))
+
+
+def num_taken_over(url: str) -> int:
+    """How many requests went to another replica."""
+    return counted(url, "requests_taken_over_total")
+
+
+def num_running(url: str) -> int:
+    """How many replicas take requests."""
+    return counted(url, "num_replicas")

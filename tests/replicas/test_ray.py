@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,16 @@ from forerun.sampling.params import SamplingParams
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.servers import command, httpx, launched, library_answer, running, started, until
 from replicas.conversations import known_share
-from replicas.load import BODIES, NUM_CLIENTS, PATIENCE_S, ask_while, num_taken_over, replicas_among, tokens_of
+from replicas.load import (
+    BODIES,
+    NUM_CLIENTS,
+    PATIENCE_S,
+    ask_while,
+    num_running,
+    num_taken_over,
+    replicas_among,
+    tokens_of,
+)
 from replicas.test_routers import free_port
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
@@ -38,10 +47,10 @@ def replica_processes(server: subprocess.Popen[str]) -> list[Any]:
     return replicas_among(psutil.Process(server.pid).children(recursive=True))
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
-def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The command with so many replicas, of 8 places each."""
-    process, url = started("--replicas", str(request.param), "--max-num-seqs", "8", "--max-queue", "256")
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The command in a process of its own, and where it listens."""
+    process, url = started(*options)
     assert process.stderr is not None
     threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
     try:
@@ -50,6 +59,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Pop
         with process:  # which closes its pipe
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The command with so many replicas, of 8 places each."""
+    with serving("--replicas", str(request.param), "--max-num-seqs", "8", "--max-queue", "256") as made:
+        yield made
 
 
 def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str, subprocess.Popen[str]]) -> None:
@@ -64,7 +80,7 @@ def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str
             num_killed += 1
 
     num_answered, taken_over = ask_while(url, 40.0, kill), num_taken_over(url)
-    print(f"{num_answered} answers, {num_killed} replicas killed, {taken_over:.0f} requests taken over")
+    print(f"{num_answered} answers, {num_killed} replicas killed, {taken_over} requests taken over")
     assert num_killed >= 3
     assert taken_over > 0
     assert num_answered >= NUM_CLIENTS
@@ -80,6 +96,14 @@ def test_conversations_find_what_replicas_know_of_them(server: tuple[str, subpro
     print(f"known of prompts: {shares[1]:.3f} by replicas, {shares[0]:.3f} by one engine")
     assert shares[0] > 0.3
     assert shares[1] >= 0.9 * shares[0]
+
+
+def test_load_adds_a_replica() -> None:
+    with serving("--replicas", "1:2", "--max-num-seqs", "4", "--max-queue", "256") as (url, _):
+        seen = [num_running(url)]
+        num_answered = ask_while(url, 100.0, lambda: seen.append(num_running(url)))
+        print(f"{num_answered} answers, replicas: {seen}")
+    assert {*seen} == {1, 2}
 
 
 def test_a_file_is_answered_as_by_one_engine_while_replicas_are_killed(tmp_path: Path) -> None:

@@ -19,8 +19,17 @@ import pytest
 
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.machines import FIRST, INSIDE, Machine, needs_namespaces, two_machines
-from kit.servers import httpx, library_answer, until
-from replicas.load import BODIES, NUM_CLIENTS, PATIENCE_S, ask_while, num_taken_over, replicas_among, tokens_of
+from kit.servers import library_answer, until
+from replicas.load import (
+    BODIES,
+    NUM_CLIENTS,
+    PATIENCE_S,
+    ask_while,
+    num_running,
+    num_taken_over,
+    replicas_among,
+    tokens_of,
+)
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'forerun[ray]'")
 pytestmark = [pytest.mark.full, needs_namespaces]
@@ -68,11 +77,6 @@ class Cluster:
         if not has_node(self.worker):
             (line,) = re.findall(r"`(ray start --address .*?)`", PAGE)
             self.nodes.enter_context(node(self.worker, line))
-
-    def num_running(self) -> int:
-        """How many replicas take requests."""
-        metrics = httpx.get(f"{self.url}/metrics", trust_env=False).text
-        return int(float(metrics.split("\nforerun:num_replicas ")[1].split()[0]))
 
     def replicas(self) -> list[int]:
         """How many there are on each machine."""
@@ -133,7 +137,7 @@ def test_every_answer_is_one_engines_while_replicas_of_both_machines_are_killed(
             killed.append(machine.name)
 
     num_answered, taken_over = ask_while(cluster.url, 40.0, kill), num_taken_over(cluster.url)
-    print(f"{num_answered} answers, {len(killed)} replicas killed, {taken_over:.0f} requests taken over")
+    print(f"{num_answered} answers, {len(killed)} replicas killed, {taken_over} requests taken over")
     assert {*killed} == {cluster.head.name, cluster.worker.name}
     assert taken_over > 0
     assert num_answered >= NUM_CLIENTS
@@ -152,11 +156,11 @@ def test_a_server_that_was_killed_is_started_again_in_the_place_of_its_replicas(
 def test_a_machine_that_is_lost_costs_no_answer(cluster: Cluster, lose: Callable[[Machine], None]) -> None:
     """Behind a cable that is pulled it does not say that it is gone."""
     cluster.join()
-    until(lambda: cluster.replicas() == [1, 1] and cluster.num_running() == 2, PATIENCE_S, 0.5)
+    until(lambda: cluster.replicas() == [1, 1] and num_running(cluster.url) == 2, PATIENCE_S, 0.5)
     before = num_taken_over(cluster.url)
     num_answered = ask_while(cluster.url, 15.0, lambda: lose(cluster.worker))
     taken_over = num_taken_over(cluster.url) - before
-    print(f"{num_answered} answers, {taken_over:.0f} requests taken over")
-    assert cluster.num_running() == 1
+    print(f"{num_answered} answers, {taken_over} requests taken over")
+    assert num_running(cluster.url) == 1
     assert taken_over > 0
     assert num_answered >= NUM_CLIENTS
