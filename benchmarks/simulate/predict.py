@@ -19,13 +19,13 @@ from benchmarks.simulate.roofline import Machine, Shape
 from forerun.config import AUTO_DEPTH
 from forerun.control.choices import tokens_of
 from forerun.control.controller import Load
+from forerun.control.costs import CostTable, Curve, Kind
 from forerun.control.drafters import DraftOption, MeasuredDrafter, MeasuredDrafters
 from forerun.control.forecast import forecast
 from forerun.control.kept_costs import from_json
 from forerun.control.measured import MeasuredDepth
-from forerun.control.pass_costs import Kind, PassCost, PassCosts, row_class
 from forerun.draft.base import Budget
-from forerun.economy import LinearCost, expected_tokens
+from forerun.economy import expected_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class Prediction:
 
 
 @dataclass(slots=True)
-class ComputedPass(PassCost):
+class ComputedPass(Curve):
     """Seconds of passes that a formula gives for any number of tokens, where an engine would have measured some."""
 
     formula: Callable[[float], float] = lambda num_tokens: 0.0
 
-    def expect(self, num_tokens: float | int) -> float:
+    def expect(self, size: float | int) -> float:
         """What the formula gives."""
-        return self.formula(num_tokens)
+        return self.formula(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,15 @@ class Setting:
         """A controller that knows these costs; what is drafted with each width counts as a drafter of its own."""
         drafters, context = MeasuredDrafters(), batch * self.context
         for width in widths:
-            line = LinearCost(flat=False)
+            drafts = CostTable(flat=False)
             for depth in (1, AUTO_DEPTH):
-                line.record(depth, self.machine.constants.drafted_s + depth * self.step_s(batch, width))
-            drafters.all.append(MeasuredDrafter(drafts={row_class(batch): line}))
+                drafts.record(
+                    Kind.of(batch), depth, self.machine.constants.drafted_s + depth * self.step_s(batch, width)
+                )
+            drafters.all.append(MeasuredDrafter(costs=drafts))
         pass_s, host_s = self.machine.pass_s, self.machine.constants.host_s
         passes = ComputedPass(formula=lambda num: host_s + pass_s(self.target, num, batch, self.context))
-        costs = PassCosts(kinds={Kind.of(batch, context): passes})
+        costs = CostTable(kinds={Kind.of(batch, context): passes})
         return MeasuredDepth(costs, drafters, load=Load((), (), (), 0, context))
 
     def predict(self, batch: int, guesses: Sequence[Guesses], free: bool = True) -> Prediction:
@@ -131,7 +133,7 @@ class Setting:
         best = max(controller.weighing.plans([options] * batch), key=lambda planned: planned.value(0.0))
         drafted = [(each.depth, each.option.num_nodes(each.depth)) for each in best.choice if each is not None]
         depth, num_guesses = (sum(numbers) / batch for numbers in zip(*drafted, strict=True)) if drafted else (0.0, 0.0)
-        plain = batch / controller.costs.of(controller.weighing.kind(batch)).expect(batch)
+        plain = batch / controller.costs.expect(controller.weighing.kind(batch), batch)
         tokens, speed = tokens_of(best.choice) / batch, best.tokens_per_s
         return Prediction(plain, depth, num_guesses, tokens, speed, speed / plain)
 
@@ -151,7 +153,7 @@ def kept_prediction(controller: MeasuredDepth, batch: int) -> dict[str, Any]:
     assert best is not None, "kept costs are not empty"
     record = controller.drafters.all[controller.drafters.names.index(best.drafter)]
     tokens = 1 + record.covered * (expected_tokens(record.evidence.rates(), best.depth) - 1)
-    plain = batch / controller.costs.of(controller.weighing.kind(batch)).expect(batch)
+    plain = batch / controller.costs.expect(controller.weighing.kind(batch), batch)
     gain, depth = best.gain if best.depth else 1.0, float(best.depth)
     predicted = Prediction(plain, depth, depth, tokens, plain * gain, gain)
     return {"draft": best.drafter, "batch": batch, **asdict(predicted)}

@@ -13,9 +13,9 @@ from benchmarks.simulate.check import check
 from benchmarks.simulate.predict import Guesses, Setting, chain, kept_prediction, tree
 from benchmarks.simulate.roofline import CARDS, Card, Constants, Machine, Shape, config_named, drafter_of
 
+from forerun.control.costs import Kind
 from forerun.control.forecast import forecast
 from forerun.control.kept_costs import as_json, from_json
-from forerun.control.pass_costs import Kind
 from forerun.economy import best_depth, expected_tokens
 
 CONFIG = config_named("llama-3.1-8b")

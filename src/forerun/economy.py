@@ -18,10 +18,7 @@ OTHERS_WEIGHT = 8.0  # the same where other sequences are known: a few bad guess
 LEAST_LIKE, MOST_LIKE = 4.0, 1000.0  # guesses that what is known of all sequences counts as for one of them
 LARGEST_UNIT = 1e12
 OUTLIER = 4.0  # times what was expected: a busy machine, not a price
-LEVEL_SHARE = 0.05  # of a round's surprise that the level takes; less than sizes take, whose errors it would hide
-SCATTER_SHARE = 0.05  # the same of how far it was off
 NO_TIME_S = 1e-9
-CLEAR, CHANGED = 3, 1.5  # so many rounds in a row that take so many times more, or less, are a change
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -163,31 +160,6 @@ def likeness(apart: Sequence[Acceptance], unknown: float) -> float:
     seen = sum(num * (right / num - share) ** 2 for right, num in counts) - (len(counts) - 1) * chance
     between = seen / (total - sum(num**2 for _, num in counts) / total)
     return min(max(LEAST_LIKE, chance / between), MOST_LIKE) if between > 0 else MOST_LIKE
-
-
-@dataclass(slots=True)
-class Level:
-    """How much longer everything takes now than was expected: slowly, or at once where it is clear.
-
-    `scatter` is by how much single rounds are off: 0.1 where most take a tenth more or less than is usual.
-    """
-
-    factor: float = 1.0
-    scatter: float = 0.0
-    recent: list[float] = field(default_factory=list)
-    num_jumps: int = 0  # times that it changed at once
-
-    def record(self, surprise: float) -> bool:
-        """Learn from what was taken over what was expected at this level; whether that is near what is usual now."""
-        self.recent = [*self.recent[1 - CLEAR :], surprise * self.factor]
-        ratios = [each / self.factor for each in self.recent]
-        if len(ratios) == CLEAR and (min(ratios) > CHANGED or max(ratios) < 1 / CHANGED):
-            self.factor = sorted(self.recent)[CLEAR // 2]
-            self.num_jumps += 1
-        elif 1 / CHANGED <= surprise <= CHANGED:
-            self.factor *= surprise**LEVEL_SHARE
-            self.scatter += SCATTER_SHARE * (abs(surprise - 1) - self.scatter)
-        return 1 / CHANGED <= self.recent[-1] / self.factor <= CHANGED
 
 
 def damped(taken_s: float, expected_s: float) -> float:

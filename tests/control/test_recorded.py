@@ -19,4 +19,4 @@ def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(case: str) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_about_as_good_as_the_best_fixed_depth(case: str) -> None:
     """The best fixed depth is found afterwards, on the same texts. In a busy moment more is lost, as RESULTS say."""
-    assert statistics.mean(score(case, seed) for seed in SEEDS) >= (0.92 if "quiet" in case else 0.8)
+    assert statistics.mean(score(case, seed) for seed in SEEDS) >= (0.92 if "quiet" in case else 0.87)

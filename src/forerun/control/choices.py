@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forerun.control.controller import Load
+from forerun.control.costs import CostTable, Kind, RowPassCosts
 from forerun.control.drafters import BEHIND, SPREAD, Assignment, DraftOption, MeasuredDrafters
-from forerun.control.pass_costs import Kind, PassCosts, RowPassCosts
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
@@ -57,6 +57,7 @@ class Drafts:
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
+    plain_s: float = 0.0  # of that pass without guesses, when it is known
     steps: dict[int, float] = field(default_factory=dict)  # guesses that a member draws, one behind the other
     num_rows: dict[int, int] = field(default_factory=dict)
     num_unread: dict[int, int] = field(default_factory=dict)
@@ -64,10 +65,11 @@ class Drafts:
     def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
         before, self.depths[row] = self.depths[row], depth
-        self.num_tokens += option.num_made(depth) - option.num_made(before)
+        is_whole_chain = not option.made and option.budget.nodes == option.budget.depth
+        self.num_tokens += depth - before if is_whole_chain else option.num_made(depth) - option.num_made(before)
         self.gain += gain
         for member in option.members:
-            self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth))
+            self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth) if option.made else depth)
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
                 self.num_unread[member] = self.num_unread.get(member, 0) + option.num_unread.get(member, 0)
@@ -84,7 +86,9 @@ class Drafts:
 
         Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
         """
-        return max(self.costs.expect(self.num_tokens), self.costs.expect(len(self.depths))) + self.drafting_s()
+        if not self.plain_s:
+            self.plain_s = self.costs.expect(len(self.depths))
+        return max(self.costs.expect(self.num_tokens), self.plain_s) + self.drafting_s()
 
     def whole_s(self) -> float:
         """Seconds of the round with all that members have to read first, which serves later rounds too."""
@@ -107,26 +111,6 @@ class Drafts:
         return max(0.0, pass_s) + self.drafting_s() / max(self.steps.values())
 
 
-def speeds(option: DraftOption, drafters: MeasuredDrafters, costs: RowPassCosts) -> list[float]:
-    """Tokens per second of a row alone that is drafted by this option, by depth; those of plain decoding first."""
-    lines = [drafters.all[member].cost_line(1, option.num_unread.get(member, 0)) for member in option.members]
-    first_s, step_s = sum(line[0] for line in lines), sum(line[1] for line in lines)
-    chain, num_made = option.budget.nodes == option.budget.depth, option.made
-    pass_s, gain = costs.table(2 + option.budget.nodes), 1.0
-    plain_s = max(NO_TIME_S, pass_s[1])
-    per_s = [1 / plain_s]
-    for depth, chance in enumerate(option.survival, 1):
-        num_tokens = 1 + (num_made[depth - 1] if num_made else depth if chain else option.num_nodes(depth))
-        whole = int(num_tokens)
-        taken_s = pass_s[whole]
-        if whole != num_tokens:
-            taken_s += (num_tokens - whole) * (pass_s[whole + 1] - taken_s)
-        gain += chance
-        steps = 1 + num_made[depth - 2] if num_made and depth > 1 else depth
-        per_s.append(gain / ((taken_s if taken_s > plain_s else plain_s) + first_s + step_s * steps))
-    return per_s
-
-
 def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
     """The sets of members that are looked at, small ones first, none at all before them."""
     sizes = range(len(members) + 1) if len(members) <= MANY else (0, 1, len(members))
@@ -136,6 +120,12 @@ def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
 def tokens_of(choice: Choice) -> float:
     """What a round of this choice gives."""
     return float(len(choice)) + sum(each.gain for each in choice if each is not None)
+
+
+def same(choice: Choice, other: Choice) -> bool:
+    """Whether these choices among the same options are one."""
+    pairs = zip(choice, other, strict=True)
+    return all(a is b or (a and b and a.option is b.option and a.depth == b.depth) for a, b in pairs)
 
 
 def best_of(options: Options, among: frozenset[int], merging: bool) -> DraftOption | None:
@@ -176,36 +166,30 @@ class Weighing:
     Prompts in the same pass count only in that guesses beside them take more.
     """
 
-    costs: PassCosts
+    costs: CostTable
     drafters: MeasuredDrafters
     load: Load
-
-    def alone(self, taken: TakenPlan, options: Options) -> tuple[Sequence[Planned], Planned | None]:
-        """The best plans of a row alone: nothing, and every option as far as pays; what the last one is worth now."""
-        costs, free = self.prices(1), all(option.free for option in options.values())
-        is_last = list(taken.assigned) == list(self.load.seq_ids)
-        before = taken.assigned[self.load.seq_ids[0]] if is_last else None
-        plans = [Planned([None], 1 / max(NO_TIME_S, costs.expect(1)))] if free else []
-        last = plans[0] if plans and is_last and before is None else None
-        for drafter, option in options.items():
-            if len(option.members) > 1 and option is not best_of(options, option.members, merging=True):
-                continue  # a tree of all that is no better than one member's
-            per_s = speeds(option, self.drafters, costs if len(option.members) == 1 else self.prices(1, [option]))
-            best = per_s.index(max(per_s[1:]), 1) if option.free else option.budget.depth
-            plans.append(Planned([Assignment(option, best)], per_s[best]))
-            if before and before.option.budget.drafter == drafter and option.allows(before.depth):
-                last = Planned([Assignment(option, before.depth)], per_s[before.depth])
-        return plans, last
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
         """The best plan for every set of members, small sets first."""
         members = sorted({member for options in rows for option in options.values() for member in option.members})
+        looked_at = set[tuple[int, ...]]()
         for among in sets(members):
             for merging in (False, True) if len(among) > 1 else (False,):
-                yield self.deepest([best_of(options, among, merging) for options in rows])
+                chosen = [best_of(options, among, merging) for options in rows]
+                key = tuple(map(id, chosen))
+                if key not in looked_at:
+                    looked_at.add(key)
+                    yield self.deepest(chosen)
 
     def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
         """How far each row should be drafted if it is drafted by this option."""
+        if not any(chosen):
+            return Planned(
+                [None] * len(chosen), len(chosen) / max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
+            )
+        if len(chosen) == 1 and chosen[0] and chosen[0].free:
+            return self.deepest_alone(chosen[0])
         drafts = self.drafts([option for option in chosen if option], len(chosen))
         guesses: list[tuple[float, int, int, DraftOption]] = []
         for row, option in enumerate(chosen):
@@ -214,17 +198,38 @@ class Weighing:
             elif option is not None:
                 drafts.deepen(row, option, option.budget.depth, option.gain)
         best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(guesses) // FINE)
+        rest = -sum(guess[0] for guess in guesses)
         for number, (chance, depth, row, option) in enumerate(sorted(guesses, key=lambda guess: guess[:3]), 1):
             drafts.deepen(row, option, depth, -chance)
+            rest += chance
             if number <= FINE or number % step == 0 or number == len(guesses):
-                value = drafts.tokens_per_s()
-                if value > best:
-                    best, depths = value, list(drafts.depths)
+                taken_s = max(NO_TIME_S, drafts.round_s())
+                if drafts.gain > best * taken_s:
+                    best, depths = drafts.gain / taken_s, list(drafts.depths)
+                elif drafts.gain + rest <= best * taken_s:
+                    break  # more guesses take no less time, and give no more than the rest of their chances
         pairs = zip(chosen, depths, strict=True)
         return Planned([Assignment(option, depth) if option and depth else None for option, depth in pairs], best)
 
-    def last(self, taken: TakenPlan, rows: Sequence[Options]) -> Planned | None:
-        """What the last round's options would be worth now; None where the rows are others, or cannot have them."""
+    def deepest_alone(self, option: DraftOption) -> Planned:
+        """How far a row alone should be drafted by this option; a round of one row must not wait for its plan."""
+        costs, gain, rest, depth_taken = self.prices(1, [option]), 1.0, option.gain, 0
+        drafts = [(self.drafters.all[member], option.num_unread.get(member, 0)) for member in option.members]
+        plain_s = max(NO_TIME_S, costs.expect(1))
+        best = gain / plain_s
+        for depth, chance in enumerate(option.survival, 1):
+            gain, rest, num_drawn = gain + chance, rest - chance, option.num_drawn(depth)
+            taken_s = max(plain_s, costs.expect(1 + option.num_made(depth)))
+            for drafter, num_unread in drafts:
+                taken_s += drafter.cost_s(num_drawn, 1, num_unread)
+            if gain > best * taken_s:
+                best, depth_taken = gain / taken_s, depth
+            elif gain + rest <= best * taken_s:
+                break
+        return Planned([Assignment(option, depth_taken) if depth_taken else None], best)
+
+    def last(self, taken: TakenPlan, rows: Sequence[Options]) -> Choice | None:
+        """The last round's choice among the options of now; None where the rows are others, or cannot have it."""
         if list(taken.assigned) != list(self.load.seq_ids):
             return None
         choice: list[Assignment | None] = []
@@ -236,7 +241,7 @@ class Weighing:
                 choice.append(Assignment(option, before.depth))
             else:
                 return None
-        return Planned(choice, self.drafts_of(choice).tokens_per_s())
+        return choice
 
     def drafts_of(self, choice: Choice) -> Drafts:
         """The drafts of a choice."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
-from forerun.control.pass_costs import row_class
+from forerun.control.costs import CostTable, Kind
 from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer, Surprise
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
-from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, Level, LinearCost, damped, likeness
+from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, damped, likeness
 
 WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
@@ -29,7 +29,7 @@ SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
 CHANGED_GUESSES = 1.0  # the same where something has changed
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
 LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
-NO_COST_S = 2e-5  # of drafting, below which it does not matter by how much it changes
+LEAST_S = 2e-5  # that drafting is taken to cost
 SPREAD = 16  # rounds over which the reading of such a text is spread: what is read once serves them all
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
 MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
@@ -171,8 +171,7 @@ class MeasuredDrafter:
     accepted: float = 0.0
     retry: RetryTimer = field(default_factory=RetryTimer)
     unseen: int = 0  # rounds since guesses of it were last judged, its own or those in merged trees
-    drafts: dict[int, LinearCost] = field(default_factory=dict)  # seconds by depth, for so many rows
-    level: Level = field(default_factory=Level)
+    costs: CostTable = field(default_factory=lambda: CostTable(flat=False))  # of drafts, by depth
     reading_s: float = 0.0  # for a token of unread text
     surprise: Surprise = field(default_factory=Surprise)
     covered: float = 1.0  # of the rounds, in how many it has anything to draft
@@ -223,33 +222,16 @@ class MeasuredDrafter:
 
     def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
         """Learn from how long it took, as one of those who drafted."""
-        expected_s = self.cost_s(depth, len(num_unread))
         if max(num_unread) <= BEHIND:
-            size = row_class(len(num_unread))
-            line = self.drafts.setdefault(size, LinearCost(flat=False))
-            # a depth of which nothing follows yet surprises nobody: its time is not an outlier
-            if not line.knows(depth) or expected_s < NO_COST_S or self.level.record(taken_s / expected_s):
-                line.record(depth, taken_s / self.level.factor)
+            self.costs.record(Kind.of(len(num_unread)), depth, max(LEAST_S, taken_s))
         else:
-            each_s = max(0.0, taken_s - expected_s) / sum(num_unread)
+            each_s = max(0.0, taken_s - self.cost_s(depth, len(num_unread))) / sum(num_unread)
             self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s
-
-    def cost_line(self, num_rows: int, num_unread: int) -> tuple[float, float]:
-        """Seconds of drafting so many rows before the first guess, and for each one behind the other.
-
-        Where no batch of this size was timed, one of another size says it.
-        """
-        if not self.drafts:
-            return self.reading_s * num_unread / SPREAD, 0.0
-        size = row_class(num_rows)
-        line = self.drafts.get(size) or self.drafts[min(self.drafts, key=lambda known: (abs(known - size), known))]
-        first_s, step_s = line.straight()
-        return self.level.factor * first_s + self.reading_s * num_unread / SPREAD, self.level.factor * step_s
 
     def cost_s(self, depth: float | int, num_rows: int, num_unread: int = 0) -> float:
         """Seconds of drafting so many rows so far, with its part of reading what is unread."""
-        first_s, step_s = self.cost_line(num_rows, num_unread)
-        return first_s + step_s * depth
+        reading_s = self.reading_s * num_unread / SPREAD if num_unread else 0.0
+        return self.costs.expect(Kind(num_rows.bit_length(), 0, False), depth) + reading_s
 
 
 @dataclass(slots=True)

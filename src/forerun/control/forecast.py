@@ -15,8 +15,8 @@ from itertools import accumulate
 from operator import mul
 
 from forerun.config import AUTO_DEPTH
+from forerun.control.costs import CostTable, Kind, size_class
 from forerun.control.drafters import MeasuredDrafters
-from forerun.control.pass_costs import Kind, PassCosts, size_class
 from forerun.economy import WEIGHT, Acceptance
 
 BATCHES = (1, 8, 32)
@@ -48,7 +48,7 @@ class Forecast:
         return f"{gain} at batch {self.batch}" + (f" ({drafter}depth {self.depth})" if self.depth else "")
 
 
-def forecast(costs: PassCosts, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
+def forecast(costs: CostTable, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
     """The forecast for so many rows with so many tokens of text together; None without measurements or guesses."""
     if not costs.kinds or not drafters.all:
         return None
@@ -75,7 +75,7 @@ def bounding(counts: Acceptance) -> Iterator[list[float]]:
 
 
 def gain(
-    costs: PassCosts,
+    costs: CostTable,
     drafters: MeasuredDrafters,
     drafter: int,
     depth: int,
@@ -88,8 +88,8 @@ def gain(
     members = drafters.all[:-1] if merged else [chosen]
     tokens: float = 1 + chosen.covered * sum(accumulate(rates[:depth], mul))
     rows, made = max(1, round(chosen.covered * batch)), [0.0, *chosen.cut_off.num_made(depth)]
-    plain_s = costs.of(Kind.of(batch, num_context)).expect(batch)
-    pass_s = max(plain_s, costs.of(Kind.of(batch, num_context, merged)).expect(batch + rows * made[-1]))
+    plain_s = costs.expect(Kind.of(batch, num_context), batch)
+    pass_s = max(plain_s, costs.expect(Kind.of(batch, num_context, merged), batch + rows * made[-1]))
     if chosen.covered * batch < 1:  # in most rounds nothing is drafted
         pass_s = chosen.covered * pass_s + (1 - chosen.covered) * plain_s
     steps = 1 + made[-2]
@@ -98,15 +98,15 @@ def gain(
 
 
 def measured(
-    costs: PassCosts, drafters: MeasuredDrafters, drafter: int, depth: int, batch: int, num_context: int
+    costs: CostTable, drafters: MeasuredDrafters, drafter: int, depth: int, batch: int, num_context: int
 ) -> bool:
     """Whether passes of this size were seen: between sizes, a target with experts costs more than a line says."""
     kind = Kind.of(batch, num_context, drafters.is_mix and drafter == len(drafters.all) - 1)
     num_tokens = batch + max(1, round(drafters.all[drafter].covered * batch)) * depth
-    return size_class(num_tokens) in costs.of(kind).sizes
+    return size_class(num_tokens) in costs.of(kind).seen
 
 
-def forecasts(costs: PassCosts, drafters: MeasuredDrafters, most_rows: int) -> Sequence[Forecast]:
+def forecasts(costs: CostTable, drafters: MeasuredDrafters, most_rows: int) -> Sequence[Forecast]:
     """Those for few, some and many rows, as far as an engine with so many places has them."""
     sizes = sorted({min(batch, most_rows) for batch in BATCHES})
     return tuple(each for batch in sizes if (each := forecast(costs, drafters, batch)) is not None)

@@ -8,30 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from forerun.control.costs import CostTable, Curve, Kind
 from forerun.control.drafters import MeasuredDrafter
 from forerun.control.measured import MeasuredDepth
-from forerun.control.pass_costs import Kind, PassCost
-from forerun.economy import MOST, Acceptance, LinearCost
+from forerun.economy import MOST, Acceptance
 from forerun.store import cache_folder, replace_file
 
-SEEN = 2  # passes of a size that what was kept of it counts as
-VERSION = 2
+SEEN = 2  # rounds of a size that what was kept of it counts as
+VERSION = 3
 
 
 def as_json(controller: MeasuredDepth) -> dict[str, Any]:
     """What the controller knows, for `from_json`."""
-    passes = [
-        {"kind": list(kind), "sizes": {str(size): cost.expect(size) for size in cost.sizes}}
-        for kind, cost in controller.costs.kinds.items()
-    ]
     drafters = [
         {
-            "drafts": {str(rows): asdict(line) for rows, line in record.drafts.items()},
+            "drafts": rows_of(record.costs),
             "offered": [n / record.acceptance.unit for n in record.acceptance.offered],
             "accepted": [n / record.acceptance.unit for n in record.acceptance.accepted],
             "covered": record.covered,
@@ -40,7 +35,16 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
         }
         for record in controller.drafters.all
     ]
-    return {"version": VERSION, "names": controller.drafters.names, "passes": passes, "arms": drafters}
+    names = controller.drafters.names
+    return {"version": VERSION, "names": names, "passes": rows_of(controller.costs), "drafters": drafters}
+
+
+def rows_of(costs: CostTable) -> list[dict[str, Any]]:
+    """What rounds take now, by kind and size."""
+    return [
+        {"kind": list(kind), "sizes": {str(size): costs.expect(kind, size) for size in curve.seen}}
+        for kind, curve in costs.kinds.items()
+    ]
 
 
 def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
@@ -48,31 +52,36 @@ def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
     if found["version"] != VERSION or found["names"] != (list(names) if len(names) > 1 else [""]):
         raise ValueError("it is of other drafters")
     controller = MeasuredDepth()
-    for entry in found["passes"]:
-        rows, context, merged = entry["kind"]
-        cost = PassCost(level=controller.costs.level)
-        for size, usual_s in entry["sizes"].items():
-            cost.record(int(size), number(usual_s))
-            cost.sizes[int(size)].num_seen = SEEN
-        controller.costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = cost
+    fill(controller.costs, found["passes"])
     controller.drafters.names = found["names"]
-    controller.drafters.all = [record_of(entry) for entry in found["arms"]]
+    controller.drafters.all = [record_of(entry) for entry in found["drafters"]]
     if len(controller.drafters.all) != len(found["names"]) or not controller.costs.kinds:
         raise ValueError("it is not whole")
     controller.begin()
     return controller
 
 
+def fill(costs: CostTable, entries: Any) -> None:
+    """Learn what `rows_of` wrote."""
+    for entry in entries:
+        rows, context, merged = entry["kind"]
+        curve = costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = Curve(costs.flat)
+        for size, usual_s in entry["sizes"].items():
+            if int(size) < 1:
+                raise ValueError(f"no round has the size {size}")
+            for _ in range(SEEN):
+                curve.record(int(size), number(usual_s))
+
+
 def record_of(entry: Any) -> MeasuredDrafter:
     """One drafter of the file."""
-    names = [field.name for field in fields(LinearCost) if field.name != "flat"]
-    lines = {int(n): LinearCost(False, *(number(line[name]) for name in names)) for n, line in entry["drafts"].items()}
     offered, right = ([number(value) for value in entry[name]] for name in ("offered", "accepted"))
     if len(offered) != MOST or len(right) != MOST:
         raise ValueError("it has other depths")
     promised, accepted = (number(value) for value in entry["trust"])
     counts = Acceptance(offered, right), Acceptance([*offered], [*right])
-    record = MeasuredDrafter(*counts, promised=promised, accepted=accepted, drafts=lines)
+    record = MeasuredDrafter(*counts, promised=promised, accepted=accepted)
+    fill(record.costs, entry["drafts"])
     record.reading_s, record.covered = number(entry["reading_s"]), number(entry["covered"])
     return record
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.control.choices import HOLD, Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
+from forerun.control.choices import HOLD, Choice, Options, Planned, TakenPlan, Weighing, fallbacks, same, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
+from forerun.control.costs import CHANGED, CostTable, Kind
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
 from forerun.control.forecast import forecast
-from forerun.control.pass_costs import PassCosts
 from forerun.control.trials import FIRST_DEPTH, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, TRIES, Advice, RetryTimer, Trials
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import damped
@@ -28,7 +28,6 @@ from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
 HYSTERESIS = 1.015  # how many times as good a round must be for the options of the last one to be left
-WORSE = 0.75  # of what rounds were worth: something has changed
 HOPEFUL_GUESSES = 3.0  # that what is known of a drafter weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 LONGER = 1.25  # times the best choice's round, that one may take in which several rows try something
@@ -39,12 +38,11 @@ ALWAYS_READING = 64  # rounds in a row that read prompts, behind which trials wa
 class MeasuredDepth:
     """The controller. `costs` is what the target's part of a round takes."""
 
-    costs: PassCosts = field(default_factory=PassCosts)
+    costs: CostTable = field(default_factory=CostTable)
     drafters: MeasuredDrafters = field(default_factory=MeasuredDrafters)
     advice: Advice = field(default_factory=Advice)
     times_count: bool = True  # whether it learns from how long rounds take
     planning_s: float = 0.0  # what drafting takes where nothing is drafted
-    usual: float = 0.0  # tokens per second of a row that plans promised of late
     trials: Trials = field(default_factory=Trials)
     load: Load = field(default_factory=lambda: Load((), (), (), 0))  # of the last round
     taken: TakenPlan = field(default_factory=TakenPlan)
@@ -89,8 +87,6 @@ class MeasuredDepth:
         self.load = load
         rows = self.options(load, outlook)
         planned = self.plan(rows)
-        if not self.load.reads:
-            self.watch(planned.tokens_per_s / len(rows))
         self.advise(rows, planned.choice)
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
         num_held = 0 if lasting or self.advice.off else HOLD
@@ -137,17 +133,9 @@ class MeasuredDepth:
 
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
-        self.taken, self.pending, self.usual = TakenPlan(), False, 0.0
+        self.taken, self.pending = TakenPlan(), False
         self.trials.plain, self.trials.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
         self.drafters.begin()
-
-    def watch(self, tokens_per_s: float) -> None:
-        """Try everything soon where rounds are worth much less than they were."""
-        self.trials.awake += 1
-        if tokens_per_s < WORSE * self.usual:
-            self.usual = tokens_per_s
-            self.wake()
-        self.usual += (tokens_per_s - self.usual) / 8
 
     def wake(self) -> None:
         """Something has changed: try everything soon, unless that was done a short while ago."""
@@ -199,8 +187,7 @@ class MeasuredDepth:
     def plan(self, rows: Sequence[Options]) -> Planned:
         """The choice for the rows of the load."""
         scatter, weighing = self.costs.level.scatter, self.weighing
-        plans, last = weighing.alone(self.taken, rows[0]) if len(rows) == 1 else (weighing.plans(rows), None)
-        best = max(plans, key=lambda planned: planned.value(scatter))
+        best = max(weighing.plans(rows), key=lambda planned: planned.value(scatter))
         self.trials.tried = self.trial(rows, best)
         if self.trials.tried is not None:
             choice = self.on_trial(best.choice, rows, self.trials.tried)
@@ -208,8 +195,10 @@ class MeasuredDepth:
             cost = lost / tokens_of(best.choice)
             self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
-        last = weighing.last(self.taken, rows) if len(rows) > 1 else last
-        best = last if last and best.value(scatter) < HYSTERESIS * last.value(scatter) else best
+        last = weighing.last(self.taken, rows)
+        if last is not None and not same(last, best.choice):
+            before = Planned(last, weighing.drafts_of(last).tokens_per_s())
+            best = before if best.value(scatter) < HYSTERESIS * before.value(scatter) else best
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
             # The minimum survival of a chain drafted alone: by what rounds are worth, and by what its guesses take.
@@ -224,8 +213,10 @@ class MeasuredDepth:
         """
         if self.load.reads and self.trials.num_reading < ALWAYS_READING:
             return None
-        costs = not self.load.reads
-        if costs and self.trials.plain.due and any(option.free for options in rows for option in options.values()):
+        costs, num_rows = not self.load.reads, len(rows)
+        kind = Kind.of(num_rows, self.load.num_context)
+        plain_due = self.trials.plain.due or not self.costs.of(kind).knows(num_rows)
+        if costs and plain_due and any(option.free for options in rows for option in options.values()):
             return NOTHING
         due = next((drafter for drafter in sorted(self.possible) if self.drafters.all[drafter].retry.due), None)
         return OTHER_DEPTH if costs and due is None and self.trials.other_depth.due and best.under_way else due
@@ -239,9 +230,9 @@ class MeasuredDepth:
             return [None if all(each.free for each in options.values()) else best[i] for i, options in enumerate(rows)]
         if drafter == OTHER_DEPTH:
             deeper = self.trials.deeper = not self.trials.deeper
-            assigned = {row: each for row, each in enumerate(best) if each}
-            depths = {row: 2 * each.depth if deeper else each.depth // 2 or 1 for row, each in assigned.items()}
-            return self.in_time(best, {row: each.option.at_most(depths[row]) for row, each in assigned.items()})
+            depths = [2 * each.depth if deeper else each.depth // 2 or 1 for each in best if each]
+            tried = iter(depths)
+            return [each and each.option.at_most(next(tried)) for each in best]
         new = self.drafters.all[drafter].retry.new
         options = {row: each[drafter] for row, each in enumerate(rows) if drafter in each}
         first = sorted(options, key=lambda row: sum(options[row].num_unread.values()))[: None if new else 1]
@@ -272,7 +263,7 @@ class MeasuredDepth:
 
     def plain_s(self, num_rows: int) -> float | None:
         """Seconds that the last round would have taken without drafts."""
-        return self.costs.of(self.weighing.kind(num_rows)).expect(num_rows) if self.costs.kinds else None
+        return self.costs.expect(self.weighing.kind(num_rows), num_rows) if self.costs.kinds else None
 
     def drafted(self, outcome: Outcome) -> Sequence[tuple[RowOutcome, Assignment]]:
         """The rows that were drafted, as they were assigned. A draft that found no room was not made."""
@@ -329,7 +320,9 @@ class MeasuredDepth:
                 self.costs.record_reading(self.weighing.kind(num_rows), num_rows, num_tokens, taken_s)
             return False
         before = self.costs.level.num_jumps
-        cheap = self.costs.record(self.weighing.kind(num_rows, options), num_tokens, taken_s)
+        surprise = self.costs.record(self.weighing.kind(num_rows, options), num_tokens, taken_s)
+        if surprise > CHANGED:
+            self.taken.num_held = HOLD
         if self.costs.level.num_jumps != before:
             self.wake()
-        return cheap
+        return surprise < 1 / CHANGED

@@ -110,6 +110,7 @@ class Trials:
 
     def count(self, drafted: bool, cheap: bool) -> None:
         """Learn from a round in which something was `drafted`, or nothing; `cheap`: its pass took less than thought."""
+        self.awake += 1
         deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
         self.other_depth.count(int(deeper), self.patience if deeper else None, cheap and deeper)
         self.plain.count(int(not drafted), self.patience if plain else None, cheap and plain)

@@ -19,10 +19,10 @@ from forerun.annotations import ProgressCallback
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
 from forerun.control.controller import Load
+from forerun.control.costs import Curve, Kind
 from forerun.control.drafters import BEHIND, Assignment
 from forerun.control.kept_costs import as_json, from_json, keep, read_kept
 from forerun.control.measured import MeasuredDepth
-from forerun.control.pass_costs import Kind, PassCost
 from forerun.device import Captures
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.engine.engine import Engine
@@ -106,7 +106,7 @@ class Script:
     def finish(self) -> None:
         """Learn what the rounds so far took."""
         for (kind, _), (drafted, outcome) in self.rounds.items():
-            self.controller.costs.kinds.setdefault(kind, PassCost(level=self.controller.costs.level))
+            self.controller.costs.kinds.setdefault(kind, Curve())
             self.controller.time(drafted, outcome)
         self.rounds = {}
 
