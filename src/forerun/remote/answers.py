@@ -127,7 +127,7 @@ class Questioner:
             raise InvalidRequest("time_limit", f"{base} gave no first answer in time: allow more seconds.") from error
 
     async def learn_in_time(self, prompt: Passage) -> None:
-        """The same, however long it takes."""
+        """Ask for ever fewer of the likeliest tokens until the server gives them, however long it takes."""
         await self.server.client.complete(self.body(prompt, 0.0, 2, 0, 0))
         self.most_likely = 0
         for likely in MOST_LIKELY:

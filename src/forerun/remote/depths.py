@@ -106,7 +106,7 @@ def depth_ranges(repetitions: Sequence[Sequence[RoundEconomy]]) -> tuple[DepthRa
         return ()
     ranges = [DepthRange(0, 1.0, 1.0, Spread(1.0, 1.0, 1.0))]
     for depth in range(1, min(DEEPEST, max(2 * max(known), 2)) + 1):
-        bounds = [found for rounds in repetitions if (found := speed_up_bounds(depth, rounds))]
+        bounds = [each for rounds in repetitions if (each := speed_up_bounds(depth, rounds))]
         if not bounds:
             continue
         lows, highs = zip(*bounds, strict=True)

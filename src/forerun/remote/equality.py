@@ -82,22 +82,22 @@ async def compare_texts(
     likely = plain.most_likely or 0
     sizes = 1, AT_ONCE
     parts = [(plain, size, likely) for size in sizes] + [(speculating, size, 0) for size in sizes]
-    given: list[list[RemoteAnswer]] = []
+    answered: list[list[RemoteAnswer]] = []
     before = await speculating.server.counts()
-    for step, (who, at_once, wanted) in enumerate(parts):
+    for step, (who, at_once, num_likely) in enumerate(parts):
 
-        def told(detail: str, done: float, step: int = step) -> None:
+        def tell(detail: str, done: float, step: int = step) -> None:
             report(detail, (step + done) / len(parts))
 
-        within, number = limit.part(1 / (len(parts) - step)), len(given[-1]) if given else len(prompts)
-        ask = prompts[:number], seeds[:number], 0.0, workload.max_tokens, at_once, wanted, told
-        given.append(await who.ask(*ask, limit=within))
-    number = len(given[-1])
-    first, control = (answers[:number] for answers in given[: len(sizes)])
+        within, number = limit.part(1 / (len(parts) - step)), len(answered[-1]) if answered else len(prompts)
+        ask = prompts[:number], seeds[:number], 0.0, workload.max_tokens, at_once, num_likely, tell
+        answered.append(await who.ask(*ask, limit=within))
+    number = len(answered[-1])
+    first, control = (answers[:number] for answers in answered[: len(sizes)])
     noise = largest_drift(first, control)
     tolerance = max(NEAR_TIE, 2 * (noise or 0.0))
     differences: list[TextDifference] = []
-    for at_once, answers in zip(sizes, given[len(sizes) :], strict=True):
+    for at_once, answers in zip(sizes, answered[len(sizes) :], strict=True):
         for index, answer in enumerate(answers[:number]):
             if answer.text == first[index].text:
                 continue

@@ -84,11 +84,11 @@ def economy(block: ServedBlock, plain: ServedBlock) -> RoundEconomy | None:
 def by_repetition(pairs: Sequence[tuple[ServedBlock, ServedBlock]]) -> list[list[RoundEconomy]]:
     """Each repetition's rounds: those of depths that were asked for, or else of the one that is served."""
     asked = any(block.asked_depth for block, _ in pairs)
-    found: dict[int, list[RoundEconomy]] = {}
+    economies: dict[int, list[RoundEconomy]] = {}
     for block, plain in pairs:
         if (each := economy(block, plain)) and bool(block.asked_depth) == asked:
-            found.setdefault(block.block.turn.repetition, []).append(each)
-    return list(found.values())
+            economies.setdefault(block.block.turn.repetition, []).append(each)
+    return list(economies.values())
 
 
 def same_answers(block: ServedBlock, other: ServedBlock) -> list[bool]:

@@ -140,10 +140,10 @@ def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[
     cells = cells_of(plain, len(speculating), numbers) if speculating else None
     if cells is None or not cells.enough or not any(answer.tokens for answer in speculating):
         return counts_test(opening, plain, speculating)
-    control, found = (cells.test([numbers.text(answer) for answer in side]) for side in (plain, speculating))
-    num_texts, counted, law_p = len(speculating), f"{cells.num_tokens} tokens", found.p_value
+    control, tested = (cells.test([numbers.text(answer) for answer in side]) for side in (plain, speculating))
+    num_texts, counted, law_p = len(speculating), f"{cells.num_tokens} tokens", tested.p_value
     result = ServedLaw(
-        opening, True, num_texts, counted, found.statistic, found.freedom, law_p, 1.0, 0.0, control.p_value, law_p,
+        opening, True, num_texts, counted, tested.statistic, tested.freedom, law_p, 1.0, 0.0, control.p_value, law_p,
         num_texts, None,
     )  # fmt: skip
     return counts_test(opening, plain, speculating, result) if result.doubtful else result
@@ -165,11 +165,11 @@ def counts_test(
             opening, False, num_texts, "", 0.0, 0, 1.0, 1.0, 0.0, control_p, law_p, num_texts, None, problem
         )
     counted, one, other = beginnings
-    found = two_samples(one, other)
-    assert found is not None, "these beginnings have cells"
+    compared = two_samples(one, other)
+    assert compared is not None, "these beginnings have cells"
     return ServedLaw(
-        opening, False, num_texts, counted, found.statistic, found.freedom, found.p_value, 1.0, 0.0, control_p, law_p,
-        num_texts, None,
+        opening, False, num_texts, counted, compared.statistic, compared.freedom, compared.p_value, 1.0, 0.0, control_p,
+        law_p, num_texts, None,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class TimeLimit:
 
     @property
     def timeout_s(self) -> float | None:
-        """The same for asyncio, whose None is for ever."""
+        """The seconds that are left, as asyncio wants them: None is for ever."""
         return None if math.isinf(self.until_s) else self.left_s
 
     def part(self, share: float) -> TimeLimit:
