@@ -95,7 +95,7 @@ def fails(*_: object) -> None:
     print("so far", end="")
     1 / 0
 
-cli.Index.invoke = fails
+cli.Program.invoke = fails
 sys.argv = ["forerun", "demo"]
 main()
 """
