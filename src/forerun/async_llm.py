@@ -21,6 +21,7 @@ from forerun.engine.driver import DeltaReader, Inbox
 from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed
 from forerun.guard import attempt
+from forerun.kernels.threads import end_idle_threads
 from forerun.llm import LLM
 from forerun.messages import ChatOptions, Conversation
 from forerun.output import RequestOutput
@@ -46,6 +47,7 @@ class AsyncLLM:
         self.end: BaseException | None = None  # why nothing joins any more
         self.gate = threading.Lock()
         self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
+        end_idle_threads()  # this one's, which may have loaded the model
         self.thread.start()
 
     def __repr__(self) -> str:

@@ -1,5 +1,8 @@
 """How many threads the compiled kernels take beside other programs."""
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.kernels import threads
-from forerun.kernels.threads import FEW_ROWS, PERIOD_S, TICKS_PER_S, FreeCores, num_threads
+from forerun.kernels.threads import FEW_ROWS, PERIOD_S, TICKS_PER_S, FreeCores, end_idle_threads, num_threads
+from kit.checkpoints import TARGET
 
 CORES = frozenset(range(4))
 
@@ -105,3 +110,48 @@ def test_there_is_always_at_least_one_and_never_more_than_asked_for(rounds: list
 
 def test_this_machine_is_looked_at() -> None:
     assert num_threads() >= 1
+
+
+def tasks() -> set[str]:
+    """The threads of this process, those of libraries among them."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def left_by(compute: Callable[[], None]) -> set[str]:
+    """The threads that another thread's computing leaves behind as long as that thread lives."""
+    found = set[str]()
+
+    def run() -> None:
+        before = tasks()
+        torch.ones(2_000_000).add_(1.0)
+        assert tasks() - before, "more than one thread computes"
+        compute()
+        found.update(tasks() - before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells the threads of a process")
+@pytest.mark.skipif(len(threads.allowed_cores()) < 2, reason="one core: one thread computes")
+def test_who_has_computed_leaves_no_threads_behind() -> None:
+    """Idle ones count: where there are more than cores, threads sleep at barriers, and passes take twice as long."""
+    set_before, llm = torch.get_num_threads(), LLM(str(TARGET), None, max_model_len=64)
+    torch.set_num_threads(2)
+    try:
+        assert left_by(lambda: None), "threads wait for their caller, or this shows nothing"
+        assert left_by(end_idle_threads) == set()
+        assert left_by(lambda: drop(llm.generate("a", SamplingParams(max_tokens=2)))) == set()
+        assert left_by(lambda: drop(LLM(str(TARGET), None, max_model_len=64))) == set()
+        fronts = list[AsyncLLM]()
+        left = left_by(lambda: fronts.append(AsyncLLM(llm)))
+        assert left == {str(front.thread.native_id) for front in fronts}
+        fronts[0].close()
+    finally:
+        torch.set_num_threads(set_before)
+
+
+def drop(_: object) -> None:
+    """Keep nothing."""

@@ -26,6 +26,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import OnDelta, Sequence, Status
 from forerun.errors import EngineClosed, InvalidRequest, RequestFailed
 from forerun.guard import attempt
+from forerun.kernels.threads import end_idle_threads
 
 Inbox = queue.SimpleQueue[Delta | None]  # None only wakes the thread that waits
 SEAT = "seat"
@@ -70,6 +71,7 @@ class EngineDriver:
         self.jobs: deque[Callable[[], None]] = deque()
         self.seat: dict[str, Driver] = {}
         self.waiting: deque[Inbox] = deque()
+        end_idle_threads()  # of loading: it may be another thread that steps the engine
 
     @property
     def engine(self) -> Engine:
@@ -121,6 +123,8 @@ class EngineDriver:
         finally:
             self.jobs.append(cancel)
             self.drive(rounds=False)
+            if threading.active_count() > 1:  # another one may go on
+                end_idle_threads()
 
     def submit(self, sequences: Seq[Sequence], on_delta: OnDelta) -> None:
         """Queue the job of submitting sequences; `on_delta` is called with their deltas, in any thread.

@@ -7,10 +7,12 @@ tokens per second as two. How many compute never changes a result.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,7 @@ PERIOD_S = 0.2  # between two looks: the system counts in hundredths of a second
 RECENT_S = 1.0  # what others did in a longer time says little of now
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FEW_ROWS = 32  # of more, threads are at work for longer than the system lets one program run: all of them are as good
+PAUSE_SOFT = 1  # OpenMP's omp_pause_soft: threads end, settings stay
 STAT, CPU_MAX = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 USER, NICE, SYSTEM, IRQ, SOFTIRQ, STEAL = 1, 2, 3, 6, 7, 8  # columns of a core's line, see proc(5)
 
@@ -111,3 +114,15 @@ def num_threads(num_rows: int = 1) -> int:
     """How many threads a compiled kernel takes now, for so many rows: torch's setting at most."""
     most = torch.get_num_threads()
     return most if num_rows > FEW_ROWS else free_cores().threads(most)
+
+
+def end_idle_threads() -> None:
+    """End the threads with which the calling thread has computed; when it computes again, it starts others.
+
+    libgomp, with which torch and the compiled kernels share work, counts the threads of all callers, also of those that
+    compute no more. Where there are more than cores, threads sleep wherever they wait for each other, and a pass of a
+    small model takes twice as long. So a thread calls this before another one takes over.
+    """
+    if hasattr(os, "RTLD_NOLOAD"):
+        with suppress(OSError, AttributeError):  # another library than libgomp is loaded, or an older one
+            ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD).omp_pause_resource_all(PAUSE_SOFT)
