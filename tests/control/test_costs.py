@@ -2,7 +2,10 @@
 
 import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -134,3 +137,46 @@ def test_what_was_seen_before_several_changes_still_tells_of_sizes_not_seen_sinc
         for _ in range(CLEAR + 1):
             table.record(ALONE, 5, factor * shape(5))
     assert table.expect(ALONE, 9) == pytest.approx(9 * shape(9), rel=0.1)
+
+
+@contextmanager
+def interrupt_at(number: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at this line of those that are run in costs.py, counted from 0."""
+    left = number
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename.endswith("control/costs.py"):
+            left -= event == "line"
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("taken_s", [0.07, 0.7])
+def test_an_interrupt_anywhere_leaves_costs_that_can_be_used(taken_s: float) -> None:
+    """Also in the round in which the level changes."""
+    for number in itertools.count():
+        table = seen({size: shape(size) for size in (1, 5, 9)}, num=LATEST)
+        for _ in range(CLEAR - 1):
+            table.record(ALONE, 5, taken_s)
+        try:
+            with interrupt_at(number):
+                table.record(ALONE, 5, taken_s)
+                table.expect(ALONE, 7)
+        except KeyboardInterrupt:
+            expected = [table.expect(ALONE, size) for size in (1, 5, 7, 9, 20)]
+            assert expected == sorted(expected)
+            table.record(ALONE, 2, taken_s)
+            table.record(ALONE, 5, taken_s)
+            assert 0 < table.expect(ALONE, 5) < 10
+        else:
+            break
+    assert number > 20, "there were lines to be interrupted at"

@@ -93,19 +93,21 @@ class Curve:
 
     def fit(self) -> None:
         """Find the sizes and values between which lines go; what was seen KNOWN times stands against what was not."""
-        self.sizes = sorted(self.seen)
-        self.usual_s |= {size: usual(self.seen[size]) for size in self.sizes if size not in self.usual_s}
-        self.values = [self.usual_s[size] for size in self.sizes]
-        known = [len(self.seen[size]) >= KNOWN for size in self.sizes]
+        sizes = sorted(self.seen)
+        self.usual_s |= {size: usual(self.seen[size]) for size in sizes if size not in self.usual_s}
+        values = [self.usual_s[size] for size in sizes]
+        known = [len(self.seen[size]) >= KNOWN for size in sizes]
         most_s = most_known_s = math.inf
-        for place in reversed(range(len(self.sizes))):
-            self.values[place] = min(self.values[place], most_known_s if known[place] else most_s)
-            most_s = min(most_s, self.values[place])
-            most_known_s = self.values[place] if known[place] else most_known_s
+        for place in reversed(range(len(sizes))):
+            values[place] = min(values[place], most_known_s if known[place] else most_s)
+            most_s = min(most_s, values[place])
+            most_known_s = values[place] if known[place] else most_known_s
         least_s = 0.0
-        for place, value in enumerate(self.values):
-            self.values[place] = max(value, least_s)
-            least_s = self.values[place] if known[place] else least_s
+        for place, value in enumerate(values):
+            values[place] = max(value, least_s)
+            least_s = values[place] if known[place] else least_s
+        self.values = values
+        self.sizes = sizes  # last, since an interrupt may come in between
 
     def expect(self, size: float | int) -> float:
         """Seconds for a size, or for so much on average; 0 as long as nothing was seen."""
