@@ -332,3 +332,11 @@ def flags_of_memory_at(address: int) -> list[str]:
 def test_a_cache_for_which_there_is_no_memory_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="no memory for a cache of "):
         fresh_pages(1 << 60)
+
+
+def test_blocks_that_an_interrupt_left_without_a_row_are_released() -> None:
+    cache = make_cache(8 * BLOCK)
+    cache.blocks.grow({3: 2})  # as `reserve` does before it knows the row
+    cache.release([3])
+    cache.check()
+    assert cache.num_free_tokens == 8 * BLOCK

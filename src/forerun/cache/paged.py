@@ -216,8 +216,8 @@ class PagedCache:
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forget these rows altogether; ids without a row are nothing to forget."""
         for seq_id in seq_ids:
-            if self._rows.pop(seq_id, None) is not None:
-                self.blocks.free(seq_id)
+            self.blocks.free(seq_id)  # also where an interrupt came between a row's blocks and the row
+            self._rows.pop(seq_id, None)
 
     def clear(self) -> None:
         """Forget all rows and all that is kept, whatever state the accounts are in, and zero what rows held.

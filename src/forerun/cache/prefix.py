@@ -74,18 +74,19 @@ class PrefixStore:
 
     def add(self, tokens: Sequence[int], salt: Hashable, first: int) -> None:
         """Keep the full blocks of a text that lie one after the other from block `first` on, which are free now."""
-        place = self.roots.setdefault(salt, KeptBlock(None, salt))
+        place = self.roots.get(salt) or KeptBlock(None, salt)
         chain: list[KeptBlock] = []
         for i, key in enumerate(self.keys(tokens)):
             child = place.children.get(key)
             if child is None:
                 assert first + i not in self.at, f"block {first + i} is kept for another text"
-                child = place.children[key] = self.at[first + i] = KeptBlock(place, key, first + i)
+                child = KeptBlock(place, key, first + i)
+                place.children[key] = self.at[first + i] = child
+                if place.parent is None:
+                    self.roots[salt] = place  # with its first block, so that an interrupt leaves no root without any
             place = child
             chain.append(child)
         self.touch(chain)
-        if not chain:
-            self.prune(place)
 
     def make_way(self, taken: Sequence[BlockRange], moves: Sequence[Move]) -> None:
         """Clear the blocks that rows have `taken`; call it before `moves` of rows, whose sources are not used either.
