@@ -80,8 +80,7 @@ class PrefixStore:
             child = place.children.get(key)
             if child is None:
                 assert first + i not in self.at, f"block {first + i} is kept for another text"
-                child = KeptBlock(place, key, first + i)
-                place.children[key] = self.at[first + i] = child
+                child = place.children[key] = self.at[first + i] = KeptBlock(place, key, first + i)
                 if place.parent is None:
                     self.roots[salt] = place  # with its first block, so that an interrupt leaves no root without any
             place = child
