@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from forerun import cli
 from forerun.errors import InvalidRequest, UnknownSetting
-from forerun.options import read_settings, written_settings
+from forerun.settings_file import read_settings, written_settings
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 NEEDED = {

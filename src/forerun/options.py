@@ -1,18 +1,14 @@
-"""The options of the command line, as frozen values, and how a command takes them: from its words and a settings file.
+"""The options of the command line, as frozen values, and how a command takes them.
 
-This file decides names, defaults and help of the options that commands share; one dataclass is one group. A settings
-file is TOML with one key for each option, with `-` or `_`, and a text, a number, true or false as its value. A command
-takes the keys that it has options for; keys that only other commands have are left alone.
+This file decides names, defaults and help of the options that commands share; one dataclass is one group.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -21,13 +17,13 @@ from typing import Annotated, Any, ClassVar, Protocol, cast, get_type_hints, run
 import typer
 
 from forerun.config import AUTO, MOST_THREADS, KernelChoice, Quantization, Speculation, Verification
-from forerun.did_you_mean import complete_from, nearest
+from forerun.did_you_mean import complete_from
 from forerun.draft.spec import parse_spec
-from forerun.errors import ForerunError, InvalidRequest, UnknownDrafter, UnknownSetting
+from forerun.errors import ForerunError, UnknownDrafter
 from forerun.heads.kinds import HEADS
-from forerun.limits import shown
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.spec import ModelSpec
+from forerun.settings_file import read_settings
 from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
@@ -379,37 +375,3 @@ def group_from(group: Any, values: dict[str, Any]) -> Any:
             for option in fields(group)
         }
     )
-
-
-def read_settings(path: Path, known: Collection[str], others: Collection[str] = ()) -> dict[str, Any]:
-    """The values of a file for the options `known`, by their names with underscores.
-
-    `others` are names that other commands have. Raises UnknownSetting for any other key, InvalidRequest for a file that
-    cannot be read and for a value that no option takes.
-    """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRequest("config", f"{path} cannot be read ({error.strerror}): name a TOML file") from error
-    except ValueError as error:
-        raise InvalidRequest("config", f"{path} is not TOML in UTF-8: {error}") from error
-    names = sorted({*known, *others})
-    settings = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        if name not in names:
-            raise UnknownSetting(str(path), key, nearest(name, names), names)
-        if not isinstance(value, str | int | float):
-            raise InvalidRequest("config", f"{path}: {key} is {shown(value)}: it must be a text, a number or true")
-        if name in known:
-            settings[name] = value if isinstance(value, bool) else str(value)
-    return settings
-
-
-def written_settings(values: Mapping[str, str | int | float | bool], heading: str) -> str:
-    """The file with these values, which `read_settings` reads again, under a comment."""
-    lines = [f"# {line}".rstrip() for line in heading.splitlines()]
-    for name, value in values.items():
-        in_toml = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else is written as in JSON
-        lines.append(f"{name} = {in_toml}")
-    return "\n".join(lines) + "\n"

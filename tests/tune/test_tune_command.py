@@ -15,7 +15,7 @@ from forerun import cli
 from forerun.bench.figures import Spread
 from forerun.bench.run import Stage
 from forerun.engine import calibration
-from forerun.options import read_settings
+from forerun.settings_file import read_settings
 from forerun.tune import trial as tune_settings
 from forerun.tune.page import html_page
 from forerun.tune.report import TuneReport

@@ -19,7 +19,8 @@ from forerun.commands.bench_serve import RemoteOptions
 from forerun.commands.running import Destination, Result, importing
 from forerun.errors import InvalidRequest
 from forerun.models.bundled import TARGET
-from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options, written_settings
+from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options
+from forerun.settings_file import written_settings
 from forerun.store import writable
 
 if TYPE_CHECKING:
