@@ -55,7 +55,7 @@ def test_quantised_experts_are_their_definition_and_rows_strangers(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(len(RUNS)))
 def test_long_reads_attend_to_the_bit_as_rows_do(seed: int, dtype: torch.dtype) -> None:
-    shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 150}
+    shape: dict[str, Any] = RUNS[seed] | {"branching": 0.0, "most_nodes": 150}
     check_runs_have_the_bits_of_splits(
         TritonOps(load_kernels()), random_case(seed, dtype=dtype, device="cuda", **shape)
     )

@@ -1,6 +1,7 @@
 """Every drafter on the GPU, with one product: the output is plain decoding's there, token for token."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from law.drafters import DRAFTERS, as_draft
 PARAMS = [
     SamplingParams(temperature=t, seed=seed, max_tokens=24, ignore_eos=True) for seed, t in enumerate((1, 0, 1, 1, 0))
 ]
-OPTIONS = {"device": "cuda", "one_gemm": True, "max_model_len": 256}
+OPTIONS: dict[str, Any] = {"device": "cuda", "one_gemm": True, "max_model_len": 256}
 
 GUESS_NOTHING = {"model:experts"}  # of random weights: of 1,155 guesses on a card none was right
 
