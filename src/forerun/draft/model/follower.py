@@ -133,7 +133,7 @@ class Follower:
         if not granted:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]), pass_s=self.pass_s)
         draft = self.finish(draws, self.grow(draws, granted, passed.logits), granted)
-        return replace(draft, pass_s=self.pass_s)
+        return replace(draft, pass_s=self.pass_s + draft.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
         """The guesses behind the roots."""

@@ -12,6 +12,7 @@ tokens stay on the device, from one step's draw to the next step's read and on t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.device import upload, upload_tensor
-from forerun.draft.base import Budget, Draft
+from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText
 from forerun.draft.model.tree_shape import GrowingTree, Ranks
 from forerun.models.chains import Chains, IdExchange, Start
@@ -181,13 +182,6 @@ class LevelReader:
         return logits
 
 
-def first_places(draws: Draws, granted: Mapping[int, Budget]) -> Mapping[int, int]:
-    """By row, where a sequence's logits begin among those of all guesses that were granted, which are packed."""
-    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-    starts = accumulate((budget.depth for budget in granted.values()), initial=0)
-    return dict(zip((rows[seq_id] for seq_id in granted), starts, strict=False))
-
-
 ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logits; None: no room
 
 
@@ -230,13 +224,54 @@ def unseen_chains(
     return chains
 
 
-# The logits of the next guess of these sequences, given their roots and the guesses so far.
-LogitsBehind = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
+# Something of the next guess of these sequences, given their roots and the guesses so far.
+OfNextGuess = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
 DrawAtOnce = Callable[[Sequence[Start]], Chains | None]
 
 
+def places_of(granted: Mapping[int, Budget]) -> OfNextGuess:
+    """What gives the places of the next guesses among all that were granted, packed one sequence after the other."""
+    firsts = dict(zip(granted, accumulate((b.depth for b in granted.values()), initial=0), strict=False))
+    return lambda seq_ids, path: upload([firsts[s] + path.shape[1] - 1 for s in seq_ids], torch.long, path.device)
+
+
+def grow_by_heads(
+    draws: Draws,
+    granted: Mapping[int, Budget],
+    logits_behind: OfNextGuess,
+    unseen: bool,
+    draw: DrawAtOnce | None = None,
+    confidence: OfNextGuess | None = None,
+) -> Draft:
+    """Trees for these sequences whose guesses need no pass; on a device (`unseen`) chains that the host does not see,
+    where it need not. `confidence` is as in `grow`, and so are budgets; `pass_s` are in `logits_behind`."""
+    if unseen and (draft := unseen_by_heads(draws, granted, logits_behind, draw)) is not None:
+        return draft
+    taken_s = 0.0
+
+    def asked(places: Sequence[NodeToExpand]) -> tuple[list[int], Tensor]:
+        rows = [draws.rows[place.row] for place in places]
+        paths = [[row.tokens[-1], *place.path()] for row, place in zip(rows, places, strict=True)]
+        return [row.seq_id for row in rows], upload(paths, torch.long, draws.device)
+
+    def read(places: Sequence[NodeToExpand]) -> Tensor:
+        nonlocal taken_s
+        started_s = time.perf_counter()
+        logits = logits_behind(*asked(places))
+        taken_s += time.perf_counter() - started_s
+        return logits
+
+    def estimates(places: Sequence[NodeToExpand]) -> Sequence[float]:
+        assert confidence is not None, "there is a head to ask"
+        chances: list[float] = confidence(*asked(places)).tolist()
+        return chances
+
+    budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
+    return replace(grow(draws, budgets, None, read, estimates if confidence else None), pass_s=taken_s)
+
+
 def unseen_by_heads(
-    draws: Draws, granted: Mapping[int, Budget], logits_behind: LogitsBehind, draw: DrawAtOnce | None = None
+    draws: Draws, granted: Mapping[int, Budget], logits_behind: OfNextGuess, draw: DrawAtOnce | None = None
 ) -> Draft | None:
     """Chains whose guesses need no pass, drawn on a device, in one call of `draw` where that gives any; None where the
     host has to see each of them: in trees, where a guess may be too unlikely to be made, and for requests with

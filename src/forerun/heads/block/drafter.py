@@ -9,7 +9,6 @@ every guess at that depth, and the heads add what follows from the token before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
-from forerun.device import upload
-from forerun.draft.base import NO_DRAFT, Budget, Draft
+from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.draft.model.grower import NodeToExpand, first_places, grow, unseen_by_heads
+from forerun.draft.model.grower import grow_by_heads, places_of
 from forerun.heads.block import format as names
 from forerun.heads.block.convert import LAYOUTS
 from forerun.heads.block.format import BlockTensors, layer_ids
@@ -97,39 +95,19 @@ class BlockDrafter(FedFollower):
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
-        firsts = first_places(draws, granted)
-        states = torch.cat([self.blocks[seq_id] for seq_id in granted])
-        if self.runner.draws_unseen:
-            starts = {seq_id: firsts[row] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
+        places, states = places_of(granted), torch.cat([self.blocks[seq_id] for seq_id in granted])
+        after, sure = self.heads.after, self.heads.confidence
 
-            def logits_ahead(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-                at = upload([starts[seq_id] + path.shape[1] - 1 for seq_id in seq_ids], torch.long, logits.device)
-                return logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], path[:, -1])
+        def logits_behind(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+            at = places(seq_ids, path)
+            return logits[at] if after is None else after(logits[at], states[at], path[:, -1])
 
-            if (draft := unseen_by_heads(draws, granted, logits_ahead)) is not None:
-                return draft
+        def confidence(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+            assert sure is not None, "there is a head to ask"
+            return sure(states[places(seq_ids, path)], path[:, -1])
 
-        def guessed_at(places: Sequence[NodeToExpand]) -> tuple[Tensor, Tensor]:
-            """Where the guesses behind these nodes are guessed, and the tokens before them."""
-            at = [firsts[place.row] + len(place.path()) for place in places]
-            tokens = [place.growing.tree.tokens[place.node] for place in places]
-            return upload(at, torch.long, logits.device), upload(tokens, torch.long, logits.device)
-
-        def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
-            started_s = time.perf_counter()
-            at, before = guessed_at(places)
-            behind = logits[at] if self.heads.after is None else self.heads.after(logits[at], states[at], before)
-            self.pass_s += time.perf_counter() - started_s
-            return behind
-
-        def confidence(places: Sequence[NodeToExpand]) -> Sequence[float]:
-            assert self.heads.confidence is not None, "there is a head to ask"
-            at, before = guessed_at(places)
-            estimates: list[float] = self.heads.confidence(states[at], before).tolist()
-            return estimates
-
-        budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
-        return grow(draws, budgets, None, logits_behind, confidence if self.heads.confidence else None)
+        unseen = self.runner.draws_unseen
+        return grow_by_heads(draws, granted, logits_behind, unseen, confidence=confidence if sure else None)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; nothing is left of the blocks."""

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
-from forerun.device import upload
-from forerun.draft.base import NO_DRAFT, Budget, Draft
+from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.grower import NodeToExpand, first_places, grow, unseen_by_heads
+from forerun.draft.model.grower import grow_by_heads, places_of
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
@@ -107,21 +106,8 @@ class ParallelEagleDrafter(EagleDrafter):
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains or trees, without another pass."""
-        firsts = first_places(draws, granted)
-        if self.runner.draws_unseen:
-            places = {seq_id: firsts[row] for row, seq_id in enumerate(draws.seq_ids) if seq_id in granted}
-
-            def logits_ahead(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-                at = [places[seq_id] + path.shape[1] - 1 for seq_id in seq_ids]
-                return logits[upload(at, torch.long, logits.device)]
-
-            if (draft := unseen_by_heads(draws, granted, logits_ahead)) is not None:
-                return draft
-
-        def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
-            return logits[upload([firsts[p.row] + len(p.path()) for p in places], torch.long, logits.device)]
-
-        return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], None, logits_behind)
+        places = places_of(granted)
+        return grow_by_heads(draws, granted, lambda *path: logits[places(*path)], self.runner.draws_unseen)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; nothing is left of the masked places."""

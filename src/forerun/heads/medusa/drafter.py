@@ -14,8 +14,7 @@ guess depends on those before it. Device, number format and kernels follow the t
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +23,8 @@ from torch.nn import functional
 
 from forerun.annotations import Float, Int
 from forerun.cache.plan import ModelMemory
-from forerun.device import upload
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.grower import NodeToExpand, grow, unseen_by_heads
+from forerun.draft.model.grower import grow_by_heads
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa import format as names
@@ -93,7 +91,6 @@ class MedusaDrafter:
         self.target = target
         self.ids = SameIds(target.vocab_size, target.vocab_size)
         self.states: dict[int, Float[Tensor, " hidden"]] = {}
-        self.pass_s = 0.0
 
     def observe(self, news: Committed) -> None:
         """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
@@ -112,31 +109,10 @@ class MedusaDrafter:
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the heads' logits; the root alone where there is no state."""
         assert tail is None, "text that the target has not read has no states"
-        self.pass_s = 0.0
-        granted = [self.granted(seq_id, budget) for seq_id, budget in zip(draws.seq_ids, budgets, strict=True)]
-        if not any(budget.depth for budget in granted):
+        each = zip(draws.seq_ids, budgets, strict=True)
+        granted = {seq_id: b for seq_id, budget in each if (b := self.granted(seq_id, budget)).depth}
+        if not granted:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
-
-        if self.target.draws_unseen:
-            asked = {seq_id: b for seq_id, b in zip(draws.seq_ids, granted, strict=True) if b.depth}
-            if (unseen := self.draw_unseen(draws, asked)) is not None:
-                return unseen
-
-        def logits_behind(places: Sequence[NodeToExpand]) -> Tensor:
-            started_s, paths = time.perf_counter(), [place.path() for place in places]
-            rows = [draws.rows[place.row] for place in places]
-            seen = [[row.tokens[-1], *path] for row, path in zip(rows, paths, strict=True)]
-            states = self.states_of([row.seq_id for row in rows])
-            of_heads = self.heads.logits(len(paths[0]), states, upload(seen, torch.long, states.device))
-            self.pass_s += time.perf_counter() - started_s
-            return of_heads
-
-        draft = grow(draws, granted, None, logits_behind)
-        return replace(draft, pass_s=self.pass_s)
-
-    def draw_unseen(self, draws: Draws, asked: Mapping[int, Budget]) -> Draft | None:
-        """Chains that the host does not wait for, in one call of the target's runner or step by step; None for trees,
-        and where a guess may end a chain."""
 
         def logits_behind(seq_ids: Sequence[int], path: Tensor) -> Tensor:
             return self.heads.logits(path.shape[1] - 1, self.states_of(seq_ids), path)
@@ -149,7 +125,7 @@ class MedusaDrafter:
             heads = HeadsAhead(logits_ahead, [self.states[start.seq_id] for start in starts])
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
-        return unseen_by_heads(draws, asked, logits_behind, draw)
+        return grow_by_heads(draws, granted, logits_behind, self.target.draws_unseen, draw)
 
     def states_of(self, seq_ids: Sequence[int]) -> Float[Tensor, "rows hidden"]:
         """Those that these sequences left behind."""
