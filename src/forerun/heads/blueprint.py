@@ -109,7 +109,6 @@ class FolderBlueprint(HeadBlueprint):
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
-        """Those in the folder that the specification names."""
         if spec.argument is None:
             refuse(spec, f"name the folder with the heads, as in {spec.name}:DIR")
         return cls.of(open_folder(spec.argument))
@@ -124,7 +123,6 @@ class FolderBlueprint(HeadBlueprint):
         """The drafter for engines on this runner, with a cache of `num_tokens`."""
 
     def plan(self, name: str) -> DraftPlan:
-        """The plan of their drafter, with a cache that is called so."""
 
         def build(cache_tokens: CacheTokens, _progress: ProgressCallback | None, target: Runner) -> Drafter:
             return self.build(cache_tokens.get(name, 0), target)

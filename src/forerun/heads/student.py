@@ -230,7 +230,6 @@ class TableStudent(Student):
         return cls.begun(target, values, weights, embedding=tables.embedding, head=tables.head, **fields)
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
-        """With these tokens' rows of the target's head."""
         ids = ids.to(self.embedding.device)
         return replace(self, vocabulary=ids, head=self.head[ids])
 

@@ -162,7 +162,6 @@ class StackStudent(Student):
         """Those of its output layer, of normed states."""
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """Its law behind every root."""
         x = self.stack(self.inputs(batch))
         return Predictions([self.logits(self.stack.normed(x[:, batch.first_root :], FINAL_NORM))], batch.roots)
 

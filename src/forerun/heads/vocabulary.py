@@ -31,7 +31,6 @@ class DraftVocabulary(SameIds):
         self.ids = self.head_ids = ids
 
     def spread(self, logits: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The logits over the target's ids, -inf where the head has no such token."""
         if len(logits) == 0:
             return logits.new_empty(0, self.vocab_size)
         return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)

@@ -139,11 +139,9 @@ class SameIds:
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
 
     def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-        """The tokens as they are."""
         return tokens
 
     def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens as they are."""
         return tokens
 
 

@@ -120,7 +120,6 @@ class FedFollower(Follower):
         return ShownText(drafted.salt, drafted.text, self.runner.length(seq_id))
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop text, states, keys and values of these sequences; unknown ones are ignored."""
         for seq_id in [waiting for waiting in seq_ids if waiting in self.states.waiting]:
             self.leave_states(seq_id)
         super().forget(seq_ids)

@@ -105,7 +105,6 @@ class StateFollower(FedFollower, ABC):
         return True
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """These reads of text, as a call of the runner reads them before it draws."""
         runner, features = self.runner, self.before_fusing(reads, self.states.of(reads))
         dtype = runner.decoder.stream if runner.draws_unseen else torch.float32
         roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
@@ -117,7 +116,6 @@ class StateFollower(FedFollower, ABC):
             self.outputs |= {read.seq_id: [root] for read, root in zip(reads, texts.roots, strict=True)}
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
-        """The model's outputs there."""
         return torch.stack([self.outputs[start.seq_id][-1] for start in starts])
 
     def inputs(
@@ -148,7 +146,6 @@ class StateFollower(FedFollower, ABC):
             del self.outputs.get(seq_id, [])[1:]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop text, outputs, keys and values of these sequences; unknown ones are ignored."""
         super().forget(seq_ids)
         for seq_id in seq_ids:
             self.outputs.pop(seq_id, None)

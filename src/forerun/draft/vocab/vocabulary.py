@@ -119,15 +119,12 @@ class SharedTokens:
         return cls(own_ids.to(device), num_own)
 
     def spread(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The logits over the target's ids; -inf where a token is not shared."""
         return functional.pad(logits, (0, 1), value=-math.inf)[:, self.columns]
 
     def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-        """The drafter's ids of the target's; -1, which is no token, stays."""
         return torch.where(tokens < 0, -1, self.own_ids[tokens.clamp_min(0)])
 
     def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The drafter's ids of the target's, on the host; where there is none, a number below 0, each another."""
         return [self.known[token] for token in tokens]
 
 

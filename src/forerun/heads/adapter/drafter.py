@@ -176,7 +176,6 @@ class ExitBlueprint(HeadBlueprint):
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> ExitBlueprint:
-        """The exit that is spelled so."""
         layers = target.config.layers
         if layers < 2:
             refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")

@@ -63,9 +63,7 @@ class AdapterStudent(StackStudent):
         return batch.taps[:, :, 0].float()
 
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
-        """The target's."""
         return self.head(states)
 
     def spec(self, folder: Path) -> str:
-        """`early-exit:E:DIR`."""
         return str(DraftSpec(self.kind, argument=f"{self.taps[0]}:{folder}"))

@@ -126,7 +126,6 @@ class BlockBlueprint(FolderBlueprint):
 
     @classmethod
     def of(cls, folder: HeadFolder) -> BlockBlueprint:
-        """The drafter in a folder. Raises ModelError for one that cannot be used."""
         target, checkpoint = folder.target, folder.checkpoint
         tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
         folder.check(tensors.shapes(), names.TITLE, (OFFSETS, MASK))
@@ -135,7 +134,6 @@ class BlockBlueprint(FolderBlueprint):
 
     @property
     def memory(self) -> ModelMemory:
-        """What it takes once loaded."""
         tensors = self.tensors
         shared = 0 if tensors.own_head else len(self.ids)
         return self.folder.memory(tensors.config.layers, tensors.shapes(), tensors.tables, shared)
@@ -148,7 +146,6 @@ class BlockBlueprint(FolderBlueprint):
         return BlockDecoder(tensors, self.folder, target, self.ids)
 
     def build(self, num_tokens: int, target: Runner) -> BlockDrafter:
-        """The drafter for engines on this runner."""
         config = target.decoder.config
         layers = self.load(config.max_positions, target.decoder)
         runner = self.folder.target.runner(layers, num_tokens)

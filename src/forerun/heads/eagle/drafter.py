@@ -48,11 +48,9 @@ class EagleDrafter(StateFollower):
 
     @property
     def num_outputs(self) -> int:
-        """As wide as the layers."""
         return self.decoder.config.hidden
 
     def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
-        """The target's states, fused."""
         return self.decoder.fuse(features)
 
     def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
@@ -125,7 +123,6 @@ class EagleBlueprint(FolderBlueprint):
 
     @classmethod
     def of(cls, folder: HeadFolder) -> EagleBlueprint:
-        """The drafter in a folder. Raises ModelError for one that cannot be used."""
         target, checkpoint = folder.target, folder.checkpoint
         tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
         folder.check(tensors.shapes(), names.TITLE, () if tensors.form.joined else (OFFSETS, MASK))
@@ -133,7 +130,6 @@ class EagleBlueprint(FolderBlueprint):
 
     @property
     def memory(self) -> ModelMemory:
-        """What it takes once loaded."""
         shared = 0 if self.tensors.own_head else len(self.ids)
         return self.folder.memory(self.tensors.config, self.tensors.shapes(), (names.EMBEDDING,), shared)
 
@@ -144,7 +140,6 @@ class EagleBlueprint(FolderBlueprint):
         return EagleDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
 
     def build(self, num_tokens: int, target: Runner) -> EagleDrafter:
-        """The drafter for engines on this runner."""
         config, form = target.decoder.config, self.tensors.form
         layers = self.load(config.max_positions, target.decoder)
         ids = DraftVocabulary(config.vocab_size, self.ids.to(target.device))

@@ -89,5 +89,4 @@ class EagleDecoder(StateDecoder):
         return self.behind(hidden, self.head_norm)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """Logits in float32 of the rows given, over the head's vocabulary."""
         return product(self.head, self.head_inputs(hidden)).float()

@@ -91,7 +91,6 @@ class EagleStudent(DraftedStudent):
         return replace(super().with_vocabulary(ids), weights={**self.weights, **copied})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """The target's states, fused."""
         return functional.linear(batch.taps[:, :-1].flatten(2).float(), self.weights[names.MAP])
 
     def entry(

@@ -163,7 +163,6 @@ class MedusaBlueprint(FolderBlueprint):
 
     @classmethod
     def of(cls, folder: HeadFolder) -> MedusaBlueprint:
-        """The heads in a folder. Raises ModelError for one that cannot be used."""
         of, stored = folder.target.config, folder.checkpoint.stored
         config = fitted_heads(folder.fields, stored, of.hidden, of.vocab_size, folder.target.name)
         folder.check(config.shapes(), str(config))
@@ -177,7 +176,6 @@ class MedusaBlueprint(FolderBlueprint):
         return ModelMemory(int(size * each), 0, 0, target.config.max_positions)
 
     def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:
-        """The drafter for engines on this runner."""
         return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder), target)
 
     def widened(self, plan: Plan) -> WideDrafter:

@@ -94,7 +94,6 @@ class MedusaStudent(TableStudent):
         return torch.cat([states, *(self.embedding[column] for column in between)], dim=2)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every head behind every root."""
         c, predicted = self.config, []
         for head in range(c.num_heads):
             x = self.inputs(batch, head)

@@ -115,7 +115,6 @@ class MtpBlueprint(FolderBlueprint):
         return MtpDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
 
     def build(self, num_tokens: int, target: Runner) -> MtpDrafter:
-        """The drafter for engines on this runner."""
         config = target.decoder.config
         modules = self.load(config.max_positions, target.decoder)
         runner = self.folder.target.runner(modules, num_tokens)

@@ -103,7 +103,6 @@ class MtpStudent(DraftedStudent):
         return torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=-1)
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """The target's last states."""
         return batch.taps[:, :-1, 0].float()
 
     def entry(
@@ -113,7 +112,6 @@ class MtpStudent(DraftedStudent):
         return functional.linear(self.joined(embedded, states), self.weights[QWEN.projection]), None
 
     def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
-        """Behind the module's norm."""
         return self.normed(x, QWEN.norm)
 
 

@@ -37,7 +37,6 @@ class SharedExecutor:
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
-        """The stream behind these layers. Raises RankLost."""
         assert read is None, "layers that read states are no target's"
         tables = pass_tables(batch, cache.keys.shape[2])
         places = batch.positions, batch.slots
@@ -52,11 +51,9 @@ class SharedExecutor:
         raise AssertionError("layers that read states are no target's")
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
-        """Rows behind a norm, which every rank has whole."""
         return self.part.norm_rows(x, gain)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """The head's, of which every rank has some tokens. Raises RankLost."""
         rows = hidden.float()
         self.ranks.send(Order.LOGITS, rows=rows)
         config = self.part.parts.config
@@ -64,13 +61,11 @@ class SharedExecutor:
             return self.ranks.joined(Columns.TOKENS, self.part.logits(rows), config.vocab_size, config)
 
     def lower(self, num_layers: int) -> Executor:
-        """The first layers, which the same ranks have."""
         lower = copy(self)
         lower.part = self.part.lower(num_layers)
         return lower
 
     def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
-        """None: chains are drawn step by step."""
         return None
 
 

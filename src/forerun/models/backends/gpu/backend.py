@@ -60,27 +60,22 @@ class OneGemmLinear:
         return self.tiles.get(rows_measured(rows)) or tile_for(rows, len(self.weight))
 
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[Tile]:
-        """As in every TiledLinear."""
         return fitting(TILES, rows) if self.tiled else [SMALLEST]
 
     @property
     def matrix(self) -> str:
-        """As in every TiledLinear."""
         return f"{self.shape[0]} x {self.shape[1]}"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As in every TiledLinear."""
         outputs, inputs = self.weight.shape
         return outputs, inputs
 
     @property
     def num_bytes(self) -> int:
-        """As in every TiledLinear."""
         return self.weight.nbytes
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: Tile) -> Float[Tensor, "rows outputs"]:
-        """x @ weight.T + bias, cut into these tiles."""
         k, x = self.kernels, x.contiguous()
         rows, (outputs, inputs) = len(x), self.weight.shape
         out = x.new_empty(rows, outputs)
@@ -170,7 +165,6 @@ class GpuBackend:
         return StackedExperts(gate_up, down, form, tiled, num_read)
 
     def capped(self, head: Linear, limit: float) -> Linear:
-        """The layer with what bounds it behind it."""
         return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> FixedExecutor:

@@ -34,18 +34,15 @@ class FixedExecutor(TorchExecutor):
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
-        """The stream behind these layers."""
         assert isinstance(batch, FixedBatch), "passes are of fixed shape"
         x, delta, _ = run_layers(self.parts, self.ops, batch, cache, layers, x, read)
         gain = self.parts.layers[layers[-1]].mlp.out_norm
         return self.ops.add_norm(x, delta, None, self.parts.config.norm_eps, gain)[0]
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
-        """Rows behind a norm."""
         return self.ops.add_norm(x.contiguous(), None, gain, self.parts.config.norm_eps)[1]
 
     def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
-        """Keys and values alone, layer by layer; nothing looks at them yet."""
         assert isinstance(batch, FixedBatch), "passes are of fixed shape"
         c, rope, at = self.parts.config, self.parts.rope, (batch.positions, batch.slots)
         for i, layer in enumerate(self.parts.layers):

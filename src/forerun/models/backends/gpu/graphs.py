@@ -115,7 +115,6 @@ class GraphRunner(Runner):
         return self.chain_graphs[ids].draw(draws, starts, logits, texts, heads)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
-        """Those of states that a pass gave."""
         return self.graphs.run(None, lambda: self.decoder.logits(hidden))
 
     def judge(

@@ -184,22 +184,18 @@ class GroupLinear:
 
     @property
     def matrix(self) -> str:
-        """As in every TiledLinear."""
         scaled = "" if self.weight.least is None else ", with least values"
         return f"{self.weight.kind}{scaled}, {self.shape[0]} x {self.shape[1]}"
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As in every TiledLinear."""
         return self.weight.numbers.shape[1], self.weight.inputs
 
     @property
     def num_bytes(self) -> int:
-        """As in every TiledLinear."""
         return self.weight.numbers.nbytes
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: GroupTile) -> Float[Tensor, "rows outputs"]:
-        """The product by such programs."""
         x, outputs = x.contiguous(), self.weight.numbers.shape[1]
         out = x.new_empty(len(x), outputs)
         load_kernels("group_kernels").group_gemm[-(-len(x) // tile.rows), -(-outputs // tile.outputs)](
@@ -234,7 +230,6 @@ class PackedExperts:
         return cls(weight, torch.stack(biases) if biases else None)
 
     def of(self, expert: int) -> Linear:
-        """One expert's; the same memory."""
         w, bias = self.weight, None if self.bias is None else self.bias[expert]
         least = None if w.least is None else w.least[expert]
         part = replace(w, numbers=w.numbers[expert], scales=w.scales[expert], least=least)
@@ -247,7 +242,6 @@ class PackedExperts:
     def product(
         self, kernels: Any, x: Float[Tensor, "_ inputs"], pairs: Pairs, sharing: int
     ) -> Float[Tensor, "pairs outputs"]:
-        """Each pair's row of `x`, which `sharing` pairs have in common, times the weights of its expert."""
         outputs = self.weight.numbers.shape[2]
         tile = group_tile_for(group_tiles(outputs, x.dtype == torch.float32), pairs.tile.rows)
         assert tile.rows == pairs.tile.rows, "pairs are sorted into tiles of so many rows"

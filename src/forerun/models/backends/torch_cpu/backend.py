@@ -50,11 +50,9 @@ class TorchBackend:
         return GroupedLinear(weight, bias)
 
     def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts | None:
-        """None: each is asked for its rows."""
         return None
 
     def capped(self, head: Linear, limit: float) -> Linear:
-        """The layer with what bounds it behind it."""
         return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
@@ -84,13 +82,11 @@ class TorchExecutor:
         return self.num_chosen
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
-        """Rows behind a norm."""
         return rms_norm(x, gain, self.parts.config.norm_eps)
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
-        """The stream behind these layers."""
         eps, total, turns = self.parts.config.norm_eps, len(x), dict[int, tuple[Tensor, Tensor]]()
         x = pad_rows(x, padded_rows(total))
         inputs = None if read is None else pad_rows(read, len(x))
@@ -167,13 +163,11 @@ class TorchExecutor:
             self.looking(layer.attention, read, batch, (cache.keys[i], cache.values[i]), turns)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """The head's, in float32."""
         rows, norm = pad_rows(hidden, padded_rows(len(hidden))), self.parts.norm
         rows = rows if norm is None else rms_norm(rows, norm, self.parts.config.norm_eps)
         return self.parts.head(rows)[: len(hidden)].float()
 
     def lower(self, num_layers: int) -> TorchExecutor:
-        """The first layers, by the same operators."""
         part = copy(self)
         part.parts = replace(self.parts, layers=self.parts.layers[:num_layers])
         return part
