@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forerun.models.backends.gpu.tile_times import device_ms
+from forerun.models.backends.gpu.tiles import device_ms
 
 
 def wait(device: torch.device) -> None:

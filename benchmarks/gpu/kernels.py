@@ -19,7 +19,7 @@ from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, tile_rows
 from forerun.models.backends.gpu.graphs import LEAST_ROWS
 from forerun.models.backends.gpu.ops import SPLIT, Ops, TorchOps, TritonOps, load_kernels, ops_for
-from forerun.models.backends.gpu.tile_times import kernel_us
+from forerun.models.backends.gpu.tiles import kernel_us
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Attention, GatedMlp
 from forerun.models.rows import power_of_two

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.backends.gpu.tile_times import device_ms
+from forerun.models.backends.gpu.tiles import device_ms
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read

@@ -19,8 +19,7 @@ from benchmarks.gpu.setting import Setting, WeightFormat
 from forerun.config import Quantization
 from forerun.models.backends.gpu.backend import GpuBackend, OneGemmLinear
 from forerun.models.backends.gpu.groups import GroupLinear
-from forerun.models.backends.gpu.tile_times import kernel_us
-from forerun.models.backends.gpu.tiles import TILES, GroupTile, Tile, group_tile_for, group_tiles, tile_for
+from forerun.models.backends.gpu.tiles import TILES, GroupTile, Tile, group_tile_for, group_tiles, kernel_us, tile_for
 
 ROWS = (16, 32, 64, 128)
 FEW_OUTPUTS, MANY_OUTPUTS = 1, 1 << 20  # of layers with most slices, and with fewest

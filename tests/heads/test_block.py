@@ -16,8 +16,7 @@ from forerun.draft.base import Budget
 from forerun.draft.model.grower import with_first
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
-from forerun.heads.block.drafter import BlockBlueprint, BlockDrafter
-from forerun.heads.block.network import MASKED
+from forerun.heads.block.drafter import MASKED, BlockBlueprint, BlockDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest, ModelError, UnsupportedModel
-from forerun.heads.block.drafter import BlockBlueprint
-from forerun.heads.block.network import MASKED
+from forerun.heads.block.drafter import MASKED, BlockBlueprint
 from forerun.heads.convert import convert
 from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.folder import HeadFolder

@@ -19,8 +19,7 @@ from forerun.draft.auto import settled
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.spec import DraftSpec
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape
-from forerun.heads.mtp.drafter import MtpDrafter
-from forerun.heads.mtp.network import MtpDecoder
+from forerun.heads.mtp.drafter import MtpDecoder, MtpDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner

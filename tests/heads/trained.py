@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from forerun.fields import Fields
-from forerun.heads.block.drafter import BlockBlueprint
+from forerun.heads.block.drafter import MASKED, BlockBlueprint
 from forerun.heads.block.format import BlockTensors
-from forerun.heads.block.network import MASKED
 from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.eagle.format import fitted_tensors
 from forerun.heads.folder import HeadFolder

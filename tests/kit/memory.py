@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from forerun.models.backends.gpu import backend, groups, ops, tile_times
+from forerun.models.backends.gpu import backend, groups, ops, tiles
 from forerun.models.backends.gpu.ops import load_kernels
 from kit import card
 from kit.card import CardFunctions, CardMode, OnCard, Seen, inner_of
@@ -156,7 +156,7 @@ def counted_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Iterator
         for module in (ops, groups, backend):
             patch.setattr(module, "load_kernels", kernels)
         patch.setattr(backend, "tiles_agree", lambda _device: True)
-        patch.setattr(tile_times, "SMALL_BYTES", math.inf)  # nothing is measured
+        patch.setattr(tiles, "SMALL_BYTES", math.inf)  # nothing is measured
         patch.setattr(backend.GpuBackend, "arithmetic", "imagined")
         for name in ("device", "device_of", "stream"):
             patch.setattr(torch.cuda, name, lambda *_: nullcontext())

@@ -7,9 +7,17 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from forerun.models.backends.gpu import tile_times
-from forerun.models.backends.gpu.tile_times import ROWS, choose_tiles, rows_measured, tiles_file
-from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, fitting
+from forerun.models.backends.gpu import tiles
+from forerun.models.backends.gpu.tiles import (
+    ROWS,
+    SMALLEST,
+    TILES,
+    Tile,
+    choose_tiles,
+    fitting,
+    rows_measured,
+    tiles_file,
+)
 
 CPU = torch.device("cpu")
 
@@ -44,8 +52,8 @@ def clock(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
     measured.clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tile_times, "kernel_us", last_is_fastest)
-    monkeypatch.setattr(tile_times, "card", lambda device: "a card")
+    monkeypatch.setattr(tiles, "kernel_us", last_is_fastest)
+    monkeypatch.setattr(tiles, "card", lambda device: "a card")
 
 
 def chosen() -> dict[int, Tile]:
@@ -63,7 +71,7 @@ def test_the_fastest_is_taken_once_and_kept_by_card(monkeypatch: pytest.MonkeyPa
     measured.clear()
     assert chosen() == best
     assert not measured
-    monkeypatch.setattr(tile_times, "card", lambda device: "another card")
+    monkeypatch.setattr(tiles, "card", lambda device: "another card")
     assert chosen() == best
     assert measured
 
@@ -83,7 +91,7 @@ def test_what_is_kept_of_other_tiles_or_damaged_is_measured_again(damage: Callab
 
 def test_small_matrices_and_other_layers_are_left_alone() -> None:
     small = Layer()
-    small.num_bytes = tile_times.SMALL_BYTES - 1
+    small.num_bytes = tiles.SMALL_BYTES - 1
     choose_tiles([small, torch.nn.functional.relu, torch.nn.Linear(2, 2)], CPU, torch.bfloat16)
     assert not measured
     assert not small.tiles

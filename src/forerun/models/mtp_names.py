@@ -3,7 +3,7 @@
 There is one row per naming. A difference is a value declared here: the names, whether all modules share norms and
 projection, the order in which embedding and state are joined, and whether modules are numbered behind the target's
 layers. The target's checks read the table too, so that a model with modules is neither refused nor said to hold tensors
-that nobody knows. How modules compute is decided in `heads/mtp/network.py`.
+that nobody knows. How modules compute is decided in `heads/mtp/drafter.py`.
 
 Sources: the modeling code of DeepSeek-V3 (2412.19437), whose layout GLM-4.5 shares, of MiMo (2505.07608), whose
 projection reads the state first, and of Qwen3-Next, whose layout Qwen3.5 and Mellum share; and how transformers 5.23

@@ -1,1 +1,1 @@
-"""Early exit: its drafter, and the adapters for it: their format, network and training."""
+"""Early exit: its drafter, and the adapters for it: their format and training."""

@@ -1,1 +1,1 @@
-"""Block drafters: their format, network, drafter and training."""
+"""Block drafters: their format, drafter and training."""

@@ -1,1 +1,1 @@
-"""EAGLE layers: their format, network, drafter and training."""
+"""EAGLE layers: their format, drafter and training."""

@@ -1,1 +1,1 @@
-"""Medusa heads: their format, network, drafter and training."""
+"""Medusa heads: their format, drafter and training."""

@@ -1,1 +1,1 @@
-"""MTP modules: their format, network, drafter and training."""
+"""MTP modules: their format, drafter and training."""

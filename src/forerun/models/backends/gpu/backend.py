@@ -19,12 +19,11 @@ from forerun.annotations import Float
 from forerun.config import Quantization
 from forerun.device import Placement, stages
 from forerun.models.backends.base import DecoderParts
-from forerun.models.backends.gpu.executor import FixedExecutor
 from forerun.models.backends.gpu.experts import ExpertWeights, LibraryLinear
+from forerun.models.backends.gpu.fixed import FixedExecutor
 from forerun.models.backends.gpu.groups import GroupLinear, PackedExperts, PackedGroups
 from forerun.models.backends.gpu.ops import load_kernels, ops_for
-from forerun.models.backends.gpu.tile_times import choose_tiles, rows_measured
-from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, fitting, tile_for
+from forerun.models.backends.gpu.tiles import SMALLEST, TILES, Tile, choose_tiles, fitting, rows_measured, tile_for
 from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear

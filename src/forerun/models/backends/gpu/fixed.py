@@ -4,6 +4,9 @@ This module decides how reads become tables (`Layout`, on the host), where the t
 buffer, one copy per pass), and in which order the parts of a decoder use them (`run_pass`). Padding rows write to a
 slot that no sequence owns. The same pass serves prompts, chains and trees, because a row's keys are found by its own
 path. `graphs.py` captures and replays passes.
+
+A whole model's pass fuses sums and norms from its first layer to its head. Trained heads have computations of their own
+before, between and behind their layers, and ask for the layers alone (`FixedExecutor`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from forerun.cache.paged import PagedCache
 from forerun.device import HostArray, overwrite
 from forerun.models.backends.base import DecoderParts, Entered, Stream
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
-from forerun.models.batch import TokenBatch
+from forerun.models.backends.torch_cpu.backend import TorchExecutor
+from forerun.models.batch import EACH_ALONE, TokenBatch
 from forerun.models.decoder import Decoder, States, Tapped
-from forerun.models.layer import Mlp
+from forerun.models.layer import Mlp, counters_of
 
 ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
@@ -289,3 +293,34 @@ def tile_rows(heads: int, kv_heads: int) -> int:
     """Rows that one tile of the attention kernel holds, with all heads that share a key head."""
     group = heads // kv_heads
     return max(1, TILE_ROWS // group)
+
+
+class FixedExecutor(TorchExecutor):
+    """A decoder's layers over all rows of a pass of fixed shape, padding among them."""
+
+    def __init__(self, parts: DecoderParts, ops: Ops) -> None:
+        super().__init__(parts, EACH_ALONE)
+        self.ops = ops
+
+    @property
+    def num_experts_read(self) -> int:
+        """As in every executor; asking waits for the device."""
+        return int(torch.cat(counters).sum()) if (counters := counters_of(self.parts.layers)) else 0
+
+    def run(
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+    ) -> Stream:
+        assert isinstance(batch, FixedBatch), "passes are of fixed shape"
+        x, delta, _ = run_layers(self.parts, self.ops, batch, cache, layers, x, read)
+        gain = self.parts.layers[layers[-1]].mlp.out_norm
+        return self.ops.add_norm(x, delta, None, self.parts.config.norm_eps, gain)[0]
+
+    def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
+        return self.ops.add_norm(x.contiguous(), None, gain, self.parts.config.norm_eps)[1]
+
+    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+        assert isinstance(batch, FixedBatch), "passes are of fixed shape"
+        c, rope, at = self.parts.config, self.parts.rope, (batch.positions, batch.slots)
+        for i, layer in enumerate(self.parts.layers):
+            store, qkv = (cache.keys[i], cache.values[i]), layer.attention.qkv(read)
+            self.ops.rotate_store(qkv, (rope.cos, rope.sin), at, layer.attention, c, store)

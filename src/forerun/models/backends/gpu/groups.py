@@ -20,8 +20,15 @@ from forerun.annotations import Float, Int8
 from forerun.device import stages
 from forerun.models.backends.gpu.experts import Pairs
 from forerun.models.backends.gpu.ops import load_kernels
-from forerun.models.backends.gpu.tile_times import rows_measured
-from forerun.models.backends.gpu.tiles import FEW_ROWS, SOME_ROWS, GroupTile, fitting, group_tile_for, group_tiles
+from forerun.models.backends.gpu.tiles import (
+    FEW_ROWS,
+    SOME_ROWS,
+    GroupTile,
+    fitting,
+    group_tile_for,
+    group_tiles,
+    rows_measured,
+)
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias, Linear
 
