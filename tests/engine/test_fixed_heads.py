@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from engine.test_fixed_rounds import FIXED, PARAMS
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Placement
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.fed_follower import FedFollower
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.chains import UnreadTexts
+from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from heads.adapters import adapter_of
 from kit.assertions import tokens_of
@@ -69,6 +72,25 @@ class Uneven:
         for row, depth, tokens in zip(draws.rows, cut, draft.tree.tokens.tolist(), strict=True):
             self.guesses[tuple(row.tokens)] = [token for token in tokens[1:] if token >= 0]
             assert len(self.guesses[tuple(row.tokens)]) <= depth
+        return draft
+
+
+@dataclass
+class Alternating:
+    """Asks for trees and chains in turn, and notes what is guessed behind each text."""
+
+    propose: Callable[[Draws, Sequence[Budget]], Draft]
+    guesses: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    num_rounds: int = 0
+
+    def __call__(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
+        self.num_rounds += 1
+        if self.num_rounds % 3 == 0:
+            budgets = [replace(budget, width=2) if budget.depth else budget for budget in budgets]
+        draft = self.propose(draws, budgets)
+        self.guesses |= {
+            tuple(row.tokens): tokens[1:] for row, tokens in zip(draws.rows, draft.tree.tokens.tolist(), strict=True)
+        }
         return draft
 
 
@@ -133,8 +155,8 @@ def test_chains_end_where_they_are_too_unlikely(kind: str, monkeypatch: pytest.M
     assert counts[0] == counts[1]
 
 
-@pytest.mark.short("hydra", "block")
-@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "early-exit:adapted"])
+@pytest.mark.short("hydra", "block", "early-exit:adapted")
+@pytest.mark.parametrize("kind", TRAINED)
 def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds of rows that are drafted to different depths, some of them not at all."""
     drafter, found, bodies = spelled(kind), [], list[int]()
@@ -154,6 +176,30 @@ def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest
         bodies.clear()
     assert found[0] == found[1]
     assert sum(map(len, found[0].values())) > 30
+
+
+def test_a_graph_goes_on_from_what_trees_left_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter keeps the guesses of trees that came true, so that rows may have no text to read before a chain."""
+    found, unread, unread_texts = [], list[list[int]](), EarlyExitDrafter.unread_texts
+
+    def noted(drafter: EarlyExitDrafter, reads: Sequence[Read]) -> UnreadTexts:
+        unread.append([len(read.tokens) for read in reads])
+        return unread_texts(drafter, reads)
+
+    monkeypatch.setattr(EarlyExitDrafter, "unread_texts", noted)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True)
+    for device in (FIXED, "cpu"):
+        llm = made(spelled("early-exit:adapted"), device, speculation=4)
+        assert llm.engine.drafter is not None
+        mixed = Alternating(llm.engine.drafter.propose)
+        monkeypatch.setattr(llm.engine.drafter, "propose", mixed)
+        llm.generate(PROMPTS[:2], params)
+        llm.engine.runner.cache.check()
+        found.append(mixed.guesses)
+    assert found[0] == found[1]
+    assert any(min(counts) > 0 for counts in unread)
+    assert any(min(counts) == 0 < max(counts) for counts in unread)
+    assert any(max(counts) == 0 for counts in unread)
 
 
 @pytest.mark.short("eagle-3")
@@ -232,7 +278,7 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
 
 MOST_SENT = {  # operations of a round; graphs are one each
     "eagle-1": 18, "eagle": 18, "p-eagle": 18, "mtp": 18, "mtp-of-3": 25,
-    "medusa": 17, "hydra": 17, "block": 17, "block:heads": 17,
+    "medusa": 17, "hydra": 17, "block": 17, "block:heads": 17, "early-exit:adapted": 17,
 }  # fmt: skip
 NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, the verdict
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
+from forerun.cache.paged import PagedCache
 from forerun.device import upload_tensor
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
@@ -34,13 +35,23 @@ class Start(NamedTuple):
     min_survival: float = 0.0
 
 
+@runtime_checkable
+class LowerRunner(Protocol):
+    """A runner of layers whose states others read in place of tokens, over a cache of its own."""
+
+    cache: PagedCache
+
+
 @dataclass(frozen=True, slots=True)
 class UnreadTexts:
     """Text of each start that is to be read before its chain is drawn, one token at least.
 
     `features` are the target's states, in pieces, and `fuse` maps them to what the layers read beside the tokens;
     `beside` gives from their outputs what they read beside the guesses that follow. `roots` gets their outputs at the
-    last token of each text; None where nothing is guessed there.
+    last token of each text; None where nothing is guessed there, or they are not wanted.
+
+    Layers over those of `below` read the states there in place of tokens. Each text then ends with its root, of which
+    there are no features: `below` reads roots and guesses, and nothing of that stays, in its cache or in that above.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -48,6 +59,12 @@ class UnreadTexts:
     roots: Float[Tensor, "starts outputs"] | None
     fuse: Callable[[Tensor], Tensor]
     beside: Callable[[Tensor], Tensor] | None = None
+    below: LowerRunner | None = None
+
+    @property
+    def begins_chains(self) -> bool:
+        """Whether first guesses are made at the texts' last tokens."""
+        return self.roots is not None or self.below is not None
 
     @property
     def states(self) -> Float[Tensor, "total inputs"]:

@@ -27,6 +27,7 @@ class FedFollower(Follower):
     """A follower whose `taps` are the states that it reads; without any it reads tokens alone."""
 
     rereads: ClassVar[bool] = False
+    least_text: ClassVar[int] = 1  # tokens of each row that a call has to read before it draws behind them
 
     def observe(self, news: Committed) -> None:
         """Remember what became final, and its states; guesses that it confirms stay read.
@@ -78,7 +79,7 @@ class FedFollower(Follower):
                 self.begin(row.seq_id, -1)
         texts = [self.unread(row.seq_id) for row in rows]
         numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
-        if not texts or not all(0 < len(text) <= TAIL_TOKENS for text in texts):
+        if not texts or not all(self.least_text <= len(text) <= TAIL_TOKENS for text in texts):
             return None
         if any(row.late != self.late(row.seq_id) for row in rows):
             return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from forerun.heads.adapter.format import EXIT, SIGNS, adapter_config, adapter_sh
 from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.blueprint import HeadBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.models.chains import Chains, SameIds, Start
+from forerun.models.chains import Chains, SameIds, Start, UnreadTexts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import States
 from forerun.models.loading import Blueprint
@@ -48,6 +49,7 @@ class EarlyExitDrafter(FedFollower):
     """
 
     names: tuple[str, ...] = ("early-exit",)
+    least_text: ClassVar[int] = 0  # roots are read with it
 
     def __init__(self, target: Runner, layer: int, adapter: Runner | None = None) -> None:
         self.target = target
@@ -104,6 +106,19 @@ class EarlyExitDrafter(FedFollower):
         hidden = self.lower.read([read._replace(judged=()) for read in reads], drawn=drawn).hidden
         self.note(reads, hidden)
         return hidden
+
+    @property
+    def draws_behind_text(self) -> bool:
+        """On devices, where the adapter's text, roots and guesses are read in one call."""
+        return self.adapter is not None and self.runner.draws_unseen
+
+    def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
+        """The text whose states the adapter was shown, and behind it the roots, which the lower layers read."""
+        config, stream = self.target.decoder.config, self.target.decoder.stream
+        features = self.states.of([read for read in reads if read.tokens])
+        features = features or [torch.empty(0, 1, config.hidden, dtype=stream, device=self.target.device)]
+        texts = [[*read.tokens, *(self.late(read.seq_id) or ())] for read in reads]
+        return UnreadTexts(texts, features, None, lambda states: states[:, 0], below=self.lower)
 
     def draw_at_once(
         self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False

@@ -1,9 +1,10 @@
 """ChainGraph: the whole chains of a draft model, of layers that read states or of heads, as one captured graph.
 
 Draw, read, draw, ... without a launch in between. Layers that read states begin with text: what the target has made of
-it is mapped, read and kept in the same graph, and a guess is read beside what the layers made of its parent. Heads that
-guess several places ahead need no pass between two draws, and at most one over masked places before them. A graph does
-the same work for every round, so nothing in it may depend on a request: what requests ask for is in tensors.
+it is mapped, read and kept in the same graph, and a guess is read beside what the layers made of its parent. Layers
+over others read what these make of roots and guesses, in the same graph too. Heads that guess several places ahead need
+no pass between two draws, and at most one over masked places before them. A graph does the same work for every round,
+so nothing in it may depend on a request: what requests ask for is in tensors.
 Chains may end at different depths: the deepest come first, and at every step the rows that have ended are padding. So a
 graph also serves shorter chains and fewer rows than it was captured for. What it gives is the round's tree as the
 device holds it, row by row.
@@ -11,9 +12,10 @@ device holds it, row by row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -68,7 +70,8 @@ class Buffers:
     These are the transforms' by name (`RoundTables.arrays`), each chain's `keys`, `positions` and root (`begins`),
     those of each pass, and by row of the round its root (`roots`), the number of its chain (`chains`) and how deep that
     is (`depths`), 0 without one. Chains begin with `given` logits, or states of heads, or with `text` beside the
-    target's states, `features`; masked `places` are read behind it.
+    target's states, `features`; masked `places` are read behind it. Layers below read roots and guesses in passes of
+    their own.
     """
 
     packed: PackedTables
@@ -77,6 +80,7 @@ class Buffers:
     text: Inputs | None
     features: Float[Tensor, "text *features"] | None
     places: Inputs | None = None
+    below: Sequence[Inputs] = ()
 
 
 @runtime_checkable
@@ -97,6 +101,8 @@ class ReadingRunner(Protocol):
     def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]: ...
 
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None: ...
+
+    def drop(self, seq_ids: Sequence[int]) -> None: ...
 
 
 class ChainGraph:
@@ -137,13 +143,12 @@ class ChainGraph:
         places = None if heads is None else heads.places
         ahead = [s.depth - 1 if heads is None else 0 for s in starts] if places is None else map(len, places.tokens)
         counts = [len(text) + count for text, count in zip(unread, ahead, strict=True)]
-        try:
-            if any(counts):
-                runner.cache.reserve(seq_ids, counts)
-        except OutOfBlocks:
+        if not self.reserve(starts, counts, below := below_of(texts)):
             return None
         buffers = self.buffers_of(shape, texts, heads)
         arrays = self.arrays(buffers, draws, starts, order, unread, places)
+        if below is not None:
+            arrays |= lay_out_steps(below, "below", buffers.below, [starts[i] for i in order])
         buffers.packed.fill(rows.arrays(shape.steps) | arrays)
         if buffers.given is not None and logits is not None:
             in_order = order == [*range(len(starts))]
@@ -156,7 +161,9 @@ class ChainGraph:
         key = shape, self.ids, draws.num_ids
         nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts, heads))
         if texts is not None:
-            runner.keep(seq_ids, [range(len(text)) for text in unread])
+            runner.keep(seq_ids, [range(len(text) - (below is not None)) for text in unread])
+        if below is not None:
+            below.drop(seq_ids)
         if texts is not None and texts.roots is not None and ends is not None:
             at = [start.row for start in starts]
             ends = ends[: len(at)] if at == [*range(len(at))] else ends[upload(at, torch.long, runner.device)]
@@ -165,6 +172,20 @@ class ChainGraph:
         trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(len(draws.rows))]
         num_read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1 and texts is None and heads is None}
         return Chains(trees, num_read, nodes=nodes[:, : len(trees), : 1 + depth].clone())
+
+    def reserve(self, starts: Sequence[Start], counts: Sequence[int], below: ReadingRunner | None) -> bool:
+        """Make room for so many tokens of each, and for roots and guesses below; False where there is none."""
+        seq_ids, depths = [start.seq_id for start in starts], [start.depth for start in starts]
+        if below is not None and not below.cache.can_reserve(seq_ids, depths):
+            return False
+        try:
+            if any(counts):
+                self.runner.cache.reserve(seq_ids, counts)
+        except OutOfBlocks:
+            return False
+        if below is not None:
+            below.cache.reserve(seq_ids, depths)
+        return True
 
     def arrays(
         self,
@@ -192,21 +213,15 @@ class ChainGraph:
         if buffers.text is not None:
             reads = [Read(s.seq_id, text, judged=[len(text) - 1]) for s, text in zip(starts, unread, strict=True)]
             layout, lasts = runner.lay_out(reads)
+            if buffers.below:
+                layout.sources = sources_of(unread, order, buffers.text.shape.rows)
             judged = [lasts[i] for i in order] if buffers.text.shape.judged else []
             arrays["text"] = buffers.text.numbers(layout, judged, block_size, spare_slot)
         if buffers.places is not None and places is not None:
             layout, judged = self.lay_out_places(buffers, places, starts, order)
             arrays["places"] = buffers.places.numbers(layout, judged, block_size, spare_slot)
-        if buffers.passes:
-            going_on = [start for start in deepest_first if start.depth > 1]
-            layout, judged = runner.lay_out([Read(start.seq_id, [0], judged=[0]) for start in going_on])
-            numbers = buffers.passes[0].numbers(layout, judged, block_size, spare_slot)
-            for level, step in enumerate(buffers.passes):
-                num_left = sum(start.depth > 1 + level for start in starts)
-                arrays[f"pass {1 + level}"] = step.later(numbers, level, num_left, spare_slot)
-            for start in going_on:
-                runner.tails[start.seq_id].grow(None, start.depth - 2)
-        return arrays
+        going_on = [start._replace(depth=start.depth - 1) for start in deepest_first if start.depth > 1]
+        return arrays | lay_out_steps(runner, "pass", buffers.passes, going_on)
 
     def lay_out_places(
         self, buffers: Buffers, places: MaskedPlaces, starts: Sequence[Start], order: Sequence[int]
@@ -237,11 +252,15 @@ class ChainGraph:
     def make_buffers(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
         """New buffers of this shape."""
         device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, shape.rows, self.runner.most_keys
-        passes = {}
+        passes, below = {}, below_of(texts)
         if texts is not None:
-            passes["text"] = Shape(shape.text, 0, 0 if texts.roots is None else rows, keys)
+            passes["text"] = Shape(shape.text, 0, rows if texts.begins_chains else 0, keys)
+        if below is not None:
+            passes |= {f"below {level}": Shape(rows, 0, 0, below.most_keys) for level in range(shape.depth)}
+            counters = self.runner.graphs.counters, below.graphs.counters
+            self.runner.graphs.counters = [*dict.fromkeys(itertools.chain(*counters))]
         if heads is None:
-            passes |= {f"pass {level}": Shape(rows, 0, rows, keys) for level in range(1, shape.depth)}
+            passes |= {f"pass {level}": Shape(rows, 0, rows, keys) for level in range(shape.depth - 1)}
         elif heads.places is not None and (count := heads.places.count(shape.depth)):
             num_guesses = rows * heads.places.num_guesses(shape.depth)
             passes["places"] = Shape(power_of_two(rows * count), 0, num_guesses, keys)
@@ -252,13 +271,14 @@ class ChainGraph:
         packed = PackedTables(sizes, device, self.buffers.buffer)
         inputs = {name: Inputs(each, device, flat=packed.tables[name]) for name, each in passes.items()}
         text, places = inputs.pop("text", None), inputs.pop("places", None)
+        steps = {kind: [each for name, each in inputs.items() if name.startswith(kind)] for kind in ("pass", "below")}
         features = None if texts is None else texts.features[0].new_zeros(shape.text, *texts.features[0].shape[1:])
         first = None
         if heads is not None and heads.states is not None:
             first = heads.states[0].new_zeros(rows, len(heads.states[0]))
         elif texts is None:
             first = self.runner.graphs.logits(rows, vocab)
-        return Buffers(packed, [*inputs.values()], first, text, features, places)
+        return Buffers(packed, steps["pass"], first, text, features, places, steps["below"])
 
     def body(
         self,
@@ -270,12 +290,17 @@ class ChainGraph:
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
         """All steps: tokens and parents of the round's rows, and what layers made of their texts. Tensor code alone."""
         tables, logits, states, ends = buffers.packed.tables, buffers.given, None, None
+        below = below_of(texts)
         if buffers.text is not None and buffers.features is not None and texts is not None:
             buffers.text.states = texts.fuse(buffers.features)
+            if below is not None:
+                of_roots = states_below(below, buffers.below[0], self.ids.own(tables["begins"]))
+                together = torch.cat([buffers.text.states, of_roots])
+                buffers.text.states = together[buffers.text.columns["sources"]]
             passed = self.read(buffers.text)
-            if texts.roots is not None:
+            if texts.begins_chains:
                 logits, states = self.ids.spread(passed.logits), passed.hidden[buffers.text.judged]
-                ends = states[tables["chains"]]
+                ends = None if texts.roots is None else states[tables["chains"]]
         foreseen = self.foresee(shape, buffers, logits, heads)
         transforms = Transforms(shape.steps, lambda: tables, self.ids.vocab_size, num_ids)
         draws = Draws.of_tables(transforms, tables["keys"])
@@ -290,9 +315,12 @@ class ChainGraph:
             guesses = likeliest(draws, logits, at)
             drawn = torch.cat([drawn, guesses], dim=1)
             if level < len(buffers.passes):
-                step = buffers.passes[level]
-                step.columns["tokens"].copy_(self.ids.own(guesses[:, 0]).clamp_min(0))
-                step.states = None if texts is None or texts.beside is None or states is None else texts.beside(states)
+                step, tokens = buffers.passes[level], self.ids.own(guesses[:, 0]).clamp_min(0)
+                step.columns["tokens"].copy_(tokens)
+                if below is not None:
+                    step.states = states_below(below, buffers.below[1 + level], tokens)
+                elif texts is not None and texts.beside is not None and states is not None:
+                    step.states = texts.beside(states)
                 passed = self.read(step)
                 logits, states = self.ids.spread(passed.logits), passed.hidden
         return nodes_of(drawn, tables["roots"], tables["chains"], tables["depths"]), ends
@@ -311,6 +339,45 @@ class ChainGraph:
     def read(self, inputs: Inputs) -> States:
         """One pass over these tables."""
         return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
+
+
+def below_of(texts: UnreadTexts | None) -> ReadingRunner | None:
+    """The runner of the layers below, which is of the same kind as the one above it."""
+    return None if texts is None else cast("ReadingRunner | None", texts.below)
+
+
+def states_below(below: ReadingRunner, step: Inputs, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
+    """What the layers below make of these tokens, one of each chain."""
+    step.columns["tokens"].copy_(tokens)
+    return run_pass(below.decoder, below.ops, step, below.cache).hidden
+
+
+def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_features: int) -> list[int]:
+    """Where the states of all tokens are: those of texts are packed, and behind `num_features` are those of the roots
+    that texts end with, in the order of the chains."""
+    chains, sources, first = {i: chain for chain, i in enumerate(order)}, list[int](), 0
+    for i, text in enumerate(texts):
+        end = first + len(text) - 1
+        sources += [*range(first, end), num_features + chains[i]]
+        first = end
+    return sources
+
+
+def lay_out_steps(
+    runner: ReadingRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[Start]
+) -> dict[str, HostArray]:
+    """The tables of passes that read a token of each chain, as many as its depth says, by the names of these passes."""
+    arrays = {}
+    if steps:
+        reads = [Read(start.seq_id, [0], judged=[0] if steps[0].shape.judged else []) for start in deepest_first]
+        layout, judged = runner.lay_out(reads)
+        numbers = steps[0].numbers(layout, judged, runner.cache.blocks.block_size, runner.spare_slot)
+        for level, step in enumerate(steps):
+            num_left = sum(start.depth > level for start in deepest_first)
+            arrays[f"{name} {level}"] = step.later(numbers, level, num_left, runner.spare_slot)
+        for start in deepest_first:
+            runner.tails[start.seq_id].grow(None, start.depth - 1)
+    return arrays
 
 
 def nodes_of(
