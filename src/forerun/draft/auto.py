@@ -96,7 +96,6 @@ class DrafterRecord:
         return bundled if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), bundled))
 
     def text(self) -> str:
-        """What the file holds."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
 
     def untimed(self, target: str) -> DrafterRecord:

@@ -49,7 +49,6 @@ class Converted:
         return str(DraftSpec(self.read.method.drafter, argument=str(self.folder)))
 
     def as_object(self) -> dict[str, Any]:
-        """What was converted, for JSON."""
         return {
             "method": self.read.method.label,
             "from": {"format": self.read.format, "source": self.source},

@@ -77,7 +77,6 @@ class HeadFolder:
 
     @property
     def path(self) -> Path:
-        """The place of the folder."""
         return self.checkpoint.folder
 
     @property

@@ -41,7 +41,6 @@ class TargetHead:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def __getitem__(self, ids: Int[Tensor, " some"] | slice) -> TargetHead:
-        """That of these tokens."""
         return TargetHead(self.weight[ids], None if self.bias is None else self.bias[ids], self.cap)
 
 
@@ -56,7 +55,6 @@ class TargetTables:
 
     @classmethod
     def of(cls, target: Blueprint) -> TargetTables:
-        """Those of this target, read anew."""
         c, device, checkpoint = target.config, target.placement.device, target.checkpoint(torch.float32)
         embedding = checkpoint.take(EMBEDDING, (c.vocab_size, c.hidden)).to(device)
         weight = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
@@ -117,5 +115,4 @@ def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path
 
 
 def save_config(values: Mapping[str, Any], folder: Path) -> None:
-    """Write config.json."""
     (folder / "config.json").write_text(json.dumps(dict(values), indent=2) + "\n", "utf-8")

@@ -65,21 +65,17 @@ class DraftFiles:
 
     @property
     def folder(self) -> Path:
-        """The place of the config.json."""
         return self.path.parent
 
     @property
     def fields(self) -> Fields:
-        """The configuration, for reading."""
         return Fields(self.path, self.config)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def without(self, *names: str) -> DraftFiles:
-        """The drafter without these tensors."""
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     def renamed(self, names: Mapping[str, str]) -> DraftFiles:
@@ -149,7 +145,6 @@ ChangeFiles = Callable[[DraftFiles, TargetFacts | None], DraftFiles]
 
 
 def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """The drafter as it is."""
     return files
 
 

@@ -89,7 +89,6 @@ class TrainedLayer:
         return heads
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the layer's norm of this name."""
         return rms_norm(x, self.weights[f"{self.place}.{name}.weight"], self.config.norm_eps)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -127,7 +126,6 @@ class LayerStack:
         return x
 
     def normed(self, x: Float[Tensor, "batch length hidden"], name: str) -> Float[Tensor, "batch length hidden"]:
-        """Behind the norm whose gain has this name."""
         return rms_norm(x, self.weights[name], self.config.norm_eps)
 
 

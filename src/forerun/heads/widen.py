@@ -91,7 +91,6 @@ def put(
 
 
 def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any]) -> None:
-    """Write the drafter."""
     with whole_folder(folder) as part:
         source = found.folder.path
         checkpoint = Checkpoint(source, plan.wide.dtype)
@@ -112,7 +111,6 @@ def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any])
 
 
 def count(shapes: Shapes) -> int:
-    """The numbers in all tensors."""
     return sum(map(math.prod, shapes.values()))
 
 

@@ -45,7 +45,6 @@ class Tapped:
 
     @classmethod
     def side_by_side(cls, states: Float[Tensor, "total taps hidden"]) -> Tapped:
-        """States in one tensor."""
         return cls(states.unbind(1), [None] * states.shape[1], states)
 
     @classmethod

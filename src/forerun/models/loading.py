@@ -129,12 +129,10 @@ class Blueprint:
 
     @property
     def quantize(self) -> Quantization | None:
-        """The weights' quantization."""
         return self.spec.quantize
 
     @property
     def kernels(self) -> KernelChoice:
-        """What computes: "native" or "torch"."""
         return self.choice.backend.kernels
 
     @property
@@ -228,7 +226,6 @@ class Blueprint:
         return int(others * of_layers) + int(table * of_head)
 
     def checkpoint(self, dtype: torch.dtype) -> Checkpoint:
-        """Its tensors in this number format."""
         return Checkpoint.of_model(self.folder, dtype, self.placement.fixed)
 
     def tokenizer(self) -> Tokenizer:
@@ -240,7 +237,6 @@ class Blueprint:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where it is."""
         return self.folder if self.spec.tokenizer is None else find_tokenizer(self.spec.tokenizer)
 
     def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:

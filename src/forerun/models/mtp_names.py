@@ -65,7 +65,6 @@ class MtpNaming:
         ]
 
     def count(self, stored: Collection[str], num_layers: int) -> int:
-        """How many modules are stored."""
         count = 0
         while any(name.startswith(self.layer.format(self.number(count, num_layers))) for name in stored):
             count += 1

@@ -132,7 +132,6 @@ class LayerTable:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> LayerTable:
-        """The table of the layer of this number."""
         c = config
         queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
         norms = (c.norms.attention, c.norms.attention_out, c.norms.mlp, c.norms.mlp_out)

@@ -157,7 +157,6 @@ class Runner:
 
     @property
     def device(self) -> torch.device:
-        """The device that it computes on."""
         return self.cache.keys.device
 
     @property

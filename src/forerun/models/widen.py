@@ -289,7 +289,6 @@ def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
 
 
 def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
-    """What is written."""
     config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
     kept = {key: value for key, value in fields.values.items() if key not in KEYS}  # weights are written unpacked
     values = {**kept, **config.layer_fields()} | {

@@ -25,7 +25,6 @@ from forerun.models.projections import LayerTable
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The row of a configuration's family."""
     return next(family for family in FAMILIES.values() if family.name == config.family)
 
 

@@ -141,7 +141,6 @@ class Chain:
     laws: list[Tensor] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add what was emitted."""
         self.emitted += tokens
         self.late += tokens
         self.left -= len(tokens)
@@ -168,7 +167,6 @@ class CascadeDrafter:
         self.lengths = lengths or MeasuredLengths()
 
     def observe(self, news: Committed) -> None:
-        """Let both members observe what became final."""
         self.lower.observe(news)
         self.judge.observe(news)
 
@@ -283,7 +281,6 @@ class CascadeDrafter:
         return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Let both members drop these sequences."""
         self.lengths.forget(seq_ids)
         self.lower.forget(seq_ids)
         self.judge.forget(seq_ids)

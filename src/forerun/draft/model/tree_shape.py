@@ -104,7 +104,6 @@ def settled(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
 
 
 def shaped(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
-    """What the budget's shape says."""
     assert growing.budget.shape is not None, "no shape to follow"
     below = growing.budget.shape.below
     ranks_below = {node: below[tuple(growing.along(growing.ranks, node))] for node in fresh}

@@ -96,7 +96,6 @@ class SuffixDrafter:
         return Draft(DraftTree.of_hosts(trees, width), survival_of(trees) if priced else None)
 
     def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree:
-        """The likeliest guesses."""
         known = growing.likeliest
         if known is not None and not tail and budget.width == 1:
             return shortened(known, budget)

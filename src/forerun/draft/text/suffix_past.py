@@ -47,7 +47,6 @@ class PastAnswer:
     tokens: Sequence[int]
 
     def line(self) -> bytes:
-        """The line of a file that holds it."""
         return as_line({"name": self.name, "tenant": self.tenant, "tokens": list(self.tokens)})
 
     @classmethod
@@ -145,7 +144,6 @@ class PastFile:
         return answers
 
     def head(self) -> bytes:
-        """The first line of the file."""
         return as_line({HEAD: FORM, "vocabulary": self.vocabulary})
 
     def check_head(self, line: bytes) -> None:

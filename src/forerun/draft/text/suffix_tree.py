@@ -79,7 +79,6 @@ class Node:
             self.several = None
 
     def followed(self) -> Followed:
-        """What followed, if anything did."""
         if self.several is None:
             return (0, (), None) if self.child is None else (self.child.count, (self.token,), None)
         if self.known is None:

@@ -131,7 +131,6 @@ class BlockTensors:
         return [name for name in self.shapes() if name in LOOKED_UP]
 
     def shapes(self) -> Shapes:
-        """Each by its name."""
         c, hidden = self.config, self.config.layers.hidden
         vocab = c.layers.vocab_size
         shapes: Shapes = {MAP: (hidden, len(c.taps) * self.target_hidden)}

@@ -143,7 +143,6 @@ class BlockStudent(TableStudent):
         return states
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the norm whose gain has this name."""
         return rms_norm(x, self.weights[name], self.config.layers.norm_eps)
 
 

@@ -149,7 +149,6 @@ class MedusaDrafter:
         )
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop the states of these sequences."""
         for seq_id in seq_ids:
             self.states.pop(seq_id, None)
 

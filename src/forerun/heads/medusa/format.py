@@ -47,7 +47,6 @@ class MedusaConfig:
         return f"{self.num_heads} heads with {self.num_blocks} blocks each"
 
     def shapes(self) -> Shapes:
-        """Every tensor's name and shape."""
         shapes: Shapes = {}
         for head in range(self.num_heads):
             if self.hydra:

@@ -79,7 +79,6 @@ class NativeBackend:
 
     @property
     def name(self) -> str:
-        """The instructions that it was compiled for."""
         return f"{self.instructions} kernels"
 
     @property
@@ -118,7 +117,6 @@ class NativeBackend:
         return head
 
     def executor(self, parts: DecoderParts) -> NativeExecutor:
-        """All layers as one call."""
         return NativeExecutor(self, parts)
 
 
@@ -181,7 +179,6 @@ class NativeExecutor:
         weakref.finalize(self, self.lib.forerun_free_decoder, self.pointer)
 
     def layer(self, layer: Layer) -> CLayer:
-        """A layer, as pointers to its tensors."""
         a, mlp = layer.attention, layer.mlp
         return CLayer(
             qkv=native(a.qkv).pointer,
@@ -202,7 +199,6 @@ class NativeExecutor:
         )
 
     def compiled(self, entry: StateEntry) -> CEntry:
-        """An entry, as pointers to its tensors."""
         norms = {name: getattr(entry, name) for name in ("token_norm", "state_norm", "output_norm")}
         return CEntry(
             map=None if entry.map is None else native(entry.map).pointer,
@@ -213,7 +209,6 @@ class NativeExecutor:
         )
 
     def experts(self, router: Router, experts: Sequence[GatedMlp]) -> CExperts:
-        """Pointers to a layer's router and experts."""
         clamp, mlps = experts[0].clamp, (CGated * len(experts))(*map(gated, experts))
         pointers = CExperts(
             count=len(experts),
@@ -246,7 +241,6 @@ class NativeExecutor:
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
-        """The stream behind these layers, in one call."""
         tables = pass_tables(batch, cache.keys.shape[2])
         return self.compute(layers, x, (batch.positions, batch.slots), tables, cache, read)
 
@@ -358,7 +352,6 @@ class NativeExecutor:
         return normed[:, : x.shape[1]]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """The head's, in float32, of normed rows."""
         return self.head(hidden.float(), self.norm, self.norm_eps)
 
 
@@ -384,12 +377,10 @@ def pass_tables(batch: TokenBatch, num_slots: int) -> list[array[int]]:
 
 
 def addresses(*tensors: Tensor | None) -> list[int | None]:
-    """Where these tensors lie."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def gated(mlp: GatedMlp) -> CGated:
-    """Pointers to an MLP's layers."""
     return CGated(native(mlp.gate_up).pointer, native(mlp.down).pointer, mlp.plain)
 
 

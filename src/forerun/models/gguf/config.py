@@ -101,7 +101,6 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def shape_json(file: GgufFile) -> dict[str, Any]:
-    """The sizes of the layers."""
     fields = file.model_fields
     config: dict[str, Any] = {json: fields.whole(key) for key, json in SIZES.items()}
     return config | {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}

@@ -88,7 +88,6 @@ class Header:
         return count
 
     def string(self) -> str:
-        """The text that stands next in the file."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:

@@ -89,12 +89,10 @@ class GgufTensor:
 
     @property
     def file(self) -> Path:
-        """Where it lies."""
         return self.places[0].file
 
     @property
     def format(self) -> str:
-        """How its numbers are stored."""
         return self.places[0].format
 
     @property
@@ -107,11 +105,9 @@ class GgufTensor:
         return max(others.get(place.format, GROUPED[place.format][3]) for place in self.places) / 8
 
     def for_gpu(self) -> GgufTensor:
-        """The tensor for kernels of GPUs."""
         return replace(self, on_gpu=True)
 
     def read(self) -> Tensor:
-        """The numbers, in float32."""
         tensor = torch.stack([read_place(place) for place in self.places], 2 if self.transposed else -1)
         if self.transposed:
             return tensor.flatten(1, 2).transpose(1, 2)

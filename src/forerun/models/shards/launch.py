@@ -132,7 +132,6 @@ class LocalRanks:
         return gathered(Shard(0, self.world), store, LOOPBACK)
 
     def stop(self) -> None:
-        """End all processes that this has started."""
         stop_all(self.processes)
         if self.file is not None:
             os.close(self.file)

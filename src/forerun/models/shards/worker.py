@@ -40,7 +40,6 @@ class RankWorker:
 
     @torch.inference_mode()
     def obey(self, message: RankMessage) -> None:
-        """Do this rank's part."""
         numbers = message.numbers
         if message.order == Order.RUN:
             assert message.rows is not None, "a pass without tokens"

@@ -122,7 +122,6 @@ class GpuBackend:
 
     @property
     def name(self) -> str:
-        """The GPU's, and how products are computed."""
         return f"torch, {self.placement.label}"
 
     @property

@@ -250,7 +250,6 @@ class ChainGraph:
         return self.buffers.take(shape, lambda: self.make_buffers(shape, texts, heads))
 
     def make_buffers(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
-        """New buffers of this shape."""
         device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, shape.rows, self.runner.most_keys
         passes, below = {}, below_of(texts)
         if texts is not None:
@@ -337,7 +336,6 @@ class ChainGraph:
         return Foreseen(first, logits.unflatten(0, (shape.rows, -1)), states.unflatten(0, (shape.rows, -1)))
 
     def read(self, inputs: Inputs) -> States:
-        """One pass over these tables."""
         return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
 
 

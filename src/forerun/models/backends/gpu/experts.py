@@ -56,11 +56,9 @@ class ExpertWeights:
     bias: Float[Tensor, "experts outputs"] | None
 
     def of(self, expert: int) -> Linear:
-        """One expert's, by torch's product."""
         return LibraryLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
 
     def tile_rows(self, average: float) -> int:
-        """The rows of one of two tiles."""
         return (NARROW if average >= MANY_ROWS else FEW_ROWS).rows
 
     def product(

@@ -189,7 +189,6 @@ class FixedBatch(TokenBatch):
 
     @classmethod
     def of(cls, inputs: Inputs, cache: PagedCache) -> FixedBatch:
-        """The rows of these tables."""
         columns, blocks = inputs.columns, cache.blocks
         where, spare_slot = inputs.key_map(blocks.block_size), blocks.num_blocks * blocks.block_size
         return cls(columns["tokens"], columns["positions"], columns["slots"], [], where, spare_slot)

@@ -32,7 +32,6 @@ class PassSizes:
     drafted: int
 
     def of_drafter(self) -> PassSizes:
-        """Those of a drafter's passes."""
         return replace(self, judged=self.drafted)
 
 

@@ -51,7 +51,6 @@ class Tile:
     stages: int
 
     def num_programs(self, rows: int, outputs: int) -> int:
-        """How many programs a product takes."""
         return -(-rows // self.rows) * -(-outputs // self.outputs)
 
 

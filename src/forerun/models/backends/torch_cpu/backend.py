@@ -33,7 +33,6 @@ class TorchBackend:
 
     @property
     def name(self) -> str:
-        """The instructions that torch uses."""
         return f"torch, {torch.backends.cpu.get_cpu_capability()}"
 
     @property
@@ -173,5 +172,4 @@ class TorchExecutor:
         return part
 
     def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
-        """None: chains are drawn step by step."""
         return None
