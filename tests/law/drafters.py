@@ -140,9 +140,14 @@ def as_draft(name: str) -> str | Drafter:
 
 def built(name: str, target: Runner, dtype: str = "float32", num_tokens: int = 2048) -> Drafter:
     """A fresh drafter beside a loaded target, `num_tokens` in each cache of its own."""
+    return built_for(context(dtype), name, target, num_tokens)
+
+
+def built_for(own: DraftContext, name: str, target: Runner, num_tokens: int) -> Drafter:
+    """The same for a target that is not that of the table."""
     if name in DOCUMENTED:
         return DOCUMENTED[name]()
-    plan = plan_drafter(spelled(name), context(dtype))
+    plan = plan_drafter(spelled(name), own)
     drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, target)
     assert drafter is not None, f"{name} builds no drafter"
     return settled(drafter)

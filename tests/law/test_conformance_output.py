@@ -11,6 +11,7 @@ from functools import cache
 from itertools import cycle, islice
 
 import pytest
+import torch
 from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, as_draft, built, context
 from equality import Answer, Asked, decode, decode_plain
 from faulty import Faulty
@@ -19,6 +20,7 @@ from hostile import HOSTILE, Hostile
 from rebuilt import size_of, without_past
 
 from forerun.config import Speculation
+from forerun.device import Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
@@ -194,6 +196,21 @@ def test_every_guess_of_an_oracle_is_accepted(temperatures: Sequence[float]) -> 
     wrong = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], texts), dtype="float32")
     answers(wrong, temperatures, 5, Speculation(7))
     assert wrong.stats.num_accepted == 0 < wrong.stats.num_drafted
+
+
+FIXED_BATCHES = ((CHAIN, 1), (TREE, 8), (Speculation(5), 8))
+
+
+@pytest.mark.short("cascade-of-heads", "mix-of-3")
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_passes_of_fixed_shape_say_what_plain_decoding_says(name: str) -> None:
+    """As on a GPU."""
+    llm = LLM(str(TARGET), as_draft(name), dtype="float32", device=Placement(torch.device("cpu"), fixed=True))
+    for speculation, batch in FIXED_BATCHES:
+        with unchecked():
+            found = answers(llm, MIXED, batch, speculation)
+        assert found == plain(MIXED, "float32")[:batch], (speculation, batch)
+    assert llm.stats.num_accepted > 0
 
 
 @every_dtype

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafters import DOCUMENTED, DRAFTERS, settled, spelled
+from drafters import DRAFTERS, built_for
 from equality import Answer, Asked, decode, decode_plain
 from fuzz import Bench, number_format
 
 from forerun.config import Speculation
 from forerun.draft.base import Drafter
 from forerun.draft.plan import DraftContext
-from forerun.drafters import plan_drafter
 from forerun.kernels.threads import free_cores
 from forerun.llm import LLM
 from forerun.models.backends.native import NativeExecutor
@@ -78,12 +77,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
 
 def drafter_of(bench: Bench, name: str, runner: Runner) -> Drafter:
     """A drafter of the table, beside ranks that share the target."""
-    if name in DOCUMENTED:
-        return DOCUMENTED[name]()
-    plan = plan_drafter(spelled(name), DraftContext(bench.target, bench.target.tokenizer()))
-    drafter = plan.build(dict.fromkeys(plan.models, NUM_TOKENS), None, runner)
-    assert drafter is not None, f"{name} builds no drafter"
-    return settled(drafter)
+    return built_for(DraftContext(bench.target, bench.target.tokenizer()), name, runner, NUM_TOKENS)
 
 
 @pytest.mark.short("2-int4")

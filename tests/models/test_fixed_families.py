@@ -60,14 +60,22 @@ def test_experts_that_are_read_are_counted_as_on_the_cpu(family: str, tmp_path: 
     assert len(set(counts)) == (1 if family == "Gemma2" else 3)
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3", "GptOss", "Qwen2Moe"])
-def test_drafted_tokens_are_those_of_plain_decoding_on_the_cpu(family: str, tmp_path: Path) -> None:
+DRAFTED = ("Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3", "GptOss", "Qwen2Moe")
+QUANTISED: tuple[Quantization, ...] = ("int8", "int4", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize"), [*((family, None) for family in DRAFTED), *(("Qwen2Moe", each) for each in QUANTISED)]
+)
+def test_drafted_tokens_are_those_of_plain_decoding(family: str, quantize: Quantization | None, tmp_path: Path) -> None:
+    """On the CPU, but for weights of few bits, of which it computes others."""
     folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))
     params = [SamplingParams(temperature=t, seed=3, max_tokens=8, ignore_eos=True) for t in (0, 1, 0.8, 1.5)]
+    options = {"dtype": "float32", "quantize": quantize, "max_model_len": 128}
     plain, *drafted = (
-        LLM(folder, draft, dtype="float32", device=place, speculation=shape, max_model_len=128)
+        LLM(folder, draft, device=place, speculation=shape, **options)
         for place, draft, shape in (
-            (CPU, None, 1),
+            (FIXED if quantize else CPU, None, 1),
             (FIXED, None, 1),
             (FIXED, "early-exit:2", 3),
             (FIXED, "early-exit:2", Speculation(depth=3, width=2)),
@@ -89,20 +97,3 @@ def test_experts_stay_as_they_are_stored(tmp_path: Path) -> None:
     read = Read(0, list(range(3, 40)), judged=range(37))
     wanted, found = (blueprint.load(64).read([read]).logits for blueprint in (plain, fixed))
     assert (wanted - found).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
-def test_quantised_experts_draft_what_plain_decoding_says(quantize: Quantization, tmp_path: Path) -> None:
-    folder = str(write_architecture(tmp_path / "target", "Qwen2MoeForCausalLM", num_hidden_layers=3))
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=8, ignore_eos=True) for t in (0, 1)]
-    plain, *drafted = (
-        LLM(folder, draft, dtype="float32", device=FIXED, quantize=quantize, speculation=shape, max_model_len=128)
-        for draft, shape in (
-            (None, 1),
-            ("early-exit:2", 3),
-            ("early-exit:2", Speculation(depth=3, width=2)),
-        )
-    )
-    wanted = tokens_of(plain.generate(PROMPTS[:2], params))
-    assert [tokens_of(llm.generate(PROMPTS[:2], params)) for llm in drafted] == [wanted] * 2
-    assert all(llm.stats.num_accepted > 0 for llm in drafted)
