@@ -19,7 +19,7 @@ from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.chains import UnreadTexts
-from forerun.models.runner import Read
+from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from heads.adapters import adapter_of
 from kit.assertions import tokens_of
@@ -77,9 +77,13 @@ class Uneven:
 
 @dataclass
 class Alternating:
-    """Asks for trees and chains in turn, and notes what is guessed behind each text."""
+    """Asks for trees and chains in turn, and notes what is guessed behind each text.
+
+    Nothing of that may stay in the runner's cache.
+    """
 
     propose: Callable[[Draws, Sequence[Budget]], Draft]
+    runner: Runner | None
     guesses: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     num_rounds: int = 0
 
@@ -88,6 +92,7 @@ class Alternating:
         if self.num_rounds % 3 == 0:
             budgets = [replace(budget, width=2) if budget.depth else budget for budget in budgets]
         draft = self.propose(draws, budgets)
+        assert self.runner is None or not any(map(self.runner.cache.tail, draws.seq_ids))
         self.guesses |= {
             tuple(row.tokens): tokens[1:] for row, tokens in zip(draws.rows, draft.tree.tokens.tolist(), strict=True)
         }
@@ -190,8 +195,8 @@ def test_a_graph_goes_on_from_what_trees_left_read(monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True)
     for device in (FIXED, "cpu"):
         llm = made(spelled("early-exit:adapted"), device, speculation=4)
-        assert llm.engine.drafter is not None
-        mixed = Alternating(llm.engine.drafter.propose)
+        assert isinstance(llm.engine.drafter, EarlyExitDrafter)
+        mixed = Alternating(llm.engine.drafter.propose, llm.engine.runner if device == FIXED else None)
         monkeypatch.setattr(llm.engine.drafter, "propose", mixed)
         llm.generate(PROMPTS[:2], params)
         llm.engine.runner.cache.check()
@@ -204,7 +209,7 @@ def test_a_graph_goes_on_from_what_trees_left_read(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.short("eagle-3")
 @pytest.mark.parametrize("num_blocks", [1, 3, 5])
-@pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "p-eagle", "block"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "p-eagle", "block", "early-exit:adapted"])
 def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
     kind: str, num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,6 +218,8 @@ def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
     drafter = llm.engine.drafter
     assert isinstance(drafter, FedFollower)
     drafter.runner = GraphRunner.of(drafter.runner.decoder, 16 * num_blocks, block_size=16)
+    if isinstance(drafter, EarlyExitDrafter):
+        drafter.adapter = drafter.runner
     assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
     assert llm.engine.drafter is drafter, caplog.text
     drafter.runner.cache.check()

@@ -9,7 +9,8 @@ not read yet. Trees, whose nodes lie in other slots in the target's pass, and pa
 
 An adapter is trained layers above the exit (Kangaroo, 2404.18911), with the target's head. It reads the target's states
 at the exit, in a cache of its own: those of final text before a draft, those of guesses behind the lower layers'
-pass; accepted guesses are not read again.
+pass; accepted guesses are not read again. Where a device draws whole chains all of this is one call, which forgets the
+guesses: those that are accepted are read from the target's states, beside the next root, in a pass that is made anyway.
 """
 
 from __future__ import annotations
