@@ -1,27 +1,22 @@
 """Passes of fixed shape read what Runner reads: chains, trees and prompt chunks side by side."""
 
-import json
 import random
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import FrameType
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from forerun.cache.paged import OutOfBlocks
 from forerun.device import CPU, Placement
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.config import read_config
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
 from kit.checkpoints import TARGET
-from kit.sparse import BASE, random_tensors
 from kit.unchecked import unchecked
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -136,19 +131,6 @@ def test_padding_writes_nowhere_that_counts(pair: tuple[Runner, GraphRunner]) ->
     start = fixed.cache.start(1)
     assert set(differs) <= {start, start + 1, start + 2, fixed.spare_slot}
     assert fixed.spare_slot >= fixed.cache.blocks.num_blocks * fixed.cache.blocks.block_size
-
-
-def test_sliding_windows_and_head_norms(tmp_path: Path) -> None:
-    types = [("full_attention", "sliding_attention")[i % 2] for i in range(4)]
-    options = {"use_sliding_window": True, "sliding_window": 9, "layer_types": types, "head_dim": 32}
-    (tmp_path / "config.json").write_text(json.dumps(BASE | options | {"architectures": ["Qwen3ForCausalLM"]}))
-    save_file(random_tensors(read_config(tmp_path)), tmp_path / "model.safetensors")
-    plain, fixed = (Blueprint.of(str(tmp_path), device=place).load(64) for place in (CPU, FIXED))
-    for tokens, parents in ((list(range(3, 40)), None), ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])):
-        read = Read(0, tokens, parents, range(len(tokens)), scratch=0 if parents is None else 3)
-        assert (plain.read([read]).logits - fixed.read([read]).logits).abs().max() <= TOLERANCE
-        for runner in (plain, fixed):
-            runner.keep([0], [range(len(tokens)) if parents is None else [0, 2, 4]])
 
 
 @pytest.mark.full
