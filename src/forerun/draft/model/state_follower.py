@@ -28,10 +28,14 @@ from forerun.models.runner import DeviceTokens, Read, Runner
 
 
 class StateFollower(FedFollower, ABC):
-    """Drafts with a `runner` whose decoder reads embeddings and states side by side."""
+    """Drafts with a `runner` whose decoder reads embeddings and states side by side.
 
-    def __init__(self, runner: Runner, ids: IdExchange) -> None:
+    It makes `num_outputs` numbers of a token of text.
+    """
+
+    def __init__(self, runner: Runner, ids: IdExchange, num_outputs: int) -> None:
         super().__init__(runner, ids)
+        self.num_outputs = num_outputs
         self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # of text's last token, and of guesses behind it
 
     @abstractmethod
@@ -41,11 +45,6 @@ class StateFollower(FedFollower, ABC):
     @abstractmethod
     def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """What it reads beside a guess, given its own output at the guess's parent."""
-
-    @property
-    @abstractmethod
-    def num_outputs(self) -> int:
-        """Numbers that it makes of a token of text."""
 
     def before_fusing(self, reads: Sequence[Read], features: Sequence[Tensor]) -> Sequence[Tensor]:
         """The target's states of these reads with what else of each sequence is read beside its text."""

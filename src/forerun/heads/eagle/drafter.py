@@ -115,13 +115,9 @@ class EagleDrafter(StateFollower):
     names: tuple[str, ...] = ("eagle",)
 
     def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
-        super().__init__(runner, ids)
+        super().__init__(runner, ids, layers.config.hidden)
         self.decoder = layers
         self.taps = taps
-
-    @property
-    def num_outputs(self) -> int:
-        return self.decoder.config.hidden
 
     def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
         return self.decoder.fuse(features)

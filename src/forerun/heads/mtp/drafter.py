@@ -145,18 +145,12 @@ class MtpDrafter(StateFollower):
     taps: tuple[int, ...] = (-1,)
 
     def __init__(self, modules: MtpDecoder, runner: Runner, ids: IdExchange) -> None:
-        super().__init__(runner, ids)
-        self.num_modules = len(modules.modules)
-        self.hidden = modules.config.hidden
+        self.num_modules, self.hidden = len(modules.modules), modules.config.hidden
+        super().__init__(runner, ids, self.num_modules * self.hidden)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
         """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
         return super().beginning(text, salt) if self.num_modules == 1 else Beginning()
-
-    @property
-    def num_outputs(self) -> int:
-        """Of every module, side by side."""
-        return self.num_modules * self.hidden
 
     def fuse(self, features: Float[Tensor, "total modules hidden"]) -> Float[Tensor, "total inputs"]:
         """Side by side."""

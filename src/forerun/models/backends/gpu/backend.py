@@ -47,6 +47,8 @@ class OneGemmLinear:
         self.bias = bias
         self.tiled = tiled and weight.dtype == torch.bfloat16
         self.tiles: dict[int, Tile] = {}
+        self.shape, self.num_bytes = (len(weight), weight.shape[1]), weight.nbytes
+        self.matrix = f"{self.shape[0]} x {self.shape[1]}"
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         with torch.cuda.device_of(x):  # kernels are launched on the current one
@@ -61,22 +63,9 @@ class OneGemmLinear:
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[Tile]:
         return fitting(TILES, rows) if self.tiled else [SMALLEST]
 
-    @property
-    def matrix(self) -> str:
-        return f"{self.shape[0]} x {self.shape[1]}"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        outputs, inputs = self.weight.shape
-        return outputs, inputs
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.nbytes
-
     def product(self, x: Float[Tensor, "rows inputs"], tile: Tile) -> Float[Tensor, "rows outputs"]:
         k, x = self.kernels, x.contiguous()
-        rows, (outputs, inputs) = len(x), self.weight.shape
+        rows, (outputs, inputs) = len(x), self.shape
         out = x.new_empty(rows, outputs)
         k.one_gemm[-(-rows // tile.rows), -(-outputs // tile.outputs)](
             x, self.weight, self.weight if self.bias is None else self.bias, out, rows, outputs,

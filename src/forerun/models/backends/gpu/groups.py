@@ -169,6 +169,9 @@ class GroupLinear:
         self.bias = bias
         self.unpacks = unpacks
         self.tiles: dict[int, GroupTile] = {}
+        self.shape, self.num_bytes = (weight.numbers.shape[1], weight.inputs), weight.numbers.nbytes
+        scaled = "" if weight.least is None else ", with least values"
+        self.matrix = f"{weight.kind}{scaled}, {self.shape[0]} x {self.shape[1]}"
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         with torch.cuda.device_of(x):  # kernels are launched on the current one
@@ -188,19 +191,6 @@ class GroupLinear:
     def all_tiles(self, dtype: torch.dtype) -> Sequence[GroupTile]:
         """All of inputs of this format."""
         return group_tiles(self.shape[0], dtype == torch.float32, self.weight.kind == "INT8")
-
-    @property
-    def matrix(self) -> str:
-        scaled = "" if self.weight.least is None else ", with least values"
-        return f"{self.weight.kind}{scaled}, {self.shape[0]} x {self.shape[1]}"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.numbers.shape[1], self.weight.inputs
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weight.numbers.nbytes
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: GroupTile) -> Float[Tensor, "rows outputs"]:
         x, outputs = x.contiguous(), self.weight.numbers.shape[1]

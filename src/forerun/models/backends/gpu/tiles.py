@@ -115,24 +115,15 @@ def fitting(tiles: Sequence[AnyTile], rows: int) -> list[AnyTile]:
 
 @runtime_checkable
 class TiledLinear(Protocol):
-    """A linear layer whose product may be cut in several ways: `tiles` are the chosen ones, by ROWS."""
+    """A linear layer whose product may be cut in several ways: `tiles` are the chosen ones, by ROWS.
+
+    `matrix` says all that times depend on beside the card: number formats, outputs and inputs, which are its `shape`.
+    """
 
     tiles: dict[int, Any]
-
-    @property
-    def matrix(self) -> str:
-        """All that times depend on beside the card: number formats, outputs and inputs."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """How many outputs and inputs."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """What the weights take."""
-        ...
+    matrix: str
+    shape: tuple[int, int]
+    num_bytes: int  # of the weights
 
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[Any]:
         """The tiles that may be fastest for so many rows; all give the same bits."""
