@@ -24,9 +24,13 @@ from forerun.sampling.draws import Draws
 
 
 class FedFollower(Follower):
-    """A follower whose `taps` are the states that it reads; without any it reads tokens alone."""
+    """A follower whose `taps` are the states that it reads; without any it reads tokens alone.
+
+    `draws_behind_text`: a call of the runner can read text and draw behind it.
+    """
 
     rereads: ClassVar[bool] = False
+    draws_behind_text: bool = False
     least_text: ClassVar[int] = 1  # tokens of each row that a call has to read before it draws behind them
 
     def observe(self, news: Committed) -> None:
@@ -98,11 +102,6 @@ class FedFollower(Follower):
             for read_text in reads:
                 self.states.drop(read_text.seq_id, len(read_text.tokens))
         return chains
-
-    @property
-    def draws_behind_text(self) -> bool:
-        """Whether a call of the runner can read text and draw behind it."""
-        return False
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         """These reads of text, as such a call reads them; asked only of what draws behind text."""

@@ -33,6 +33,8 @@ class StateFollower(FedFollower, ABC):
     It makes `num_outputs` numbers of a token of text.
     """
 
+    draws_behind_text = True
+
     def __init__(self, runner: Runner, ids: IdExchange, num_outputs: int) -> None:
         super().__init__(runner, ids)
         self.num_outputs = num_outputs
@@ -97,11 +99,6 @@ class StateFollower(FedFollower, ABC):
         logits = self.runner.logits(torch.stack([self.outputs[row.seq_id][0] for row in rows]))
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.spread(logits))
-
-    @property
-    def draws_behind_text(self) -> bool:
-        """By any runner that has a call for chains."""
-        return True
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         runner, features = self.runner, self.before_fusing(reads, self.states.of(reads))

@@ -61,6 +61,8 @@ class EarlyExitDrafter(FedFollower):
         self.noted: dict[int, list[Tensor]] | None = None  # the states of what a proposal has read; None: not wanted
         vocab = target.vocab_size
         super().__init__(adapter or self.lower, SameIds(vocab, vocab))
+        # On devices the adapter's text, roots and guesses are read in one call.
+        self.draws_behind_text = adapter is not None and self.runner.draws_unseen
 
     def observe(self, news: Committed) -> None:
         """Count what became final, and keep the states that the adapter reads.
@@ -107,11 +109,6 @@ class EarlyExitDrafter(FedFollower):
         hidden = self.lower.read([read._replace(judged=()) for read in reads], drawn=drawn).hidden
         self.note(reads, hidden)
         return hidden
-
-    @property
-    def draws_behind_text(self) -> bool:
-        """On devices, where the adapter's text, roots and guesses are read in one call."""
-        return self.adapter is not None and self.runner.draws_unseen
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         """The text whose states the adapter was shown, and behind it the roots, which the lower layers read."""

@@ -188,6 +188,7 @@ class BlockDrafter(FedFollower):
 
     def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdExchange) -> None:
         super().__init__(runner, ids)
+        self.draws_behind_text = runner.draws_unseen  # and does not wait for the host between guesses
         self.decoder, self.heads, self.taps = layers, layers.heads, layers.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # the states behind the guessing places
 
@@ -214,11 +215,6 @@ class BlockDrafter(FedFollower):
     def block_of(self, row: DraftRow) -> Sequence[int]:
         """The root and the masked places behind it."""
         return [*row.late, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
-
-    @property
-    def draws_behind_text(self) -> bool:
-        """On devices, which do not wait for the host between guesses."""
-        return self.runner.draws_unseen
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         """Context, which nothing is guessed from."""

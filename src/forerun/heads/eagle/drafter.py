@@ -134,6 +134,7 @@ class ParallelEagleDrafter(EagleDrafter):
         super().__init__(layers, runner, ids, form.taps)
         assert form.mask_token is not None, "it has masked places"
         self.mask_token = form.mask_token
+        self.draws_behind_text = runner.draws_unseen  # and does not wait for the host between guesses
 
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
@@ -143,11 +144,6 @@ class ParallelEagleDrafter(EagleDrafter):
             return self.fuse(features)
         assert self.decoder.mask is not None, "it has masked places"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
-
-    @property
-    def draws_behind_text(self) -> bool:
-        """On devices, which do not wait for the host between guesses."""
-        return self.runner.draws_unseen
 
     def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:
         """The first guess is made behind the text, each further one at a masked place."""
