@@ -1,7 +1,7 @@
 """Passes of fixed shape, random weights of the shape of Llama 3 8B: their time against bandwidth, v(k), and long texts.
 
-Steps: one sequence behind 512 tokens. Texts: prompts read at once, and few tokens behind long ones. Gaps: how long the
-device is idle between two passes of one token, while the host waits for one and lays out the next.
+Steps: one sequence behind 512 tokens. Texts: prompts read at once, and few tokens behind long ones. Gaps: an engine's
+plain rounds, and how long the device is idle between two of them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ from benchmarks.gpu.setting import Setting, WeightFormat
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from forerun.accept.stop import StopChecker
+from forerun.config import Speculation
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.tiles import device_ms
+from forerun.models.backends.gpu.verdicts import VerdictShape
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read
+from forerun.sampling.params import SamplingParams
 
 COUNTS = (1, 8, 16, 32, 64, 128, 144)  # up to 16 share a graph
 CONTEXT, TINY_CONTEXT = 512, 40
 TEXTS, TINY_TEXTS = (512, 2048, 8192), (40,)  # tokens
-RUNS, PROMPT_RUNS = 30, 5
+RUNS, PROMPT_RUNS, WARM_UP = 30, 5, 6
 PROFILED, MOST_KERNELS = 5, 12  # passes, and kernels that are told of
 
 
@@ -126,30 +132,55 @@ def replays(runner: GraphRunner) -> Callable[[], object] | None:
 
 
 def gaps(setting: Setting, form: WeightFormat, runner: GraphRunner, runs: int) -> None:
-    """The device's idle time between two passes of one token, by events around the replays. GPUs only."""
+    """One sequence's plain rounds, and how long the device is idle between a verdict and the pass behind it.
+
+    With passes that are begun before the host has the verdict, and without; by turns. GPUs only.
+    """
     if not runner.graphs.enabled:
         return
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    replay = Graphs.replay
+    runner.release([0])
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for ahead in (True, False, False, True):
+        events, round_s = plain_rounds(runner, ahead, runs)
+        idle = [before[1].elapsed_time(after[0]) * 1e3 for before, after in itertools.pairwise(events)]
+        between = [us for (_, _, is_pass), us in zip(events[1:], idle, strict=True) if is_pass]
+        found[ahead].append((statistics.median(between), statistics.median(round_s) * 1e3))
+    for ahead, rows in found.items():
+        idle_us, round_ms = (statistics.mean(column) for column in zip(*rows, strict=True))
+        setting.add("gaps", format=form.name, ahead=ahead, idle_us=idle_us, round_ms=round_ms)
+
+
+def plain_rounds(
+    runner: GraphRunner, ahead: bool, runs: int
+) -> tuple[list[tuple[torch.cuda.Event, torch.cuda.Event, bool]], list[float]]:
+    """When each graph of some rounds began and ended on the device, and whether it is a pass; seconds of the rounds."""
+    params = SamplingParams(temperature=1, max_tokens=runs + WARM_UP, ignore_eos=True)
+    stop = StopChecker(params, (), None, runs + WARM_UP)
+    engine, events = Engine(runner), list[tuple[torch.cuda.Event, torch.cuda.Event, bool]]()
+    engine.submit(Sequence(0, 0, 0, [7] * TINY_CONTEXT, TINY_CONTEXT, params, 0, (), CONTEXT, Speculation(0), stop))
+    replay, begin = Graphs.replay, runner.read_ahead
 
     def timed(self: Graphs, key: Any, body: Any) -> Any:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         result = replay(self, key, body)
         last.record()
-        events.append((first, last))
+        events.append((first, last, not isinstance(key[0], VerdictShape)))
         return result
 
-    Graphs.replay = timed  # type: ignore[method-assign]
+    round_s = []
+    setattr(Graphs, "replay", timed)  # noqa: B010 (mypy knows its type)
+    setattr(runner, "read_ahead", begin if ahead else lambda *_: None)  # noqa: B010
     try:
-        for _ in range(runs):
-            logits = runner.read([Read(0, [5], judged=[0])]).logits
-            runner.drop([0])
-            logits.argmax(1).tolist()  # what a round waits for
+        while engine.has_work:
+            started_s = time.perf_counter()
+            engine.step()
+            round_s.append(time.perf_counter() - started_s)
     finally:
-        Graphs.replay = replay  # type: ignore[method-assign]
-    idle = [before[1].elapsed_time(after[0]) * 1e3 for before, after in itertools.pairwise(events)]
-    setting.add("gaps", format=form.name, idle_us=statistics.median(idle))
+        setattr(Graphs, "replay", replay)  # noqa: B010
+        del runner.read_ahead
+    wait(runner.device)
+    return events[2 * WARM_UP :], round_s[WARM_UP:]
 
 
 def profile(setting: Setting, form: WeightFormat) -> None:

@@ -19,7 +19,8 @@ KEYS = {
     "card": (), "tests": ("test",), "products": ("format", "matrix", "rows"),
     "tiles": ("format", "matrix", "rows", "tile"),
     "attention": ("kind", "sequences", "rows", "context"), "row_work": ("kernel", "rows"),
-    "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"), "gaps": ("format",),
+    "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"),
+    "gaps": ("format", "ahead"),
     "family": ("engine", "format", "draft", "depth", "temperature", "batch"),
     "unseen": ("format", "mode", "batch", "depth"),
 }  # fmt: skip
@@ -124,13 +125,17 @@ def fastest_tiles(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], Seque
 
 def passes(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
     """Passes of a whole model."""
-    idle = "; ".join(f"{g['format']} {g['idle_us']:.0f} µs" for g in tables["gaps"])
+    kinds = {True: "the next pass begun ahead", False: "not ahead"}
+    idle = "; ".join(
+        f"{g['format']}, {kinds[g['ahead']]}, {g['idle_us']:.0f} µs in rounds of {g['round_ms']:.2f} ms"
+        for g in tables["gaps"]
+    )
     return [
         headed("**Passes** behind 512 tokens", table(
             ("format", "tokens", "pass, ms", "v", "share of bandwidth", "with the host, ms"), tables["steps"],
             lambda s: (s["format"], s["tokens"], f"{s['pass_ms']:.2f}", f"{s['v']:.2f}",
                        f"{s['weight_bytes'] / s['pass_ms'] / 1e6 / speed:.0%}", f"{s['with_host_ms']:.2f}"))),
-        f"Idle between two passes: {idle}." if idle else "",
+        f"Idle between a verdict and the next pass: {idle}." if idle else "",
         headed("**Texts**", table(
             ("format", "tokens", "prompt, ms", "then one token, ms", "eight, ms"), tables["texts"],
             lambda t: (t["format"], t["length"], f"{t['prompt_ms']:.1f}", f"{t['pass_of_1_ms']:.2f}",

@@ -304,6 +304,28 @@ class Download:
         return numbers
 
 
+class DeviceSpan:
+    """When a device began and ended some work that was sent to it, as its own events say."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.began, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.device = device
+        self.began.record(torch.cuda.current_stream(device))
+
+    @classmethod
+    def begin(cls, device: torch.device) -> DeviceSpan | None:
+        """From here on; None where work ends with its call."""
+        return cls(device) if pins(device) else None
+
+    def end(self) -> None:
+        self.ended.record(torch.cuda.current_stream(self.device))
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds that the work took; the device must have ended it."""
+        return float(self.began.elapsed_time(self.ended)) / 1000
+
+
 class Captures:
     """What this process spent on capturing passes as graphs, which each pass needs once."""
 

@@ -118,7 +118,10 @@ def test_one_synchronisation_per_round(
     while llm.engine.has_work:
         with counted() as found:
             llm.engine.step()
-        assert found == ["tolist"], f"round {rounds}"
+        runner = llm.engine.runner
+        assert isinstance(runner, GraphRunner)
+        begun = runner.ahead is not None  # then the event of the verdict is waited for, and nothing else
+        assert found == ([] if begun else ["tolist"]), f"round {rounds}"
         rounds += 1
     assert rounds > 5
     if drafter:
@@ -135,10 +138,10 @@ EVERY = SamplingParams(
 @pytest.mark.parametrize(
     ("drafter", "params", "most"),
     [
-        (None, PARAMS[1], 5),
+        (None, PARAMS[1], 8),  # of them 4 between the verdict and the pass that begins before the host has it
         ("model", PARAMS[1], 17),
-        (None, PARAMS[2], 5),
-        (None, EVERY, 5),
+        (None, PARAMS[2], 8),
+        (None, EVERY, 8),
         (None, replace(EVERY, logprobs=3), 6),
         ("model", EVERY, 17),
     ],
@@ -158,7 +161,7 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
             sent.append([*seen.sent])
             waits.add(tuple(seen.waits))
     assert statistics.median(map(len, sent)) <= most, sent[len(sent) // 2]
-    assert waits == {("tolist",)}
+    assert waits <= {("tolist",), ()}, "a verdict that is sent to the host before a pass is waited for by its event"
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])

@@ -91,7 +91,10 @@ def accept(
 ) -> list[Accepted]:
     """Bring the verdict to the host: the round's one synchronisation. `drawn` are guesses that it has not seen yet."""
     download = None if verdict.ranked is None else Download(verdict.ranked)
-    packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
+    if verdict.arriving is not None:
+        packed = verdict.arriving.values
+    else:
+        packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
     ranked = [] if download is None else download.values
     runs, first, width = [], 0, 0 if drawn is None else verdict.path.shape[1]
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.device import Captures, pins
+from forerun.device import Captures, DeviceSpan, pins
 
 LEAST_MEASURED = 16  # tokens, below which a gain would mostly tell what the first rounds took
 
@@ -90,10 +90,12 @@ class RoundClock:
         self.num_captures = Captures.num
         self.called_s: list[float] = []
         self.events: list[torch.cuda.Event] = []
+        self.ahead: DeviceSpan | None = None
         self.mark()
 
-    def mark(self) -> None:
-        """All that the round has asked for so far is on its way."""
+    def mark(self, ahead: DeviceSpan | None = None) -> None:
+        """All that the round has asked for so far is on its way; the pass, or it was `ahead` of the round."""
+        self.ahead = ahead
         self.called_s.append(time.perf_counter())
         if pins(self.device):
             event = torch.cuda.Event(enable_timing=True)
@@ -111,6 +113,8 @@ class RoundClock:
             drafting_s = draft_s
             draft_s, pass_s = (each.elapsed_time(later) / 1000 for each, later in pairwise(self.events))
             draft_pass_s += max(0.0, draft_s - drafting_s)
+        if self.ahead is not None:
+            pass_s = self.ahead.taken_s
         return draft_s, draft_pass_s, pass_s, max(0.0, time.perf_counter() - self.called_s[0] - draft_s - pass_s)
 
     @property

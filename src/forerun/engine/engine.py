@@ -20,6 +20,7 @@ from forerun.accept.outcome import Outcome, RoundClock, RowOutcome, Stats
 from forerun.config import EngineOptions
 from forerun.control.controller import Controller, FixedDepth, Load
 from forerun.control.measured import MeasuredDepth
+from forerun.device import Download
 from forerun.draft.base import Budget, Draft, Drafter
 from forerun.engine.constrained import constrained_tree, forced_chains
 from forerun.engine.prefixes import Prefixes
@@ -154,9 +155,9 @@ class Engine:
         draft = self.draft(plan)
         clock.mark()
         reading = self.read(plan, draft)
-        clock.mark()
+        clock.mark(reading.states.span)
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification, self.runner.judge)
-        deltas, rows = self.accept(reading, verdict)
+        deltas, rows = self.accept(reading, replace(verdict, arriving=self.read_ahead(plan, verdict)))
         self.record(plan, draft, rows, clock)
         return deltas
 
@@ -254,6 +255,14 @@ class Engine:
         begun = begun_rows(rows, draft) if draft.resume is not None else None
         states = self.runner.read([row.read() for row in rows], taps, drawn, begun)
         return TargetPass(rows, states, tree.tokens if tree.unseen else None)
+
+    def read_ahead(self, plan: RoundPlan, verdict: Verdict) -> Download | None:
+        """Let a device begin the next round's pass, if it will read what this verdict draws; the verdict on its way."""
+        others = plan.num_prompt_tokens or plan.constrained or self.scheduler.waiting or verdict.ranked is not None
+        drafts = self.drafter is not None and not self.rests
+        if drafts or others or any(row.sequence.room < 2 for row in plan.drawing):
+            return None
+        return self.runner.read_ahead(plan.draws.seq_ids, verdict.packed, self.drafter.taps if self.drafter else ())
 
     def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
-from forerun.device import upload
+from forerun.device import DeviceSpan, upload
 from forerun.models.backends.base import Backend, DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
@@ -87,12 +87,14 @@ class Hidden:
 class States:
     """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads.
 
-    On a GPU `hidden` lies where later passes write: who needs it for longer copies it.
+    On a GPU `hidden` lies where later passes write: who needs it for longer copies it. `span` is when the pass ran, if
+    it was launched before it was asked for.
     """
 
     logits: Float[Tensor, "judged vocab"]
     hidden: Float[Tensor, "total hidden"]
     tapped: Tapped | None
+    span: DeviceSpan | None = None
 
     @property
     def taps(self) -> Float[Tensor, "total taps hidden"] | None:

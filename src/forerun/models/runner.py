@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
+from forerun.device import Download
 from forerun.models.backends.base import ChainStarts
 from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
 from forerun.models.chains import Chains, HeadsAhead, IdExchange, Start, UnreadTexts
@@ -224,6 +225,12 @@ class Runner:
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Judged | None:
         """What a rule says of the tokens that `draws` draw after all nodes, in one call; None but on a GPU."""
+        return None
+
+    def read_ahead(
+        self, seq_ids: Sequence[int], verdict: Int[Tensor, "batch verdict"], taps: Sequence[int] = ()
+    ) -> Download | None:
+        """Begin the pass over the token that each of these sequences has drawn, behind its root; None but on a GPU."""
         return None
 
     def draw_chains(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
-from forerun.device import running_sum
+from forerun.device import Download, running_sum
 from forerun.tree import DraftTree
 
 
@@ -31,6 +31,7 @@ class Verdict:
 
     packed: Int[Tensor, "batch verdict"]  # length, next token, path
     ranked: Float[Tensor, "rows numbers"] | None = None
+    arriving: Download | None = None
 
     @classmethod
     def of(

@@ -55,9 +55,12 @@ class Graphs:
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.num_replays = 0
+        self.num_runs = 0
 
     def run(self, key: GraphKey | None, body: Callable[[], BodyResult]) -> BodyResult:
         """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
+        self.num_runs += 1
+        self.num_runs += 1
         if self.device.type != "cuda":
             return body()
         with torch.cuda.device(self.device):  # kernels are launched on the current one

@@ -18,9 +18,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float
+from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.device import upload
+from forerun.device import DeviceSpan, Download, upload
+from forerun.models.backends.gpu.ahead import PAUSE, PassAhead
 from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs, KeptShapes
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.fixed import LEAST_PATH, Inputs, Layout, Shape, run_pass, tile_rows
@@ -59,6 +60,8 @@ class GraphRunner(Runner):
         self.tile = tile_rows(c.heads, c.kv_heads)
         num_slots = cache.blocks.num_blocks * cache.blocks.block_size
         self.spare_slot = num_slots  # behind all blocks, in the padding of the cache
+        self.ahead: PassAhead | None = None
+        self.pause = 0  # rounds until a pass is launched ahead again
         self.most_keys = -(-min(c.max_positions, num_slots) // SPLIT) * SPLIT
 
     @torch.inference_mode()
@@ -77,21 +80,68 @@ class GraphRunner(Runner):
         assert begun is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            rows = None
+            if drawn is None and inputs is None and (ahead.taps, ahead.num_runs) == (tuple(taps), self.graphs.num_runs):
+                rows = ahead.rows_for([r.seq_id for r in reads], layout)
+            if rows is not None:
+                return self.states_of(ahead.outputs, rows, len(rows), ahead.span)
+            self.pause = PAUSE
         width = 0 if inputs is None else inputs.shape[1]
-        tables = self.tables_of(self.shape_of(layout, len(judged), max(len(r.tokens) for r in reads), width), width)
         layout.sources += [] if drawn is None else [max(0, place) for place in drawn.source]
-        tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
+        tables = self.filled(layout, judged, max(len(r.tokens) for r in reads), width)
         if drawn is not None:
             place(drawn, tables)
         if tables.states is not None and inputs is not None:
             tables.states[: len(inputs)] = inputs
+        return self.states_of(self.run(tables, tuple(taps)), range(len(layout.tokens)), len(judged))
+
+    def filled(self, layout: Layout, judged: Sequence[int], longest_read: int, width: int = 0) -> Inputs:
+        """Tables that hold these rows, with states of this width."""
+        tables = self.tables_of(self.shape_of(layout, len(judged), longest_read, width), width)
+        tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
+        return tables
+
+    def states_of(
+        self, outputs: States, rows: Sequence[int], num_judged: int, span: DeviceSpan | None = None
+    ) -> States:
+        """These rows of a pass; logits, of the first ones that were judged, and taps for good."""
+        together = None if outputs.tapped is None else outputs.tapped.together
+        if [*rows] != [*range(len(rows))]:
+            where = upload(rows, torch.int64, self.device)
+            logits, hidden = outputs.logits.index_select(0, where), outputs.hidden.index_select(0, where)
+            together = None if together is None else together.index_select(0, where)
+        else:
+            logits = self.graphs.copy_logits(outputs.logits[:num_judged])
+            hidden = outputs.hidden[: len(rows)]
+            together = None if together is None else together[: len(rows)].clone()
+        return States(logits, hidden, None if together is None else Tapped.side_by_side(together), span)
+
+    @torch.inference_mode()
+    def read_ahead(
+        self, seq_ids: Sequence[int], verdict: Int[Tensor, "batch verdict"], taps: Sequence[int] = ()
+    ) -> Download | None:
+        """Launch the pass in which each of these sequences reads the token that a verdict on its root alone has drawn.
+
+        The verdict on its way to the host, which that pass does not delay; None, with nothing done, where a token has
+        no room yet or too many passes were in vain. The next `read` takes the pass if it asks for the same.
+        """
+        self.pause = max(0, self.pause - 1)
+        lengths = [self.cache.length(seq_id) + 1 for seq_id in seq_ids]  # once the roots are kept
+        if self.pause or any(length % self.cache.blocks.block_size == 0 for length in lengths):
+            return None
+        layout, arriving = Layout(self.tile), Download(verdict)
+        for seq_id, length in zip(seq_ids, lengths, strict=True):
+            layout.add([0], range(1), self.cache.start(seq_id), length)
+        tables, span = self.filled(layout, range(len(seq_ids)), 1), DeviceSpan.begin(self.device)
+        tables.columns["tokens"][: len(seq_ids)] = verdict[:, 1].clamp_min(0)
         outputs = self.run(tables, tuple(taps))
-        total, together = len(layout.tokens), None if outputs.tapped is None else outputs.tapped.together
-        return States(
-            logits=self.graphs.copy_logits(outputs.logits[: len(judged)]),
-            hidden=outputs.hidden[:total],
-            tapped=None if together is None else Tapped.side_by_side(together[:total].clone()),
-        )
+        self.graphs.copied = None
+        if span is not None:
+            span.end()
+        self.ahead = PassAhead(seq_ids, layout, tuple(taps), arriving, outputs, span, self.graphs.num_runs)
+        return arriving
 
     def draw_chains(
         self,

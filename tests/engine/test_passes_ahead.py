@@ -1,0 +1,133 @@
+"""Passes of fixed shape that begin before the host knows what they read: taken where they fit, and never seen else."""
+
+import random
+
+import pytest
+import torch
+
+from engine.test_fixed_rounds import PROMPTS, make
+from forerun import SamplingParams
+from forerun.device import CPU
+from forerun.models.backends.gpu import graphs
+from forerun.models.backends.gpu.ahead import PassAhead
+from forerun.models.backends.gpu.graphs import GraphRunner
+from forerun.models.runner import Read
+from forerun.request import Request
+from kit.checkpoints import TARGET
+from kit.replays import imagine_captures
+from law.drafters import spelled
+
+LONG = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends."
+
+
+def params_of(rng: random.Random, number: int) -> SamplingParams:
+    """Of any length, with ends that the device does not know of."""
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.7, 1.0]), seed=number, max_tokens=rng.randint(1, 50),
+        ignore_eos=rng.random() < 0.5, stop=rng.choice([None, [" a"], ["the", "."]]),
+        repetition_penalty=rng.choice([1.0, 1.1]),
+    )  # fmt: skip
+
+
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each pass that was begun ahead, whether its round took it."""
+    rows_for, found = PassAhead.rows_for, list[bool]()
+
+    def noted(ahead: PassAhead, *args: object) -> list[int] | None:
+        rows = rows_for(ahead, *args)  # type: ignore[arg-type]
+        found.append(rows is not None)
+        return rows
+
+    monkeypatch.setattr(PassAhead, "rows_for", noted)
+    return found
+
+
+@pytest.mark.short("None")
+@pytest.mark.parametrize("draft", [None, "eagle", "ngram"])
+def test_answers_that_come_and_go_are_those_of_sequences_alone(
+    draft: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sequences end early, are cancelled, begin, and are drafted now and then."""
+    monkeypatch.setattr(graphs, "PAUSE", 3)
+    imagine_captures(monkeypatch)
+    found, rng = taken(monkeypatch), random.Random(5)
+    llm, alone = make(TARGET, draft and spelled(draft)), make(TARGET, None, CPU)
+    asked: dict[int, tuple[str, SamplingParams]] = {}
+    answers: dict[int, list[int]] = {}
+    cancelled = set()
+    while len(asked) < 14 or llm.engine.has_work:
+        if len(asked) < 14 and rng.random() < 0.1:
+            prompt, params = rng.choice([*PROMPTS, LONG]), params_of(rng, len(asked))
+            for sequence in llm.requests.sequences(Request.of(prompt, params, rng.choice([False, False, 2]))):
+                llm.engine.submit(sequence)
+                asked[sequence.id] = prompt, params
+                answers[sequence.id] = []
+        if llm.engine.sequences and rng.random() < 0.02:
+            sequence = rng.choice([*llm.engine.sequences.values()])
+            cancelled.add(sequence.id)
+            llm.engine.cancel(sequence.request_id)
+        for delta in llm.engine.step():
+            answers[delta.seq_id] += delta.token_ids
+        llm.engine.runner.cache.check()
+    assert found.count(True) > found.count(False) > 0
+    assert cancelled
+    for seq_id, (prompt, params) in asked.items():
+        expected = list(alone.generate(prompt, params)[0].outputs[0].token_ids)
+        assert answers[seq_id] == expected[: len(answers[seq_id])]
+        assert len(answers[seq_id]) == len(expected) or seq_id in cancelled
+
+
+def test_a_steady_round_finds_its_pass_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a token begins a block of the cache, and where a prompt waits."""
+    found, begun = taken(monkeypatch), list[int]()
+    llm = make(TARGET, None)
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda *args: begun.append(1) or run(*args))
+    result = llm.generate(PROMPTS[0], SamplingParams(temperature=1, seed=1, max_tokens=70, ignore_eos=True))[0]
+    assert len(result.outputs[0].token_ids) == len(begun) == 70, "no pass is in vain where answers end by their length"
+    assert all(found)
+    assert len(found) >= 67
+
+
+def test_an_answer_that_ends_leaves_the_pass_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = taken(monkeypatch)
+    llm = make(TARGET, None)
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=50, ignore_eos=True, stop=["."] if i else None)
+        for i in range(4)
+    ]
+    lengths = [len(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params)]
+    assert min(lengths) < 50 == max(lengths)
+    assert all(found)
+
+
+OTHERS = {
+    "as drawn": [Read(0, [7], judged=[0]), Read(1, [8], judged=[0])],
+    "in another order": [Read(1, [8], judged=[0]), Read(0, [7], judged=[0])],
+    "one of them": [Read(1, [8], judged=[0])],
+    "another token": [Read(0, [7], judged=[0]), Read(1, [9], judged=[0])],
+    "more tokens": [Read(0, [7, 3], judged=[0, 1]), Read(1, [8], judged=[0])],
+    "another sequence beside": [Read(0, [7], judged=[0]), Read(2, [8], judged=[0])],
+}
+
+
+@pytest.mark.parametrize("asked", OTHERS.values(), ids=list(OTHERS))
+def test_what_is_asked_for_is_read(asked: list[Read], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was begun ahead: here that 0 and 1 read 7 and 8."""
+    imagine_captures(monkeypatch)
+    logits = []
+    for ahead in (True, False):
+        runner = make(TARGET, None).engine.runner
+        runner.read([Read(0, [5, 6, 4], judged=[2]), Read(1, [9, 3], judged=[1])])
+        runner.keep([0, 1], [range(3), range(2)])
+        runner.read([Read(0, [2], judged=[0]), Read(1, [2], judged=[0])])
+        if ahead:
+            arriving = runner.read_ahead([0, 1], torch.tensor([[0, 7, 0], [0, 8, 0]]))
+            assert arriving is not None
+            assert arriving.values == [[0, 7, 0], [0, 8, 0]]
+        runner.keep([0, 1], [range(1), range(1)])
+        logits.append(runner.read(asked).logits)
+        runner.cache.check()
+    assert torch.equal(logits[0], logits[1])
