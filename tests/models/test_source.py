@@ -23,7 +23,8 @@ from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, UnknownDrafter
 from forerun.heads.folder import find_heads
 from forerun.heads.kinds import find_of_kind
-from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
+from forerun.models import source
+from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, FOLDER
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint, find_tokenizer
 from kit.checkpoints import TARGET
@@ -232,3 +233,43 @@ def test_a_hub_id_without_the_package_names_the_package(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingPackage, match=r"owner/name is no folder here, .*pip install huggingface_hub"):
         find_checkpoint("owner/name")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_every_name_is_a_checkpoint_of_the_package_and_all_but_one_have_the_targets_tokenizer(
+    name: str, elsewhere: Path
+) -> None:
+    blueprint = Blueprint.of(name)
+    assert blueprint.folder.is_relative_to(FOLDER)
+    assert blueprint.name == name
+    its_own = blueprint.tokenizer().fingerprint() != Blueprint.of("stdlib").tokenizer().fingerprint()
+    assert its_own == (name == "stdlib-draft-1024")
+    assert blueprint.config.eos_ids
+
+
+def test_a_folder_in_the_working_directory_wins(elsewhere: Path) -> None:
+    assert find_checkpoint("stdlib") == BUNDLED["stdlib"]
+    (elsewhere / "stdlib").mkdir()
+    with pytest.raises(ModelNotFound, match=r"stdlib has no config\.json"):
+        find_checkpoint("stdlib")
+    shutil.copy(TARGET / "config.json", elsewhere / "stdlib")
+    assert find_checkpoint("stdlib").resolve() == elsewhere / "stdlib"
+
+
+def test_a_package_without_its_data_says_so(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(source.BUNDLED, "stdlib", tmp_path / "lost")
+    with pytest.raises(ModelNotFound, match=r"stdlib should have come with the package, .*lost is missing: install"):
+        find_checkpoint("stdlib")
+
+
+def test_all_that_ships_is_below_48_megabytes() -> None:
+    package = FOLDER.parent
+    shipped = [path for path in package.rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so")]
+    assert sum(path.stat().st_size for path in shipped) < 48e6
