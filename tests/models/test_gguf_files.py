@@ -43,14 +43,8 @@ from kit.checkpoints import TARGET, read_json
 from kit.gguf_files import write_gguf
 from models.test_gguf import metadata_of
 
-HALVES = {
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "MXFP4": (),
-}  # float16; else (0,)
+# Where a block's numbers of float16 begin; else (0,).
+HALVES = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (208,), "MXFP4": ()}
 SENTENCES = (
     "Once upon a time, there was 1 little girl.",
     "  two blanks\n\nand lines\t\t",

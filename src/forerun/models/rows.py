@@ -5,7 +5,7 @@ All of it keeps each row's bits independent of the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,20 @@ def rms_norm(x: Float[Tensor, "*rows width"], gain: Tensor, eps: float) -> Float
     wide = x.float()
     normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * gain if gain.dtype == x.dtype else (normed * gain).to(x.dtype)
+
+
+def norm_heads(
+    x: Float[Tensor, "rows heads head_dim"],
+    gains: Float[Tensor, "heads head_dim"],
+    sizes: Sequence[int],
+    eps: float,
+    joint: bool,
+) -> Float[Tensor, "rows heads head_dim"]:
+    """Each head normed by itself; with `joint` all heads of each part as one, of which there are so many."""
+    if not joint:
+        return rms_norm(x, gains, eps)
+    parts = zip(x.split(sizes, 1), gains.split(sizes), strict=True)
+    return torch.cat([rms_norm(part.flatten(1), gain.flatten(), eps).view_as(part) for part, gain in parts], dim=1)
 
 
 def rotate(

@@ -57,14 +57,8 @@ WRITERS += ("w2.weight", "experts.down_proj", "experts.down_proj_bias")
 HEAD_NORMED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")  # in families with head norms
 STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", FINAL_NORM)
 SHARD_BYTES = 256 << 20
-COMPANIONS = (
-    "*.json",
-    "tokenizer*",
-    "*.txt",
-    "*.jinja",
-    OTHER_FILES,
-    "LICENSE*",
-)  # copied along, but for what is written anew
+# What is copied along, but for what is written anew.
+COMPANIONS = ("*.json", "tokenizer*", "*.txt", "*.jinja", OTHER_FILES, "LICENSE*")
 WEIGHTS = "*.safetensors"
 promised_by = cache(tensor_shapes)  # of a source, for each tensor that grows
 

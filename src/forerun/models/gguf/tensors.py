@@ -23,12 +23,8 @@ from forerun.models.families import FAMILIES, ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
 from forerun.models.gguf.groups import GPU_BITS, GROUPED, grouped
 
-ROTATED = (
-    "llama",
-    "mistral3",
-    "internlm2",
-    "eagle3",
-)  # architectures that hold the halves of a query's or key's head by turns
+# Architectures that hold the halves of a query's or key's head by turns.
+ROTATED = ("llama", "mistral3", "internlm2", "eagle3")
 BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
 PLAIN = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I64": np.int64}
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

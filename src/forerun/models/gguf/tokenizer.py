@@ -42,18 +42,10 @@ PRE = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
     "tekken": TEKKEN,
 }
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "tekken",
-    "gpt-4o",
-    "llama4",
-)  # a word in the vocabulary is not merged
+# A word in the vocabulary is not merged.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")
 STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with bos unless the file says otherwise
 NFC = ("qwen2", "deepseek-r1-qwen")
-
-
 PRE_KEY = "tokenizer.ggml.pre"
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 

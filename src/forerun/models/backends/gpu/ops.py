@@ -24,7 +24,7 @@ from forerun.models.backends.torch_cpu.mlp import gelu, routes_of
 from forerun.models.config import ModelConfig
 from forerun.models.experts_config import Clamp
 from forerun.models.layer import Attention, GatedMlp, Mlp
-from forerun.models.rows import power_of_two, rms_norm, rotate
+from forerun.models.rows import norm_heads, power_of_two, rms_norm, rotate
 
 SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
 TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of the attention kernel
@@ -119,14 +119,10 @@ class TorchOps:
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         rotated, value = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
-        sizes, gains = [shape.heads, shape.kv_heads], layer.qk_norm
-        position, slot = at[0].long().clamp_min(0), at[1].long()
+        sizes, position, slot = (shape.heads, shape.kv_heads), at[0].long().clamp_min(0), at[1].long()
+        if layer.qk_norm is not None:
+            rotated = norm_heads(rotated, layer.qk_norm, sizes, shape.norm_eps, layer.joint_norm)
         parts, begins = rotated.split(sizes, 1), (query_turn(layer), layer.first_turn)
-        if gains is not None and layer.joint_norm:
-            joint = zip(parts, gains.split(sizes), strict=True)
-            parts = [rms_norm(part.flatten(1), gain.flatten(), shape.norm_eps).view_as(part) for part, gain in joint]
-        elif gains is not None:
-            parts = rms_norm(rotated, gains, shape.norm_eps).split(sizes, 1)
         turned = [[table[position + begin][:, None] for table in turns] for begin in begins]
         rotated = torch.cat([rotate(part, *angles) for part, angles in zip(parts, turned, strict=True)], dim=1)
         store[0].index_copy_(1, slot, rotated[:, shape.heads :].transpose(0, 1))

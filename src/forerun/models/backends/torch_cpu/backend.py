@@ -24,7 +24,7 @@ from forerun.models.backends.torch_cpu.linear import CappedLinear, make_linear
 from forerun.models.backends.torch_cpu.mlp import run_mlp
 from forerun.models.batch import QueryRule, TokenBatch
 from forerun.models.layer import Attention, Bias, GatedMlp, Linear, StackedExperts, WeightMatrix
-from forerun.models.rows import pad_rows, padded_rows, rms_norm, rotate
+from forerun.models.rows import norm_heads, pad_rows, padded_rows, rms_norm, rotate
 from forerun.sampling.draws import Draws
 
 
@@ -141,14 +141,8 @@ class TorchExecutor:
         c, total, (keys, values) = self.parts.config, len(batch.tokens), store
         qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
-        if layer.qk_norm is not None and layer.joint_norm:
-            parts = zip(
-                rotated.split([c.heads, c.kv_heads], 1), layer.qk_norm.split([c.heads, c.kv_heads]), strict=True
-            )
-            wide = [rms_norm(part.flatten(1), gain.flatten(), c.norm_eps) for part, gain in parts]
-            rotated = torch.cat(wide, dim=1).view(rotated.shape)
-        elif layer.qk_norm is not None:
-            rotated = rms_norm(rotated, layer.qk_norm, c.norm_eps)
+        if layer.qk_norm is not None:
+            rotated = norm_heads(rotated, layer.qk_norm, (c.heads, c.kv_heads), c.norm_eps, layer.joint_norm)
         rotated = rotate(rotated, *turns)
         keys.index_copy_(1, batch.slots, rotated[:total, c.heads :].transpose(0, 1))
         values.index_copy_(1, batch.slots, value.transpose(0, 1))
