@@ -20,11 +20,7 @@ from forerun.sampling.params import SamplingParams
 
 FILE = "generation_config.json"
 KEYS = {  # of the file, and the parameter that each one sets
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
     "stop_strings": "stop",
 }

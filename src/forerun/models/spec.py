@@ -21,15 +21,8 @@ if TYPE_CHECKING:
     from forerun.device import Placement
 
 DTYPE_NAMES = {  # every spelling of a number format, and the one that is kept
-    "auto": "auto",
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
+    **{name: name for name in ("auto", "float32", "float16", "bfloat16")},
+    **{"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 }
 
 

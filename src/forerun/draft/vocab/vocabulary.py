@@ -68,11 +68,6 @@ class Vocabulary:
         """Cuts the beginning of a text into ids."""
         return self.tokenizer.encoder(inside=False)
 
-    @cached_property
-    def encode_inside(self) -> Encode:
-        """Cuts text behind other text into ids."""
-        return self.tokenizer.encoder(inside=True)
-
     def spell(self, tokens: Sequence[int]) -> bytes:
         """The bytes of tokens one after the other; special ones have none."""
         return b"".join(self.spelled[token] or b"" for token in tokens)
@@ -84,7 +79,7 @@ class Vocabulary:
             if i % 2:
                 tokens += self.raw(piece.encode("utf-8", "surrogateescape"))
             elif piece:
-                encode = self.encode_start if starts and i == 0 else self.encode_inside
+                encode = self.encode_start if starts and i == 0 else self.tokenizer.encode_inside
                 tokens += [token for token in encode(piece) if token < self.num_ids]
         return tokens
 

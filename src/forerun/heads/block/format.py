@@ -96,11 +96,6 @@ class BlockConfig:
         least = 1 + self.first if self.causal else self.block_size
         return 0 if room < least else min(self.most_depth, room - self.first)
 
-    @property
-    def confidence_width(self) -> int:
-        """What the confidence head reads."""
-        return self.layers.hidden + (self.markov_rank if self.confidence_with_markov else 0)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockTensors:
@@ -145,7 +140,8 @@ class BlockTensors:
             shapes |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (vocab, c.selector_rank))
             shapes[SELECTOR] = (c.selector_rank, hidden)
         if c.confidence:
-            shapes |= {CONFIDENCE: (1, c.confidence_width), CONFIDENCE_BIAS: (1,)}
+            width = hidden + (c.markov_rank if c.confidence_with_markov else 0)
+            shapes |= {CONFIDENCE: (1, width), CONFIDENCE_BIAS: (1,)}
         if self.own_embedding:
             shapes[EMBEDDING] = (vocab, hidden)
         if self.own_head:

@@ -115,7 +115,8 @@ class MedusaDrafter:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
         def logits_behind(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-            return self.heads.logits(path.shape[1] - 1, self.states_of(seq_ids), path)
+            states = torch.stack([self.states[seq_id] for seq_id in seq_ids])
+            return self.heads.logits(path.shape[1] - 1, states, path)
 
         def logits_ahead(foreseen: Foreseen, path: Tensor) -> Tensor:
             assert foreseen.first is not None, "states are given"
@@ -126,10 +127,6 @@ class MedusaDrafter:
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
         return grow_by_heads(draws, granted, logits_behind, self.target.draws_unseen, draw)
-
-    def states_of(self, seq_ids: Sequence[int]) -> Float[Tensor, "rows hidden"]:
-        """Those that these sequences left behind."""
-        return torch.stack([self.states[seq_id] for seq_id in seq_ids])
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:
         """The budget, cut to the number of heads."""

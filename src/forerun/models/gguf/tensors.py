@@ -45,10 +45,7 @@ INNER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 NEXTN = {  # of modules for multi-token prediction, behind the block's other tensors
-    "eh_proj": "eh_proj",
-    "enorm": "enorm",
-    "hnorm": "hnorm",
-    "embed_tokens": "embed_tokens",
+    **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     "shared_head_head": "shared_head.head",
     "shared_head_norm": "shared_head.norm",
 }
