@@ -348,9 +348,35 @@ def test_a_chat_model_is_asked_every_question_at_both_temperatures(
     assert [(each["name"], each["temperature"]) for each in answer["prompts"]] == wanted
     assert answer["depth"] == "auto"
     assert answer["total"]["same_tokens"]
-    assert [prompt.title for prompt in chat_prompts()][3] == "summary: Summarize this text in two sentences."
+    assert list(answer["totals"]) == ["0", "0.7"]
+    titles = {prompt.name: prompt.title for prompt in chat_prompts()}
+    assert titles["summary"] == "summary: Summarize this text in two sentences."
+    turns = sum(map(len, QUESTIONS.values()))
+    assert sum(each["plain"]["num_tokens"] for each in answer["prompts"]) == 2 * 6 * turns
     asked = DemoPrompt("", "How?", is_chat=True).tokens(LLM(str(folder), use_tqdm_on_load=False))
     assert asked == Tokenizer.load(folder).encode("<user> How?\n", add_special_tokens=False)
+
+
+def test_a_later_turn_is_asked_behind_the_answer_and_counted_with_the_turns_before(
+    setup: RaceSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ScriptedClock()
+    takes(setup, monkeypatch, clock, plain_s=1.0, drafted_s=0.5)
+    monkeypatch.setattr(LLM, "chat_prompt", lambda _llm, messages: "|".join(each["content"] for each in messages))
+    comparison = Comparison(setup, 5, 12, deadline_s=1e6, clock=clock)
+    prompt, asked = DemoPrompt("two turns", "Once", is_chat=True, later=["The dog"]), []
+    while prompt is not None:
+        asked.append(setup.llm.tokenizer.decode(prompt.tokens(setup.llm)))
+        steps: list[Step] = []
+        comparison.race(prompt, 0.7, 1, lambda side, step, _, steps=steps: steps.append((side, step)))
+        text = "".join(delta.text for side, step in steps if side is Side.PLAIN for delta in step.deltas)
+        assert comparison.answer == text
+        prompt = prompt.after(comparison.answer)
+    assert asked[0] == "Once"
+    assert asked[1].startswith("Once|")
+    assert asked[1].endswith("|The dog")
+    assert [(race.name, len(race.score.plain.token_ids)) for race in comparison.races] == [("two turns", 24)]
+    assert comparison.totals[0.7].plain.total_s == comparison.total.plain.total_s > 0
 
 
 def test_without_the_chat_model_the_bundled_ones_go_on_with_code(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forerun.demo.material import DemoPrompt, Pair
     from forerun.progress import LoadingBar
 
-LIMIT_S = 100.0  # of the races, loading included; fetching the model is not
+LIMIT_S = 150.0  # of the races, loading included; fetching the model is not
 SEED = 1
 EXAMPLES = """
 forerun demo
@@ -57,7 +57,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
 
     The model is SmolLM2-135M-Instruct, which is downloaded once (98 MB). Where nobody answers, or FORERUN_OFFLINE is
     set, bundled models go on with code, widened to 0.5 billion and 21 million parameters. Loading and all answers take
-    less than two minutes.
+    less than three minutes.
     """
     result = Result.of(output)
     with importing():
@@ -77,14 +77,17 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
         comparison.warm_up(prompts[0], bar)
     console.print(pair.title, style="bold")
     races = [(prompt, temperature) for temperature in temperatures for prompt in prompts]
-    for i, (prompt, temperature) in enumerate(races):
-        if comparison.late:
-            break
-        heading = f"{i + 1}/{len(races)}, temperature {temperature:g}  {prompt.title}"
-        with view_of(console, options.raw or result.as_json, heading, prompt.shown) as view:
-            comparison.race(prompt, temperature, len(races) - i, view.show)
+    num_left = sum(1 + len(prompt.later) for prompt, _ in races)
+    for i, (first, temperature) in enumerate(races):
+        prompt: DemoPrompt | None = first
+        while prompt is not None and not comparison.late:
+            heading = f"{i + 1}/{len(races)}, temperature {temperature:g}  {prompt.title}"
+            with view_of(console, options.raw or result.as_json, heading, prompt.shown) as view:
+                comparison.race(prompt, temperature, num_left, view.show)
+            num_left, prompt = num_left - 1, prompt.after(comparison.answer)
     console.print()
-    console.print(card(pair.title, comparison.races, comparison.total, comparison.facts(len(races))))
+    facts = comparison.facts(len(races))
+    console.print(card(pair.title, comparison.races, comparison.total, facts, comparison.totals))
     result.tell(comparison.as_object(pair.title))
     if not comparison.total.same_tokens:
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ from forerun.errors import InvalidRequest
 from forerun.heads.kinds import HEADS
 from forerun.heads.widen import cached_widened_drafter, planned
 from forerun.llm import LLM
+from forerun.messages import Message
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount
 from forerun.models.loading import Blueprint
@@ -37,15 +38,48 @@ PASSAGE = (
     "1982, and since then the light has run by itself. Volunteers paint the tower every second summer, and in August "
     "visitors may climb its 112 steps."
 )
-QUESTIONS = {  # for a chat model: one of each kind that Spec-Bench asks, short enough to be read in the demo
-    "writing": "Give me three tips for sleeping better.",
-    "coding": "Write a Python function that returns the largest number in a list, and explain it in one sentence.",
-    "translation": "How do you say 'Good morning, how are you?' in Spanish, French and Italian?",
-    "summary": f"Summarize this text in two sentences.\n\n{PASSAGE}",
-    "knowledge": "Why is the sky blue? Answer in three sentences.",
-    "maths": "A box holds 12 eggs. A cook buys 4 boxes and uses 30 eggs. How many eggs are left? Show each step.",
-    "passage": f"{PASSAGE}\n\nWhen was the lighthouse built, and who was its last keeper?",
-    "extraction": "Extract the name, the city and the job from this text as JSON: Maria Lopez is a nurse in Madrid.",
+QUESTIONS = {  # for a chat model: one of each kind that Spec-Bench asks, in as many turns
+    "writing": (
+        "Write a short blog post about a weekend in Lisbon, with food and sights worth seeing.",
+        "Rewrite your post as a list of five tips, one sentence each.",
+    ),
+    "roleplay": (
+        "You are a ship's cook in 1750. Tell a new sailor what a day in your galley is like.",
+        "What do you cook when the ship has been at sea for three months?",
+    ),
+    "reasoning": (
+        "Anna is taller than Ben, and Ben is taller than Carl. Who is the shortest, and how do you know?",
+        "Dora is taller than Anna. List all four from the tallest to the shortest.",
+    ),
+    "maths": (
+        "A garden is 8 metres long and 5 metres wide. What are its area and its perimeter?",
+        "Its length is doubled. What are the area and the perimeter now?",
+    ),
+    "coding": (
+        "Write a Python function that returns the largest number in a list, and explain it in one sentence.",
+        "Change the function so that it returns the smallest number as well.",
+    ),
+    "extraction": (
+        "Extract the name, the city and the job of each person from this text as JSON: Maria Lopez is a nurse in "
+        "Madrid. Tom Reed drives a bus in Leeds. Aiko Sato teaches chemistry in Osaka.",
+        "Add the country to each of them.",
+    ),
+    "science": (
+        "How does a plant make sugar from light? Explain photosynthesis to a pupil of twelve.",
+        "What would happen to plants if the air held no carbon dioxide?",
+    ),
+    "history": (
+        "Why did the Roman Empire in the West fall? Name the main causes.",
+        "Explain the two most important of these causes in more detail.",
+    ),
+    "translation": (
+        "Translate German to English: Der Zug nach Hamburg fährt heute zehn Minuten später ab, weil ein Signal "
+        "repariert wird.",
+    ),
+    "summary": (f"Summarize this text in two sentences.\n\n{PASSAGE}",),
+    "knowledge": ("Who wrote Pride and Prejudice, and what is it about?",),
+    "sums": ("A box holds 12 eggs. A cook buys 4 boxes and uses 30 eggs. How many eggs are left? Show each step.",),
+    "passage": (f"{PASSAGE}\n\nWhen was the lighthouse built, and who was its last keeper?",),
 }
 
 
@@ -53,13 +87,15 @@ QUESTIONS = {  # for a chat model: one of each kind that Spec-Bench asks, short 
 class DemoPrompt:
     """A question to a chat model or a text to go on with, and what it is called: a kind of question, or a file.
 
-    A text that `repeats` itself is one that n-grams guess well.
+    A text that `repeats` itself is one that n-grams guess well. A question may have turns `before` and `later`.
     """
 
     name: str
     text: str
     is_chat: bool = False
     repeats: bool = False
+    before: Sequence[Message] = ()
+    later: Sequence[str] = ()
 
     @property
     def title(self) -> str:
@@ -74,8 +110,20 @@ class DemoPrompt:
 
     def tokens(self, llm: LLM) -> list[int]:
         """The prompt for this model; a question by its chat template."""
-        prompt = llm.chat_prompt([{"role": "user", "content": self.text}]) if self.is_chat else self.text
+        prompt = llm.chat_prompt([*self.before, said("user", self.text)]) if self.is_chat else self.text
         return llm.requests.prompt_tokens(Request.of(prompt))
+
+    def after(self, answer: str) -> DemoPrompt | None:
+        """The next question behind this answer; None behind the last one."""
+        if not self.later:
+            return None
+        before = [*self.before, said("user", self.text), said("assistant", answer)]
+        return replace(self, text=self.later[0], before=before, later=self.later[1:])
+
+
+def said(role: str, text: str) -> Message:
+    """A message of a chat."""
+    return {"role": role, "content": text}
 
 
 def load_prompts() -> Sequence[DemoPrompt]:
@@ -87,7 +135,7 @@ def load_prompts() -> Sequence[DemoPrompt]:
 
 def chat_prompts() -> Sequence[DemoPrompt]:
     """The questions for a chat model."""
-    return [DemoPrompt(name, text, is_chat=True) for name, text in QUESTIONS.items()]
+    return [DemoPrompt(name, first, is_chat=True, later=later) for name, (first, *later) in QUESTIONS.items()]
 
 
 @dataclass(frozen=True, slots=True)

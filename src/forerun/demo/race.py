@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -193,7 +193,9 @@ class Comparison:
     clock: Clock = time.perf_counter
     seen: Score = field(default_factory=Score)  # all that ran, the warm-up too
     total: Score = field(default_factory=Score)  # what counts
+    totals: dict[float, Score] = field(default_factory=dict)  # by temperature
     races: list[PromptScore] = field(default_factory=list)
+    answer: str = ""  # to the last question, of the plain side
 
     def warm_up(self, prompt: DemoPrompt, progress: ProgressCallback = lambda _what, _done: None) -> None:
         """A few rounds of both engines, which compile kernels and show how fast this machine is."""
@@ -206,17 +208,27 @@ class Comparison:
     def race(
         self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[Side, Timed, Score], None]
     ) -> PromptScore:
-        """One race, with its share of the time that is left for `num_left` of them; `show` is told each step."""
+        """One race, with its share of the time that is left for `num_left` of them; `show` is told each step.
+
+        A later turn of a chat is counted with the turns before it.
+        """
         tokens = prompt.tokens(self.setup.llm)
         share_s = (self.deadline_s - self.clock()) / num_left
         most = affordable_tokens(self.seen, len(tokens), share_s, self.max_tokens)
-        score = Score()
+        score, self.answer = Score(), ""
+        if prompt.before:
+            earlier = self.races.pop()
+            self.races.append(replace(earlier, num_tokens=min(most, earlier.num_tokens)))
+        else:
+            self.races.append(PromptScore(prompt.name, temperature, most, Score()))
+        counted_in = (score, self.races[-1].score, self.totals.setdefault(temperature, Score()), self.seen, self.total)
         params = SamplingParams(temperature=temperature, seed=self.seed, max_tokens=most)
-        for step in self.setup.race(tokens, params, self.clock):
-            for each in (score, self.seen, self.total):
-                each.add(*step)
-            show(*step, score)
-        self.races.append(PromptScore(prompt.name, temperature, most, score))
+        for side, step in self.setup.race(tokens, params, self.clock):
+            for each in counted_in:
+                each.add(side, step)
+            if side is Side.PLAIN:
+                self.answer += "".join(delta.text for delta in step.deltas)
+            show(side, step, score)
         return self.races[-1]
 
     @property
@@ -255,6 +267,7 @@ class Comparison:
             "max_tokens": self.max_tokens,
             "shortened": self.shortened,
             "prompts": [race.as_object() for race in self.races],
+            "totals": {f"{temperature:g}": score.as_object() for temperature, score in self.totals.items()},
             "total": self.total.as_object(),
             "verdict": self.total.verdict,
             "num_threads": torch.get_num_threads(),

@@ -6,7 +6,7 @@ This file decides layout and wording. Every number comes from a Score.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -127,9 +127,18 @@ def same(score: Score) -> str:
     return "yes" if score.same_tokens else "NO"
 
 
-def card(title: str, races: Sequence[PromptScore], total: Score, about: Sequence[tuple[str, str]]) -> RenderableType:
-    """All numbers of a demo: a table by prompt, what drafting gave and cost, `about` it, and the verdict."""
-    parts: list[RenderableType] = [Text(title, "bold"), Text(), table(races, total), Text()]
+def card(
+    title: str,
+    races: Sequence[PromptScore],
+    total: Score,
+    about: Sequence[tuple[str, str]],
+    totals: Mapping[float, Score] | None = None,
+) -> RenderableType:
+    """All numbers of a demo: a table by prompt, what drafting gave and cost, `about` it, and the verdict.
+
+    `totals` are those of each temperature.
+    """
+    parts: list[RenderableType] = [Text(title, "bold"), Text(), table(races, totals or {}, total), Text()]
     parts += [facts(total, about), Text()]
     parts.append(Text(total.verdict, "bold green" if total.pays else "bold yellow"))
     if total.speed_up and not total.pays:
@@ -145,15 +154,17 @@ def card(title: str, races: Sequence[PromptScore], total: Score, about: Sequence
     return Group(*parts)
 
 
-def table(races: Sequence[PromptScore], total: Score) -> FigureTable:
-    """One line per prompt, and one for all."""
+def table(races: Sequence[PromptScore], totals: Mapping[float, Score], total: Score) -> FigureTable:
+    """One line per prompt, one for each temperature if there are several, and one for all."""
     heads = (
         *("prompt", "tempe-\nrature", "plain\ntokens/s", "speculative\ntokens/s"),
         *("speed-up", "tokens\nper round", "same\ntokens"),
     )
     lines = [row(short(race), f"{race.temperature:g}", race.score) for race in races]
-    styles = [*("" for _ in races), "bold"]
-    return FigureTable(heads, [*lines, row("in all", "", total)], num_names=2, styles=styles)
+    sums = [row("in all", f"{each:g}", score) for each, score in totals.items() if len(totals) > 1]
+    sums.append(row("in all", "", total))
+    styles = [*("" for _ in races), *("bold" for _ in sums)]
+    return FigureTable(heads, [*lines, *sums], num_names=2, styles=styles)
 
 
 def row(name: str, temperature: str, score: Score) -> list[str | Text]:
