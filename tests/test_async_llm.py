@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from forerun.accept.delta import Delta
-from forerun.async_llm import AsyncLLM
+from forerun.async_llm import AsyncLLM, DeltaQueue
 from forerun.config import Speculation
 from forerun.engine.engine import Engine
 from forerun.errors import EngineClosed, InvalidRequest
@@ -203,6 +203,43 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert not llm.engine.has_work
     assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(0)
+
+
+def test_an_event_loop_is_woken_once_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many samples it adds to: each time the engine waits for the interpreter."""
+    woken: list[object] = []
+
+    async def work(front: AsyncLLM) -> None:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: woken.append(call) or wake(*call))
+        tokens = await together(front.stream(PROMPTS[0], asking(0, n=4, max_tokens=24, ignore_eos=True)))
+        assert len(tokens) == 4 * 24
+        assert 24 <= len(woken) <= 2 * 24
+        monkeypatch.undo()
+
+    run(work, plain())
+
+
+def test_much_that_is_there_already_leaves_others_their_turn() -> None:
+    async def main() -> None:
+        queue, turns = DeltaQueue(), []
+        for _ in range(3):
+            queue.put_nowait(KeyError())
+
+        async def other() -> None:
+            for _ in range(3):
+                turns.append("other")
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        for _ in range(3):
+            await queue.get()
+            turns.append("reader")
+        await task
+        assert turns == ["other", "reader"] * 3
+
+    asyncio.run(main())
 
 
 def test_loops_of_several_threads() -> None:

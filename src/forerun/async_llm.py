@@ -1,7 +1,8 @@
 """AsyncLLM: the front door for event loops, over an engine in a thread of its own.
 
 This file decides how requests of event loops reach the engine and how their deltas come back: a thread of its own steps
-the engine, in turn with other threads (`engine/driver.py`), and puts deltas into one outbox per request.
+the engine, in turn with other threads (`engine/driver.py`), and puts deltas into one outbox per request. An event loop
+is woken once for all that a round has brought: each time, it takes the interpreter, for which the engine then waits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
@@ -44,6 +46,7 @@ class AsyncLLM:
         self.bell: Inbox = queue.SimpleQueue()  # gets None when there is work
         self.closing = False
         self.outboxes: dict[int, Outbox] = {}  # by the first of their requests
+        self.news: deque[tuple[Outbox, Delta | BaseException]] = deque()  # that is still to be sent
         self.end: BaseException | None = None  # why nothing joins any more
         self.gate = threading.Lock()
         self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
@@ -136,17 +139,12 @@ class AsyncLLM:
         """
         reader, key = DeltaReader(sequences), sequences[0].request_id
         request_ids = frozenset(sequence.request_id for sequence in sequences)
-        outbox = Outbox(asyncio.get_running_loop(), asyncio.Queue(), request_ids, on_finish or (lambda: None))
-
-        def hear(delta: Delta) -> None:
-            if not outbox.put(delta):
-                self.part(key)
-
+        outbox = Outbox(asyncio.get_running_loop(), DeltaQueue(), key, request_ids, on_finish or (lambda: None))
         with self.gate:
             if self.end is not None:
                 raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
             self.outboxes[key] = outbox
-            self.llm.driver.submit(sequences, hear)
+            self.llm.driver.submit(sequences, lambda delta: self.news.append((outbox, delta)))
         self.bell.put(None)
         try:
             while reader.num_open:
@@ -162,7 +160,7 @@ class AsyncLLM:
         """Raise an error to whoever follows these sequences, which cancels them."""
         outbox = self.outboxes.get(sequences[0].request_id)
         if outbox is not None:
-            outbox.put(error)
+            self.send([(outbox, error)])
 
     def part(self, key: int) -> None:
         """Cancel the requests of an outbox, as far as they are not finished, and forget it."""
@@ -181,20 +179,42 @@ class AsyncLLM:
         """Make rounds while there is work, and wait while there is none."""
         driver = self.llm.driver
         while not self.closing:
-            if not driver.jobs and not driver.engine.has_work:
+            if not (driver.jobs or driver.engine.has_work or self.news):  # in this order: news come before work ends
                 self.bell.get()
             elif not driver.drive():
                 driver.wait(self.bell)
+            self.send([self.news.popleft() for _ in range(len(self.news))])
+
+    def send(self, news: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
+        """Give news to their outboxes, in the event loops of these; a request whose loop is closed is cancelled."""
+        by_loop = defaultdict(list)
+        for outbox, each in news:
+            by_loop[outbox.loop].append((outbox, each))
+        for loop, theirs in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(take_all, theirs)
+            except RuntimeError:
+                for outbox, _ in theirs:
+                    self.part(outbox.key)
 
     def shut(self, end: BaseException) -> None:
         """Refuse further requests and tell those under way why, before anything that may raise."""
         with self.gate:
             self.end, outboxes = end, dict(self.outboxes)
-        for outbox in outboxes.values():
-            outbox.put(end)
+        self.send([*self.news, *((outbox, end) for outbox in outboxes.values())])
         for key in outboxes:
             self.part(key)
         self.llm.driver.drive(rounds=False)
+
+
+class DeltaQueue(asyncio.Queue[Delta | BaseException]):
+    """What is to be told to one reader, in an event loop. Others have their turn even where much is there already."""
+
+    async def get(self) -> Delta | BaseException:
+        """The next, once it is there."""
+        if not self.empty():
+            await asyncio.sleep(0)
+        return await super().get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,22 +222,21 @@ class Outbox:
     """Where the deltas of some requests go: a queue of the event loop that waits for them."""
 
     loop: asyncio.AbstractEventLoop
-    news: asyncio.Queue[Delta | BaseException]
+    news: DeltaQueue
+    key: int  # the first of its requests
     request_ids: frozenset[int]
     on_finish: Callable[[], None]
     finished: set[int] = field(default_factory=set)  # sequences
 
-    def put(self, news: Delta | BaseException) -> bool:
-        """Put a delta or an error from the engine's thread; False where the loop is closed."""
-        try:
-            self.loop.call_soon_threadsafe(self.take, news)
-        except RuntimeError:
-            return False
-        return True
-
     def take(self, news: Delta | BaseException) -> None:
-        """Take it in, in the event loop."""
+        """Take a delta or an error in, in the event loop."""
         self.news.put_nowait(news)
         if isinstance(news, Delta) and news.finish_reason is not None and news.seq_id not in self.finished:
             self.finished.add(news.seq_id)  # after an interrupt the last delta may come twice
             self.on_finish()
+
+
+def take_all(news: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
+    """Take in what came for outboxes of one event loop, in that loop."""
+    for outbox, each in news:
+        outbox.take(each)

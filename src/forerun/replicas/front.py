@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from forerun.accept.delta import Delta, Segment
+from forerun.async_llm import DeltaQueue
 from forerun.engine.sequence import Sequence
 from forerun.errors import AnswerDiffers, EngineClosed, ReplicaLost
 from forerun.llm import LLM
@@ -33,7 +34,6 @@ from forerun.serve.settings import ServeSettings
 
 MOST_LOSSES = 5  # of replicas, before a request is taken to be what ends them
 RETRY_S = 0.1  # until a request that was lost is tried again, and longer after each time
-DeltaQueue = asyncio.Queue[Delta | BaseException]
 log = logging.getLogger(__name__)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import traceback
@@ -77,7 +76,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self.first, "more_body": True})
         async for each in self.rest:
             await send({"type": "http.response.body", "body": each, "more_body": True})
-            await asyncio.sleep(0)  # neither of these need wait, and the news that the client is gone has to come in
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
