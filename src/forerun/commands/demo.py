@@ -43,7 +43,7 @@ class DemoOptions:
         str | None, typer.Option("--temperature", "-t", help="One or some, as in 0,1; 0 takes the likeliest token.")
     ] = None
     depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per round; else as many as pay.")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most tokens per answer.")] = 160
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most tokens per answer.")] = 256
     raw: Annotated[bool, typer.Option("--raw", help="No panels, no colours.")] = False
     adapter: AdapterOption = None
 
