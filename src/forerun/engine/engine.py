@@ -157,7 +157,9 @@ class Engine:
         reading = self.read(plan, draft)
         clock.mark(reading.states.span)
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification, self.runner.judge)
-        deltas, rows = self.accept(reading, replace(verdict, arriving=self.read_ahead(plan, verdict)))
+        if (arriving := self.read_ahead(plan, verdict)) is not None:
+            verdict = replace(verdict, arriving=arriving)
+        deltas, rows = self.accept(reading, verdict)
         self.record(plan, draft, rows, clock)
         return deltas
 
@@ -258,9 +260,10 @@ class Engine:
 
     def read_ahead(self, plan: RoundPlan, verdict: Verdict) -> Download | None:
         """Let a device begin the next round's pass, if it will read what this verdict draws; the verdict on its way."""
+        if not self.runner.draws_unseen or (self.drafter is not None and not self.rests):
+            return None
         others = plan.num_prompt_tokens or plan.constrained or self.scheduler.waiting or verdict.ranked is not None
-        drafts = self.drafter is not None and not self.rests
-        if drafts or others or any(row.sequence.room < 2 for row in plan.drawing):
+        if others or any(row.sequence.room < 2 for row in plan.drawing):
             return None
         return self.runner.read_ahead(plan.draws.seq_ids, verdict.packed, self.drafter.taps if self.drafter else ())
 

@@ -135,7 +135,7 @@ class Runner:
     """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read.
 
     `resumes`: whether a pass can go on where one through the lower layers stopped (`PartialPass`). `draws_unseen`:
-    whether chains are drawn on the device and read from there, before the host sees them.
+    whether a device draws chains and reads them, and begins passes, before the host sees what it reads.
     """
 
     resumes: ClassVar[bool] = True
