@@ -16,7 +16,7 @@ from forerun.control.forecast import (
     gain,
 )
 from forerun.control.measured import MeasuredDepth
-from forerun.control.trials import FEW, PLANS, TEXTS, WINDOW, Advice
+from forerun.control.trials import FEW, HOLD, TEXTS, WINDOW, Advice
 from forerun.draft.base import Budget
 from forerun.economy import Acceptance, likeness
 from forerun.models.experts_config import expected_distinct
@@ -132,7 +132,7 @@ def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixt
 def test_a_few_rounds_change_no_mood() -> None:
     advice, dice = Advice(), random.Random(0)
     for _ in range(200):
-        run = dice.randint(1, PLANS - 1)
+        run = dice.randint(1, HOLD - 1)
         assert not any(advice.planned(drafting=False) for _ in range(run))
         assert not advice.planned(drafting=True)
 

@@ -11,7 +11,7 @@ from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, s
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
-from forerun.control.choices import HOLD, Choice, Drafts
+from forerun.control.choices import Choice, Drafts
 from forerun.control.controller import Load, slots_of
 from forerun.control.costs import CostTable, Kind
 from forerun.control.drafters import (
@@ -20,8 +20,8 @@ from forerun.control.drafters import (
     MeasuredDrafter,
     MeasuredDrafters,
 )
-from forerun.control.measured import ALWAYS_READING, MeasuredDepth
-from forerun.control.trials import LONGEST, NOTHING, OTHER_DEPTH, RETRY, TRIES, RetryTimer, Trials
+from forerun.control.measured import MeasuredDepth
+from forerun.control.trials import HOLD, LONG, LONGEST, NOTHING, OTHER_DEPTH, RETRY, TRIES, RetryTimer, Trials
 from forerun.draft.base import MERGED, Budget, Outlook
 
 
@@ -148,13 +148,13 @@ def test_trials_wait_for_rounds_that_read_nothing_unless_there_are_none() -> Non
     world = World([0.75], [0.002], noise=0.0)
     controller = calibrated(world, 2)
     tried = []
-    for _ in range(ALWAYS_READING + 1):
+    for _ in range(LONG + 1):
         controller.trials.plain, controller.drafters.all[0].retry = RetryTimer(), RetryTimer()  # both are due
         budgets = planned(controller, world, 2, 64)
         tried.append(controller.trials.tried)
         rows = [RowOutcome(row, budget.depth, 0, 0, 1) for row, budget in enumerate(budgets)]
         controller.record(Outcome(rows, 64, 0.01, 0.2))
-    assert tried == [None] * ALWAYS_READING + [0]
+    assert tried == [None] * LONG + [0]
     planned(controller, world, 2, 0)
     assert controller.trials.tried == NOTHING
 

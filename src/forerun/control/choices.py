@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from forerun.control.controller import Load
 from forerun.control.costs import CostTable, Kind, RowPassCosts
-from forerun.control.drafters import BEHIND, SPREAD, Assignment, DraftOption, MeasuredDrafters
+from forerun.control.drafters import BEHIND, Assignment, DraftOption, MeasuredDrafters
+from forerun.control.trials import HOLD
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
-HOLD = 8  # rounds for which a plan is held at most
 MANY = 5  # members, above which sets of some of them are not looked at
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 
@@ -93,7 +93,7 @@ class Drafts:
     def whole_s(self) -> float:
         """Seconds of the round with all that members have to read first, which serves later rounds too."""
         reading_s = sum(self.drafters.all[member].reading_s * num for member, num in self.num_unread.items())
-        return self.round_s() + (1 - 1 / SPREAD) * reading_s
+        return self.round_s() + (1 - 1 / BEHIND) * reading_s
 
     def tokens_per_s(self) -> float:
         """Tokens that the round gives, over the time that it takes."""
@@ -120,12 +120,6 @@ def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
 def tokens_of(choice: Choice) -> float:
     """What a round of this choice gives."""
     return float(len(choice)) + sum(each.gain for each in choice if each is not None)
-
-
-def same(choice: Choice, other: Choice) -> bool:
-    """Whether these choices among the same options are one."""
-    pairs = zip(choice, other, strict=True)
-    return all(a is b or (a and b and a.option is b.option and a.depth == b.depth) for a, b in pairs)
 
 
 def best_of(options: Options, among: frozenset[int], merging: bool) -> DraftOption | None:
@@ -188,8 +182,6 @@ class Weighing:
             return Planned(
                 [None] * len(chosen), len(chosen) / max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
             )
-        if len(chosen) == 1 and chosen[0] and chosen[0].free:
-            return self.deepest_alone(chosen[0])
         drafts = self.drafts([option for option in chosen if option], len(chosen))
         guesses: list[tuple[float, int, int, DraftOption]] = []
         for row, option in enumerate(chosen):
@@ -210,38 +202,6 @@ class Weighing:
                     break  # more guesses take no less time, and give no more than the rest of their chances
         pairs = zip(chosen, depths, strict=True)
         return Planned([Assignment(option, depth) if option and depth else None for option, depth in pairs], best)
-
-    def deepest_alone(self, option: DraftOption) -> Planned:
-        """How far a row alone should be drafted by this option; a round of one row must not wait for its plan."""
-        costs, gain, rest, depth_taken = self.prices(1, [option]), 1.0, option.gain, 0
-        drafts = [(self.drafters.all[member], option.num_unread.get(member, 0)) for member in option.members]
-        plain_s = max(NO_TIME_S, costs.expect(1))
-        best = gain / plain_s
-        for depth, chance in enumerate(option.survival, 1):
-            gain, rest, num_drawn = gain + chance, rest - chance, option.num_drawn(depth)
-            taken_s = max(plain_s, costs.expect(1 + option.num_made(depth)))
-            for drafter, num_unread in drafts:
-                taken_s += drafter.cost_s(num_drawn, 1, num_unread)
-            if gain > best * taken_s:
-                best, depth_taken = gain / taken_s, depth
-            elif gain + rest <= best * taken_s:
-                break
-        return Planned([Assignment(option, depth_taken) if depth_taken else None], best)
-
-    def last(self, taken: TakenPlan, rows: Sequence[Options]) -> Choice | None:
-        """The last round's choice among the options of now; None where the rows are others, or cannot have it."""
-        if list(taken.assigned) != list(self.load.seq_ids):
-            return None
-        choice: list[Assignment | None] = []
-        for options, before in zip(rows, taken.assigned.values(), strict=True):
-            option = options.get(before.option.budget.drafter) if before else None
-            if before is None and all(each.free for each in options.values()):
-                choice.append(None)
-            elif before and option and option.allows(before.depth):
-                choice.append(Assignment(option, before.depth))
-            else:
-                return None
-        return choice
 
     def drafts_of(self, choice: Choice) -> Drafts:
         """The drafts of a choice."""

@@ -17,7 +17,6 @@ from forerun.economy import NO_TIME_S, damped
 
 LATEST = 32  # rounds of a size that count
 KNOWN = 4  # rounds of a size behind which one that took much longer no longer matters
-NEAR = 2  # times the largest size that was seen since the level changed: of larger ones that says nothing
 LONG_UNSEEN = 64  # rounds, behind which all that was seen of a size counts as one round
 CHANGED = 1.5  # times more, or less, that a round takes which is odd
 CLEAR = 5  # odd rounds in a row that are a change; 3 are chance where one in five is odd, as on a busy machine
@@ -125,8 +124,8 @@ class Curve:
             return values[-1]
         if self.before and size < first and len(sizes) == 1:
             return min(self.before.expect(size), values[0])
-        if self.before and size > (near := NEAR * last if len(sizes) > 1 else last):
-            return max(self.before.expect(size), self.expect(near))
+        if self.before and size > last and len(sizes) == 1:
+            return max(self.before.expect(size), values[0])
         steepest = values[0] / first
         if place == 0:
             slope = (values[1] - values[0]) / (sizes[1] - first) if len(sizes) > 1 else 0.0 if self.flat else steepest

@@ -24,19 +24,16 @@ from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, damped, likenes
 
 WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
-BEHIND = 16  # unread tokens of one sequence above which a member's time is that of its text
-SAMPLED = 8.0  # guesses at each depth that what a calibration counted weighs as
+BEHIND = 16  # unread tokens of a sequence, above which a member's time is that of its text: as many rounds share it
+OLD_WEIGHT = 8.0  # guesses at each depth that counts of a calibration weigh as, and those before a long rest
 CHANGED_GUESSES = 1.0  # the same where something has changed
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
-LONG_AGO = 8.0  # guesses that all counts together weigh as behind a long rest
 LEAST_S = 2e-5  # that drafting is taken to cost
-SPREAD = 16  # rounds over which the reading of such a text is spread: what is read once serves them all
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
 MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
 MODEST_WEIGHT = 1.0  # accepted guesses, as estimated, that this belief counts as
 NO_MINIMUM = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
 SLOWLY = 0.99  # what counts of earlier rounds in that comparison
-HIGHEST = 0.9  # survival above which no guess is cut
 STEPS = 128  # of chances that are told apart where a member says how much it expects
 
 
@@ -74,10 +71,6 @@ class DraftOption:
     def num_drawn(self, depth: int) -> float | int:
         """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
         return 1 + self.made[depth - 2] if self.made and depth > 1 else depth
-
-    def allows(self, depth: int) -> bool:
-        """Whether the row may be drafted so far."""
-        return depth == self.budget.depth or (self.free and depth < self.budget.depth)
 
     def at_most(self, depth: int) -> Assignment:
         """This option at this depth, where the row may be drafted so far and is free to; without a minimum survival."""
@@ -141,7 +134,7 @@ class CutOff:
 
     def aim(self, tokens_per_s: float, guess_s: float) -> None:
         """Set the minimum survival by what rounds are worth, and by what a guess takes."""
-        self.min_survival = min(HIGHEST, max(NO_MINIMUM, tokens_per_s * guess_s / self.modesty))
+        self.min_survival = min(1.0, max(NO_MINIMUM, tokens_per_s * guess_s / self.modesty))
 
     def num_made(self, depth: int) -> list[float]:
         """How many guesses are expected to be made to go so far, by depth."""
@@ -213,7 +206,7 @@ class MeasuredDrafter:
         """Learn from how many guesses of each of these sequences were judged, and how many of them were right."""
         if self.unseen > RETRY:
             for counted in (self.acceptance, *self.by_row.values()):
-                counted.limit(LONG_AGO)
+                counted.limit(OLD_WEIGHT)
         self.unseen = 0
         self.acceptance.count(runs)
         for seq_id, run in zip(seq_ids, runs, strict=True):
@@ -230,7 +223,7 @@ class MeasuredDrafter:
 
     def cost_s(self, depth: float | int, num_rows: int, num_unread: int = 0) -> float:
         """Seconds of drafting so many rows so far, with its part of reading what is unread."""
-        reading_s = self.reading_s * num_unread / SPREAD if num_unread else 0.0
+        reading_s = self.reading_s * num_unread / BEHIND if num_unread else 0.0
         return self.costs.expect(Kind(num_rows.bit_length(), 0, False), depth) + reading_s
 
 
@@ -344,8 +337,8 @@ class MeasuredDrafters:
     def begin(self) -> None:
         """Begin with what a calibration showed, held lightly."""
         for record in self.all:
-            record.acceptance.limit(SAMPLED)
-            share = min(1.0, SAMPLED / max(record.promised, record.accepted, SAMPLED))
+            record.acceptance.limit(OLD_WEIGHT)
+            share = min(1.0, OLD_WEIGHT / max(record.promised, record.accepted, OLD_WEIGHT))
             record.promised, record.accepted = share * record.promised, share * record.accepted
             record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
 

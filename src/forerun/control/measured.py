@@ -16,22 +16,20 @@ from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.control.choices import HOLD, Choice, Options, Planned, TakenPlan, Weighing, fallbacks, same, tokens_of
+from forerun.control.choices import Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.costs import CHANGED, CostTable, Kind
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
 from forerun.control.forecast import forecast
-from forerun.control.trials import FIRST_DEPTH, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, TRIES, Advice, RetryTimer, Trials
+from forerun.control.trials import FIRST_DEPTH, HOLD, LONG, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, Advice, Trials
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import damped
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
-HYSTERESIS = 1.015  # how many times as good a round must be for the options of the last one to be left
 HOPEFUL_GUESSES = 3.0  # that what is known of a drafter weighs as behind a trial that was better than was thought
 TRIAL_SHARE = 0.01  # of the time, that trials may cost
 LONGER = 1.25  # times the best choice's round, that one may take in which several rows try something
-ALWAYS_READING = 64  # rounds in a row that read prompts, behind which trials wait no longer for one that reads none
 
 
 @dataclass
@@ -134,7 +132,7 @@ class MeasuredDepth:
     def begin(self) -> None:
         """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
         self.taken, self.pending = TakenPlan(), False
-        self.trials.plain, self.trials.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
+        self.trials.begin()
         self.drafters.begin()
 
     def wake(self) -> None:
@@ -195,10 +193,6 @@ class MeasuredDepth:
             cost = lost / tokens_of(best.choice)
             self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
-        last = weighing.last(self.taken, rows)
-        if last is not None and not same(last, best.choice):
-            before = Planned(last, weighing.drafts_of(last).tokens_per_s())
-            best = before if best.value(scatter) < HYSTERESIS * before.value(scatter) else best
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
             # The minimum survival of a chain drafted alone: by what rounds are worth, and by what its guesses take.
@@ -211,7 +205,7 @@ class MeasuredDepth:
 
         A round that reads prompts does not say what passes cost, and guesses are dear there: trials wait for others.
         """
-        if self.load.reads and self.trials.num_reading < ALWAYS_READING:
+        if self.load.reads and self.trials.num_reading < LONG:
             return None
         costs, num_rows = not self.load.reads, len(rows)
         kind = Kind.of(num_rows, self.load.num_context)

@@ -19,11 +19,11 @@ AGAIN = 2  # rounds in which it is tried again where something has changed
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # rounds behind a trial that went well
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which a drafter is tried: at first, and later
-SURPRISED, SURPRISING = 0.9, 3.0  # what counts of earlier rounds, and how many deviations are no chance
-SCATTER = 2.5  # variance of accepted guesses over their number, in chains of such depths as pay
-AWAKE = 64  # rounds behind a change before which another one is not seen as new
+SURPRISED = 0.9  # what counts of earlier rounds
+SURPRISING = 4.75  # roots of the number of accepted guesses, by which that is off no more often than by chance
+LONG = 64  # rounds behind a change, before which another is not seen as new; and that read prompts, while trials wait
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
-PLANS = 8  # in a row that draft nothing, or something: this is how it is now
+HOLD = 8  # rounds for which a plan is held, and plans in a row that draft nothing, or something: so it is now
 WINDOW = 512  # guesses of a draft model
 FEW = 0.01  # of them
 TEXTS = 4  # from which they must be: one text may repeat itself
@@ -82,7 +82,7 @@ class Surprise:
         """Learn from a round; True where chance does not explain what was accepted, once for each time."""
         self.accepted = SURPRISED * self.accepted + num_accepted
         self.expected = SURPRISED * self.expected + expected
-        far = (self.accepted - self.expected) ** 2 > SURPRISING**2 * SCATTER * (1 + max(self.accepted, self.expected))
+        far = (self.accepted - self.expected) ** 2 > SURPRISING**2 * (1 + max(self.accepted, self.expected))
         if far:
             self.accepted = self.expected = 0.0
         return far
@@ -98,11 +98,15 @@ class Trials:
     num_reading: int = 0  # rounds in a row that read prompts
     tried: int | None = None  # a drafter, NOTHING or OTHER_DEPTH
     patience: int = 0  # rounds that the next trial of that has to wait
-    awake: int = AWAKE  # rounds since something changed
+    awake: int = LONG  # rounds since something changed
+
+    def begin(self) -> None:
+        """Behind a calibration nothing needs a first trial."""
+        self.plain, self.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
 
     def wake(self) -> bool:
         """Something has changed: try plain decoding soon. False where that was done a short while ago."""
-        if self.awake < AWAKE:
+        if self.awake < LONG:
             return False
         self.awake = 0
         self.plain.wake()
@@ -134,7 +138,7 @@ class Advice:
     def planned(self, drafting: bool) -> bool:
         """Note a plan of rows that could be drafted; whether that they are, or are not, is new."""
         self.num_otherwise = self.num_otherwise + 1 if drafting == self.off else 0
-        if self.num_otherwise < PLANS:
+        if self.num_otherwise < HOLD:
             return False
         self.off, self.num_otherwise = not self.off, 0
         return True
