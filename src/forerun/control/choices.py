@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from forerun.control.controller import Load
@@ -18,7 +17,6 @@ from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
-MANY = 5  # members, above which sets of some of them are not looked at
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
@@ -111,18 +109,12 @@ class Drafts:
         return max(0.0, pass_s) + self.drafting_s() / max(self.steps.values())
 
 
-def sets(members: Sequence[int]) -> Iterator[frozenset[int]]:
-    """The sets of members that are looked at, small ones first, none at all before them."""
-    sizes = range(len(members) + 1) if len(members) <= MANY else (0, 1, len(members))
-    return (frozenset(chosen) for size in sizes for chosen in itertools.combinations(members, size))
-
-
 def tokens_of(choice: Choice) -> float:
     """What a round of this choice gives."""
     return float(len(choice)) + sum(each.gain for each in choice if each is not None)
 
 
-def best_of(options: Options, among: frozenset[int], merging: bool) -> DraftOption | None:
+def best_of(options: Options, among: Set[int], merging: bool) -> DraftOption | None:
     """The option with the most gain among those that these members can draft, the first of several; None if none.
 
     A row that must be drafted has an option in every set.
@@ -165,10 +157,10 @@ class Weighing:
     load: Load
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
-        """The best plan for every set of members, small sets first."""
+        """The best plans with no member, with each alone, and with all, which are merged or not."""
         members = sorted({member for options in rows for option in options.values() for member in option.members})
         looked_at = set[tuple[int, ...]]()
-        for among in sets(members):
+        for among in (set[int](), *({member} for member in members), set(members)):
             for merging in (False, True) if len(among) > 1 else (False,):
                 chosen = [best_of(options, among, merging) for options in rows]
                 key = tuple(map(id, chosen))

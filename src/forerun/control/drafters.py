@@ -18,7 +18,7 @@ from typing import NamedTuple
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
 from forerun.control.costs import CostTable, Kind
-from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer, Surprise
+from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
 from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, damped, likeness
 
@@ -28,7 +28,6 @@ BEHIND = 16  # unread tokens of a sequence, above which a member's time is that 
 OLD_WEIGHT = 8.0  # guesses at each depth that counts of a calibration weigh as, and those before a long rest
 CHANGED_GUESSES = 1.0  # the same where something has changed
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
-LEAST_S = 2e-5  # that drafting is taken to cost
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
 MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
 MODEST_WEIGHT = 1.0  # accepted guesses, as estimated, that this belief counts as
@@ -166,7 +165,6 @@ class MeasuredDrafter:
     unseen: int = 0  # rounds since guesses of it were last judged, its own or those in merged trees
     costs: CostTable = field(default_factory=lambda: CostTable(flat=False))  # of drafts, by depth
     reading_s: float = 0.0  # for a token of unread text
-    surprise: Surprise = field(default_factory=Surprise)
     covered: float = 1.0  # of the rounds, in how many it has anything to draft
     cut_off: CutOff = field(default_factory=CutOff)
 
@@ -216,7 +214,7 @@ class MeasuredDrafter:
     def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
         """Learn from how long it took, as one of those who drafted."""
         if max(num_unread) <= BEHIND:
-            self.costs.record(Kind.of(len(num_unread)), depth, max(LEAST_S, taken_s))
+            self.costs.record(Kind.of(len(num_unread)), depth, max(NO_TIME_S, taken_s))
         else:
             each_s = max(0.0, taken_s - self.cost_s(depth, len(num_unread))) / sum(num_unread)
             self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s

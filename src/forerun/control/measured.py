@@ -289,8 +289,6 @@ class MeasuredDepth:
             for row, each in drafted:
                 if each.option.budget.min_survival and row.seq_id in self.survival:
                     learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
-            if learned.surprise.record(accepted, expected):
-                self.wake()
         tried = drafter == self.trials.tried
         hopeful = tried and accepted > expected + 1
         learned.retry.count(len(drafted), self.trials.patience if tried else None, hopeful)

@@ -19,8 +19,6 @@ AGAIN = 2  # rounds in which it is tried again where something has changed
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # rounds behind a trial that went well
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which a drafter is tried: at first, and later
-SURPRISED = 0.9  # what counts of earlier rounds
-SURPRISING = 4.75  # roots of the number of accepted guesses, by which that is off no more often than by chance
 LONG = 64  # rounds behind a change, before which another is not seen as new; and that read prompts, while trials wait
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
 HOLD = 8  # rounds for which a plan is held, and plans in a row that draft nothing, or something: so it is now
@@ -69,23 +67,6 @@ class RetryTimer:
         longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
         self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.num_vain, longest)
         self.hopeful = hopeful
-
-
-@dataclass(slots=True)
-class Surprise:
-    """Whether far more or far fewer guesses are accepted of late than was expected of them."""
-
-    accepted: float = 0.0
-    expected: float = 0.0
-
-    def record(self, num_accepted: int, expected: float) -> bool:
-        """Learn from a round; True where chance does not explain what was accepted, once for each time."""
-        self.accepted = SURPRISED * self.accepted + num_accepted
-        self.expected = SURPRISED * self.expected + expected
-        far = (self.accepted - self.expected) ** 2 > SURPRISING**2 * (1 + max(self.accepted, self.expected))
-        if far:
-            self.accepted = self.expected = 0.0
-        return far
 
 
 @dataclass(slots=True)
