@@ -26,7 +26,6 @@ WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
 BEHIND = 16  # unread tokens of a sequence, above which a member's time is that of its text: as many rounds share it
 OLD_WEIGHT = 8.0  # guesses at each depth that counts of a calibration weigh as, and those before a long rest
-CHANGED_GUESSES = 1.0  # the same where something has changed
 COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
 MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
@@ -329,8 +328,6 @@ class MeasuredDrafters:
         """Something has changed: what is known of drafters that are not in use may be wrong, so they are tried soon."""
         for record in self.all:
             record.retry.wake()
-            if record.unseen > 1:
-                record.acceptance.limit(CHANGED_GUESSES)
 
     def begin(self) -> None:
         """Begin with what a calibration showed, held lightly."""
