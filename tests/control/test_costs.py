@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG_UNSEEN, CostTable, Curve, Kind
+from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind
 
 ALONE = Kind.of(1)
 
@@ -112,7 +112,7 @@ def test_behind_a_change_what_is_seen_anew_counts_alone(then: Callable[[int], fl
 
 
 def test_what_is_old_and_far_from_what_is_seen_now_does_not_count() -> None:
-    for now, expected in ((LATEST + 1, 0.1), (LATEST + LONG_UNSEEN + 1, 0.05)):
+    for now, expected in ((LATEST + 1, 0.1), (LATEST + LONG + 1, 0.05)):
         curve = Curve()
         for earlier in range(LATEST):
             curve.record(5, 0.1, earlier)

@@ -7,8 +7,8 @@ import pytest
 
 from control.worlds import World, calibrated, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.control.choices import FAVOR
 from forerun.control.forecast import (
-    PAYS,
     Forecast,
     bounding,
     forecast,
@@ -48,7 +48,7 @@ def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
         for drafter in range(len(world.chances) + world.is_mix)
     )
     assert found.gain == pytest.approx(best, rel=0.1)
-    assert (found.depth > 0) == (found.gain >= PAYS)
+    assert (found.depth > 0) == (found.gain >= 1 + FAVOR)
 
 
 def test_nothing_is_forecast_without_measurements() -> None:

@@ -13,7 +13,7 @@ from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.choices import Choice, Drafts
 from forerun.control.controller import Load, slots_of
-from forerun.control.costs import CostTable, Kind
+from forerun.control.costs import LONG, CostTable, Kind
 from forerun.control.drafters import (
     BEHIND,
     Assignment,
@@ -21,7 +21,7 @@ from forerun.control.drafters import (
     MeasuredDrafters,
 )
 from forerun.control.measured import MeasuredDepth
-from forerun.control.trials import HOLD, LONG, LONGEST, NOTHING, OTHER_DEPTH, RETRY, TRIES, RetryTimer, Trials
+from forerun.control.trials import HOLD, LONGEST, NOTHING, OTHER_DEPTH, RETRY, TRIES, RetryTimer, Trials
 from forerun.draft.base import MERGED, Budget, Outlook
 
 

@@ -17,10 +17,10 @@ from forerun.economy import NO_TIME_S, damped
 
 LATEST = 32  # rounds of a size that count
 KNOWN = 4  # rounds of a size behind which one that took much longer no longer matters
-LONG_UNSEEN = 64  # rounds, behind which all that was seen of a size counts as one round
+LONG = 64  # rounds behind which what was seen of a size is old, or a change, or waiting for a round without prompts
 CHANGED = 1.5  # times more, or less, that a round takes which is odd
 CLEAR = 5  # odd rounds in a row that are a change; 3 are chance where one in five is odd, as on a busy machine
-SCATTER_SHARE = 0.05  # of how far a round was off, in what is known of how far rounds are off
+SHARE = 0.05  # of a round, in what is known of how far rounds are off, and of how many rows a drafter has guesses for
 SHORT_BITS = 11  # texts of fewer than 2,048 tokens together are timed together; then each doubling for itself
 
 
@@ -47,7 +47,7 @@ class Level:
             self.num_jumps += 1
             return True
         if 1 / CHANGED <= surprise <= CHANGED:
-            self.scatter += SCATTER_SHARE * (abs(surprise - 1) - self.scatter)
+            self.scatter += SHARE * (abs(surprise - 1) - self.scatter)
         return False
 
 
@@ -73,7 +73,7 @@ class Curve:
     def record(self, size: int, at_level_s: float, now: int = 0) -> None:
         """Add what a size took, `now` by count of rounds. What is old counts as one round, if it is like this one."""
         known = self.seen.get(size, [])
-        if known and now - self.last.get(size, 0) > LONG_UNSEEN:
+        if known and now - self.last.get(size, 0) > LONG:
             known = [usual(known)] if 1 / CHANGED < at_level_s / usual(known) < CHANGED else []
         self.seen[size] = [*known[-LATEST:], at_level_s]
         self.last[size] = now

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import Speculation
-from forerun.control.costs import CostTable, Kind
+from forerun.control.costs import SHARE, CostTable, Kind
 from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer
 from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
 from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, damped, likeness
@@ -26,10 +26,8 @@ WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
 BEHIND = 16  # unread tokens of a sequence, above which a member's time is that of its text: as many rounds share it
 OLD_WEIGHT = 8.0  # guesses at each depth that counts of a calibration weigh as, and those before a long rest
-COVER_SHARE = 0.05  # of a round, in what is known of how many rows a drafter can draft
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
-MODEST = 2.0  # times as often as estimated unlikely guesses are accepted, as long as nothing was seen
-MODEST_WEIGHT = 1.0  # accepted guesses, as estimated, that this belief counts as
+MODEST = 2.0  # accepted guesses for an estimated one that is unlikely, from which counting starts
 NO_MINIMUM = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
 SLOWLY = 0.99  # what counts of earlier rounds in that comparison
 STEPS = 128  # of chances that are told apart where a member says how much it expects
@@ -128,7 +126,7 @@ class CutOff:
     @property
     def modesty(self) -> float:
         """How many times as often as it estimates guesses are accepted that it holds unlikely."""
-        return (self.accepted + MODEST_WEIGHT * MODEST) / (self.estimated + MODEST_WEIGHT)
+        return (self.accepted + MODEST) / (self.estimated + 1)
 
     def aim(self, tokens_per_s: float, guess_s: float) -> None:
         """Set the minimum survival by what rounds are worth, and by what a guess takes."""
@@ -308,7 +306,7 @@ class MeasuredDrafters:
         """Learn which drafters had something to draft, and for how many rows."""
         for number, record in enumerate(self.all):
             share = sum(number in options for options in rows) / len(rows)
-            record.covered += COVER_SHARE * (share - record.covered)
+            record.covered += SHARE * (share - record.covered)
 
     def time(self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float) -> None:
         """Learn what drafting rows by these options took, in so many steps each.

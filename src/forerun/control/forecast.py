@@ -15,12 +15,12 @@ from itertools import accumulate
 from operator import mul
 
 from forerun.config import AUTO_DEPTH
+from forerun.control.choices import FAVOR
 from forerun.control.costs import CostTable, Kind, size_class
 from forerun.control.drafters import MeasuredDrafters
 from forerun.economy import WEIGHT, Acceptance
 
 BATCHES = (1, 8, 32)
-PAYS = 1.02  # times as fast, below which drafting is as good as none
 SURE = 2.0  # standard errors of what was counted, as far as a forecast's bounds are from it: 95 % of cases
 NARROW = 1.2  # times the lower bound, up to which the upper one is not worth telling
 
@@ -62,7 +62,7 @@ def forecast(costs: CostTable, drafters: MeasuredDrafters, batch: int, num_conte
     num_guesses = round(sum(counts.offered) / counts.unit)
     if num_guesses == 0:
         return None
-    return Forecast(batch, drafters.names[drafter], depth if best >= PAYS else 0, best, least, most, num_guesses)
+    return Forecast(batch, drafters.names[drafter], depth if best >= 1 + FAVOR else 0, best, least, most, num_guesses)
 
 
 def bounding(counts: Acceptance) -> Iterator[list[float]]:

@@ -18,10 +18,10 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.control.choices import Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
-from forerun.control.costs import CHANGED, CostTable, Kind
+from forerun.control.costs import CHANGED, LONG, CostTable, Kind
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
 from forerun.control.forecast import forecast
-from forerun.control.trials import FIRST_DEPTH, HOLD, LONG, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, Advice, Trials
+from forerun.control.trials import FIRST_DEPTH, HOLD, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, Advice, Trials
 from forerun.draft.base import Budget, Draft, Outlook
 from forerun.economy import damped
 from forerun.tree import DraftTree

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome
+from forerun.control.costs import LONG
 
 TRIES = 6  # rounds in which every drafter is tried at first
 RETRY = 24  # rounds out of use after which one is tried again
@@ -19,7 +20,6 @@ AGAIN = 2  # rounds in which it is tried again where something has changed
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # rounds behind a trial that went well
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which a drafter is tried: at first, and later
-LONG = 64  # rounds behind a change, before which another is not seen as new; and that read prompts, while trials wait
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
 HOLD = 8  # rounds for which a plan is held, and plans in a row that draft nothing, or something: so it is now
 WINDOW = 512  # guesses of a draft model
