@@ -8,6 +8,7 @@ import torch
 from engine.test_fixed_rounds import PROMPTS, make
 from forerun import SamplingParams
 from forerun.device import CPU
+from forerun.engine.engine import Engine
 from forerun.models.backends.gpu import graphs
 from forerun.models.backends.gpu.ahead import PassAhead
 from forerun.models.backends.gpu.graphs import GraphRunner
@@ -131,3 +132,28 @@ def test_what_is_asked_for_is_read(asked: list[Read], monkeypatch: pytest.Monkey
         logits.append(runner.read(asked).logits)
         runner.cache.check()
     assert torch.equal(logits[0], logits[1])
+
+
+@pytest.mark.full
+def test_sequences_that_are_preempted_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache that holds two of four texts, in blocks that move."""
+    monkeypatch.setattr(graphs, "PAUSE", 1)
+    imagine_captures(monkeypatch)
+    found = taken(monkeypatch)
+    llm, params = make(TARGET, None), SamplingParams(temperature=1, seed=3, max_tokens=60, ignore_eos=True)
+    whole = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, params)]
+    small = GraphRunner.of(llm.engine.runner.decoder, 160, block_size=16)
+    engine = Engine(small, options=llm.engine.options)
+    for prompt in PROMPTS:
+        for sequence in llm.requests.sequences(Request.of(prompt, params)):
+            engine.submit(sequence)
+    answers: dict[int, list[int]] = {seq_id: [] for seq_id in engine.sequences}
+    preempted = 0
+    while engine.has_work:
+        for delta in engine.step():
+            answers[delta.seq_id] += delta.token_ids
+        small.cache.check()
+        preempted = max(preempted, *(sequence.num_preempted for sequence in engine.sequences.values()), 0)
+    assert preempted > 0
+    assert found.count(True) > found.count(False)
+    assert [tuple(answer) for answer in answers.values()] == whole
