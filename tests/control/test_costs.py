@@ -131,14 +131,6 @@ def test_a_kind_that_was_not_seen_begins_as_the_most_similar_one() -> None:
     assert table.expect(Kind.of(32), 32) == pytest.approx(0.4), "the kind it began as is left as it was"
 
 
-def test_what_was_seen_before_several_changes_still_tells_of_sizes_not_seen_since() -> None:
-    table = seen({size: shape(size) for size in (1, 5, 9)}, num=LATEST)
-    for factor in (3.0, 9.0):
-        for _ in range(CLEAR + 1):
-            table.record(ALONE, 5, factor * shape(5))
-    assert table.expect(ALONE, 9) == pytest.approx(9 * shape(9), rel=0.1)
-
-
 @contextmanager
 def interrupt_at(number: int) -> Iterator[None]:
     """Raise KeyboardInterrupt at this line of those that are run in costs.py, counted from 0."""

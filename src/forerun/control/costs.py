@@ -56,16 +56,14 @@ class Curve:
     """Seconds by size at the usual level, for rounds of one kind.
 
     Smaller sizes never take more than larger ones: where they seem to, they were seen in a busier moment. Between sizes
-    that were seen, and beyond them, lines go on. When the level changes, a new curve begins; the one `before` still
-    tells of sizes that the new one knows nothing of. Where one size alone was seen, all cost the same if the curve is
-    `flat`; else they cost in proportion.
+    that were seen, and beyond them, lines go on. When the level changes, a new curve begins. Where one size alone was
+    seen, all cost the same if the curve is `flat`; else they cost in proportion.
     """
 
     flat: bool = True
     seen: dict[int, list[float]] = field(default_factory=dict)  # what each size took of late
     last: dict[int, int] = field(default_factory=dict)  # the round in which it was seen
     num_jumps: int = 0  # of the level, when this curve began
-    before: Curve | None = None
     usual_s: dict[int, float] = field(default_factory=dict)  # of what was seen of a size, when it is known
     sizes: list[int] = field(default_factory=list)  # the knots, made when they are needed
     values: list[float] = field(default_factory=list)
@@ -81,14 +79,8 @@ class Curve:
 
     def begin_again(self, num_jumps: int, size: int | None = None) -> None:
         """The level has changed by what `size` took: it alone is known at the new one, by rounds before the change."""
-        earlier = self.before.seen if self.before else {}
-        self.before = Curve(self.flat, {**earlier, **self.seen})
         self.seen = {each: known for each, seen in self.seen.items() if each == size and (known := seen[: 1 - CLEAR])}
         self.num_jumps, self.usual_s, self.sizes = num_jumps, {}, []
-
-    def knows(self, size: int) -> bool:
-        """Whether this size was seen since the level changed."""
-        return self.before is None or size_class(size) in self.seen
 
     def fit(self) -> None:
         """Find the sizes and values between which lines go; what was seen KNOWN times stands against what was not."""
@@ -112,7 +104,7 @@ class Curve:
         """Seconds for a size, or for so much on average; 0 as long as nothing was seen."""
         if not self.sizes:
             if not self.seen:
-                return self.before.expect(size) if self.before else 0.0
+                return 0.0
             self.fit()
         sizes, values = self.sizes, self.values
         place = bisect_right(sizes, size)
@@ -122,10 +114,6 @@ class Curve:
         first, last = sizes[0], sizes[-1]
         if size == last:
             return values[-1]
-        if self.before and size < first and len(sizes) == 1:
-            return min(self.before.expect(size), values[0])
-        if self.before and size > last and len(sizes) == 1:
-            return max(self.before.expect(size), values[0])
         steepest = values[0] / first
         if place == 0:
             slope = (values[1] - values[0]) / (sizes[1] - first) if len(sizes) > 1 else 0.0 if self.flat else steepest
@@ -186,7 +174,7 @@ class CostTable:
         """A curve for this kind, in which all that is known of the most similar one counts as seen once."""
         like = self.of(kind)
         known = {size: [like.expect(size)] for size in like.seen}
-        self.kinds[kind] = Curve(self.flat, known, {**like.last}, like.num_jumps, like.before)
+        self.kinds[kind] = Curve(self.flat, known, {**like.last}, like.num_jumps)
         return self.kinds[kind]
 
     def expect(self, kind: Kind, size: float | int) -> float:

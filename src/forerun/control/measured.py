@@ -18,7 +18,7 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.control.choices import Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
-from forerun.control.costs import CHANGED, LONG, CostTable, Kind
+from forerun.control.costs import CHANGED, LONG, CostTable
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
 from forerun.control.forecast import forecast
 from forerun.control.trials import FIRST_DEPTH, HOLD, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, Advice, Trials
@@ -207,10 +207,8 @@ class MeasuredDepth:
         """
         if self.load.reads and self.trials.num_reading < LONG:
             return None
-        costs, num_rows = not self.load.reads, len(rows)
-        kind = Kind.of(num_rows, self.load.num_context)
-        plain_due = self.trials.plain.due or not self.costs.of(kind).knows(num_rows)
-        if costs and plain_due and any(option.free for options in rows for option in options.values()):
+        costs = not self.load.reads
+        if costs and self.trials.plain.due and any(option.free for options in rows for option in options.values()):
             return NOTHING
         due = next((drafter for drafter in sorted(self.possible) if self.drafters.all[drafter].retry.due), None)
         return OTHER_DEPTH if costs and due is None and self.trials.other_depth.due and best.under_way else due
