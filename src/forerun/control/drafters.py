@@ -322,11 +322,6 @@ class MeasuredDrafters:
             if used:
                 self.all[drafter].time(max(steps for _, steps in used), [unread for unread, _ in used], taken_s)
 
-    def wake(self) -> None:
-        """Something has changed: what is known of drafters that are not in use may be wrong, so they are tried soon."""
-        for record in self.all:
-            record.retry.wake()
-
     def begin(self) -> None:
         """Begin with what a calibration showed, held lightly."""
         for record in self.all:

@@ -139,7 +139,8 @@ class MeasuredDepth:
         """Something has changed: try everything soon, unless that was done a short while ago."""
         if self.trials.wake():
             self.taken.num_held = HOLD
-            self.drafters.wake()
+            for record in self.drafters.all:
+                record.retry.wake()
 
     def reason(self) -> str:
         """What was chosen for the last round and why, for one row; empty where there was nothing to choose."""
