@@ -1,9 +1,10 @@
 """Compiles every kernel as it is launched, for cards that are not here: compile_kernels.py [--all] [ARCHITECTURE ...]
 
 The operations are called with tensors without memory, and each launch is compiled to machine code instead, with its
-warps and stages and what is known of its arguments. Of the machine code is asked that no registers spill, and that a
-program's shared memory fits. A program of its own, since the interpreter takes the kernels' place in a process where it
-is switched on. `--all` has every number format and head; without it, bfloat16 at the shape of Llama 3 8B.
+warps and stages and what is known of its arguments. Of the machine code is asked that no registers spill, of named
+exceptions that none does in an innermost loop, and that a program's shared memory fits. A program of its own, since the
+interpreter takes the kernels' place in a process where it is switched on. `--all` has every number format and head;
+without it, bfloat16 at the shape of Llama 3 8B.
 """
 
 import re
@@ -51,31 +52,15 @@ FUSED = re.compile(r"fma\.rn(\.ftz)?\.f32")  # bfloat16 is added up by such inst
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")  # registers, and bytes that they spill
 
-# What may spill so many bytes, by kernel and the beginning of a case, and why.
+# What may spill so many bytes, by kernel and the beginning of a case, and why; never in a loop over keys or inputs.
+OUTSIDE = "what only the loop over splits needs is stored, so that more programs run at once"
 SPILLS = {
-    **{
-        (kernel, f"torch.float32, {kind}"): (8, "8 warps get 128 registers; newer compilers than 3.6 spill none")
-        for kernel in ("group_gemm", "group_expert_gemm")
-        for kind in ("INT4", "E2M1")
-    },
-    **{
-        ("group_expert_gemm", f"torch.bfloat16, {kind}"): (8, "keeps one number more than dense products")
-        for kind in ("INT4", "UINT4")
-    },
-    ("group_gemm", "torch.bfloat16, INT4, 16 rows"): (8, "by Triton 3.6 for a B200, in one tile"),
-    ("group_gemm", "torch.bfloat16, UINT4, 32 rows"): (16, "by Triton 3.6 for an A100, in one tile"),
-    ("group_gemm", "torch.float16, INT4, 32 rows"): (24, "4 warps of 3 programs get 128 registers"),
-    ("attend_splits", "torch.float32, heads of 64"): (
-        64,
-        "8 warps get 80 registers, so that more programs run at once",
-    ),
-    ("attend_splits", "torch.float32, heads of 128"): (64, "16 warps get 64 registers"),
-    **{
-        ("attend_run", case): (64, "what is joined stays in registers too")
-        for case in ("torch.float32", "torch.bfloat16, heads of 64", "torch.float16, heads of 64")
-    },
-    ("attend_splits", "torch.float32, heads of 80"): (64, "16 warps get 64 registers; masks of padded heads take some"),
-    ("attend_splits", "torch.float32, heads of 96"): (64, "16 warps get 64 registers; masks of padded heads take some"),
+    ("attend_splits", "torch.float32"): (48, OUTSIDE),
+    ("attend_run", "torch.float32"): (48, OUTSIDE),
+    ("attend_run", "torch.bfloat16, heads of 64"): (16, OUTSIDE + ", for an A100"),
+    ("attend_run", "torch.float16, heads of 64"): (16, OUTSIDE + ", for an A100"),
+    ("group_gemm", "torch.bfloat16, INT4, 32 rows, 32 outputs, 8, 8"): (8, "two programs, not one, by 3.7 for a B200"),
+    ("group_expert_gemm", "torch.float16, INT4, 16 rows"): (8, "five programs, not four, by 3.6 for a B200"),
 }
 
 
@@ -89,6 +74,7 @@ class Launch:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    spilled_within: int = 0  # instructions in innermost loops that store what is spilled, or load it
 
     @property
     def exception(self) -> tuple[int, str]:
@@ -98,13 +84,14 @@ class Launch:
 
     def __str__(self) -> str:
         bytes_, why = self.exception
-        spills = self.spilled_bytes > bytes_ and self.architecture != MI300  # where it is slow, and nobody has tuned it
+        spills = self.spilled_bytes > bytes_ or self.spilled_within > 0
+        spills &= self.architecture != MI300  # where it is slow, and nobody has tuned it
         wrong = spills, self.shared_bytes > ALL_SHARED[self.architecture]
         return (
             f"{'WRONG' if any(wrong) else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
             f"registers, {self.spilled_bytes} bytes spilled, {self.shared_bytes} shared"
-            + f" ({why})"
-            * bool(self.spilled_bytes)
+            + f", {self.spilled_within} spills in a loop" * bool(self.spilled_within)
+            + f" ({why})" * bool(self.spilled_bytes)
         )
 
 
@@ -285,7 +272,18 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
         for (name, case), file in files.items():
             said = subprocess.run([READER, "-res-usage", file], capture_output=True, text=True, check=True).stdout
             registers, spilled = map(int, USAGE.findall(said)[0])
-            yield Launch(name, case, architecture, registers, spilled, kernels.made[name, case].metadata.shared)
+            shared, within = kernels.made[name, case].metadata.shared, spills_in_loops(file) if spilled else 0
+            yield Launch(name, case, architecture, registers, spilled, shared, within)
+
+
+def spills_in_loops(file: Path) -> int:
+    """How many instructions of innermost loops store spilled registers or load them."""
+    said = subprocess.run([READER, "-sass", file], capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", said)]
+    jumps = [(at, int(to.group(1), 16)) for at, what in code if (to := re.search(r"BRA\b.* 0x([0-9a-f]+)", what))]
+    loops = [range(to, at + 1) for at, to in jumps if to < at]
+    inner = [loop for loop in loops if not any(other != loop and other[0] in loop for other in loops)]
+    return sum(any(at in loop for loop in inner) for at, what in code if re.search(r"\b(LDL|STL)\b", what))
 
 
 def main() -> int:

@@ -60,8 +60,9 @@ def group_gemm(
     """x @ weight.T + bias."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    x_at = x + tl.program_id(0).to(tl.int64) * (ROWS * WIDTH) + tl.arange(0, ROWS) * WIDTH
     total = sum_groups(
-        x, row, row < rows, numbers, scales, least, bias, column, outputs,
+        x_at, row < rows, numbers, scales, least, bias, 0, tl.program_id(1) * OUTPUTS, outputs,
         WIDTH, CHUNKS, KIND, BYTES, PARTS, SLICES, AT_ONCE, SCALED, LEAST, BIASED, PTX, ROWS, OUTPUTS, STAGES,
     )  # fmt: skip
     out_at = out + row[:, None].to(tl.int64) * outputs + column[None, :]
@@ -70,13 +71,13 @@ def group_gemm(
 
 @kernel
 def sum_groups(
-    x, row, row_here, numbers, scales, least, bias, column, outputs,
+    x_at, row_here, numbers, scales, least, bias, before, first_column, outputs,
     WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
     SLICES: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr,
     PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """These rows of `x` times these columns of a layer's weights, which lie in CHUNKS chunks of BYTES bytes of each of
-    its `outputs`, chunk after chunk in memory.
+    """The rows that begin at `x_at` times OUTPUTS columns of a layer's weights: CHUNKS chunks of BYTES bytes of each of
+    its `outputs`, chunk after chunk, behind `before` other outputs. Lanes differ in 32 bits, which saves registers.
 
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
     SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
@@ -84,29 +85,30 @@ def sum_groups(
     Every SLICES-th chunk belongs to one slice, and slices are added in pairs. AT_ONCE of them, all or half, are
     added up at the same time, each by a warp of its own.
     """
-    byte = tl.arange(0, BYTES)
+    byte, lane, column = tl.arange(0, BYTES), tl.arange(0, OUTPUTS), first_column + tl.arange(0, OUTPUTS)
+    first_numbers = numbers + (tl.cast(before, tl.int64) * CHUNKS + first_column) * BYTES
     HALVES: tl.constexpr = 1 if KIND < INT4 else 2
     row_in, column_in = row_here[None, :, None], (column < outputs)[None, None, :]
     for turn in tl.static_range(SLICES // AT_ONCE):
         piece = (turn * AT_ONCE + tl.arange(0, AT_ONCE))[:, None, None]
         first_input = piece * (HALVES * BYTES) + byte[None, None, :]
-        x_at = x + row[None, :, None].to(tl.int64) * WIDTH + first_input
+        inputs_at = x_at[None, :, None] + first_input
         chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
-        numbers_at = numbers + column[None, None, :] * BYTES + byte[None, :, None] + piece * chunk_bytes
-        groups_at = column[None, None, :] + piece * tl.cast(outputs, tl.int64)
+        numbers_at = first_numbers + (lane[None, None, :] * BYTES + byte[None, :, None]) + piece * chunk_bytes
+        groups_at = column[None, None, :] + piece * outputs
         acc = tl.zeros((AT_ONCE, ROWS, OUTPUTS), tl.float32)
         for step in tl.range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS), num_stages=STAGES):
             for part in tl.static_range(PARTS):
                 chunk = (step * PARTS + part) * SLICES
                 here = (chunk + piece < CHUNKS) & column_in
                 packed = tl.load(numbers_at + chunk.to(tl.int64) * chunk_bytes, mask=here, other=0)
-                weights = widen(packed, KIND, PTX, x.dtype.element_ty)
-                group = groups_at + chunk.to(tl.int64) * outputs
+                weights = widen(packed, KIND, PTX, x_at.dtype.element_ty)
+                group = before * CHUNKS + (groups_at + chunk * outputs)
                 scale = load_groups(scales, group, here, HALVES) if SCALED else weights
                 low = load_groups(least, group, here, HALVES) if LEAST else weights
                 for half in tl.static_range(HALVES):
                     start = (chunk * HALVES + half) * BYTES
-                    a = tl.load(x_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
+                    a = tl.load(inputs_at + start, mask=row_in & (start + first_input < WIDTH), other=0.0)
                     acc = add_group(acc, a, weights[half], scale[half], low[half], SCALED, LEAST)
         some = add_slices(acc, AT_ONCE)
         if turn == 0:
@@ -114,9 +116,9 @@ def sum_groups(
         else:
             total += some
     if not SCALED:
-        total = total * tl.load(scales + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+        total = total * tl.load(scales + (before + column), mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     if BIASED:
-        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + (before + column), mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     return total
 
 

@@ -245,8 +245,7 @@ class PackedExperts:
         out = x.new_empty(len(pairs.order), outputs)
         kernels.group_expert_gemm[pairs.num_tiles, -(-outputs // tile.outputs)](
             x, *self.weight.tensors, x if self.bias is None else self.bias, out, pairs.order, pairs.table, outputs,
-            GROUPS=self.weight.num_groups, LANES=pairs.lanes, SHARING=sharing,
-            **self.weight.of_product(x, self.bias, tile),
+            LANES=pairs.lanes, SHARING=sharing, **self.weight.of_product(x, self.bias, tile),
         )  # fmt: skip
         return out
 

@@ -96,11 +96,11 @@ def expert_gemm(
         column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         inside = column < outputs
         stacked_output = expert.to(tl.int64) * outputs + column
-        acc = sum_products(x + (pair // SHARING) * WIDTH, weight + stacked_output * WIDTH, here, inside,
+        acc = sum_products(x + (pair // SHARING).to(tl.int64) * WIDTH, weight + stacked_output * WIDTH, here, inside,
                            WIDTH, ROWS, OUTPUTS, INPUTS)  # fmt: skip
         if BIASED:
             acc += tl.load(bias + stacked_output, mask=inside, other=0.0).to(tl.float32)[None, :]
-        out_at = out + pair[:, None] * outputs + column[None, :]
+        out_at = out + pair[:, None].to(tl.int64) * outputs + column[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=here[:, None] & inside[None, :])
 
 
@@ -110,20 +110,19 @@ def group_expert_gemm(
     WIDTH: tl.constexpr, CHUNKS: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, PARTS: tl.constexpr,
     SLICES: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr,
     PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, SHARING: tl.constexpr,
+    LANES: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
-    """As `expert_gemm`, of weights in groups, of which an output has GROUPS."""
+    """As `expert_gemm`, of weights in groups."""
     expert = expert_of(table, LANES)
     if expert < LANES:
         pair, here = pairs_of(order, table, expert, LANES, ROWS)
-        column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        before = expert.to(tl.int64) * outputs
         total = sum_groups(
-            x, pair // SHARING, here, numbers + before * (CHUNKS * BYTES), scales + before * GROUPS,
-            least + before * GROUPS, bias + before, column, outputs,
+            x + (pair // SHARING).to(tl.int64) * WIDTH, here, numbers, scales, least, bias,
+            expert.to(tl.int64) * outputs, tl.program_id(1) * OUTPUTS, outputs,
             WIDTH, CHUNKS, KIND, BYTES, PARTS, SLICES, AT_ONCE, SCALED, LEAST, BIASED, PTX, ROWS, OUTPUTS, STAGES,
         )  # fmt: skip
-        out_at = out + pair[:, None] * outputs + column[None, :]
+        column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        out_at = out + pair[:, None].to(tl.int64) * outputs + column[None, :]
         tl.store(out_at, total.to(out.dtype.element_ty), mask=here[:, None] & (column < outputs)[None, :])
 
 
@@ -138,9 +137,9 @@ def expert_of(table, LANES: tl.constexpr):
 def pairs_of(order, table, expert, LANES: tl.constexpr, ROWS: tl.constexpr):
     """The pairs of this program's tile, all of this expert's, and which of its ROWS there are."""
     passed = tl.load(table + expert - 1, mask=expert > 0, other=0)
-    place = tl.load(table + LANES + expert) + (tl.program_id(0) - passed) * ROWS + tl.arange(0, ROWS)
-    here = place < tl.load(table + 2 * LANES + expert)
-    return tl.load(order + place, mask=here, other=0).to(tl.int64), here
+    first = tl.load(table + LANES + expert) + (tl.program_id(0) - passed) * ROWS
+    here = tl.arange(0, ROWS) < tl.load(table + 2 * LANES + expert) - first
+    return tl.load(order + first + tl.arange(0, ROWS), mask=here, other=0), here
 
 
 @kernel
