@@ -1,10 +1,10 @@
 """MeasuredDepth: the controller that drafts as deep as pays, by what earlier rounds gave and took, or not at all.
 
-A row can be drafted by one drafter, or by all members of a mix merged into one tree (`drafters.py`). For every set of
-members, the empty one included, each row gets its option with most gain; then guesses are added, the likeliest first,
-as long as that gives more tokens per second. The set whose round gives most is taken. The choice is made before
-anything is drawn, and it is deterministic. What was given up is tried again, at ever longer intervals as long as that
-shows nothing new. A request with a fixed depth is drafted so far, and only the drafter is chosen.
+A row can be drafted by one drafter, or by all members of a mix merged into one tree (`drafters.py`). For no member,
+each of them alone and all together, each row gets its option with most gain; then guesses are added, the likeliest
+first, as long as that gives more tokens per second. What gives most is taken. The choice is made before anything is
+drawn, and it is deterministic. What was given up is tried again, the more seldom the more that costs. A request with a
+fixed depth is drafted so far, and only the drafter is chosen.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from forerun.control.costs import LONG
 TRIES = 6  # rounds in which every drafter is tried at first
 RETRY = 24  # rounds out of use after which one is tried again
 SHORTEST, LONGEST = 6, 256  # rounds behind a trial, by what it cost
-VAIN = 1  # times that this is doubled, while trials show nothing new
 AGAIN = 2  # rounds in which it is tried again where something has changed
 MANY_ROWS = 3  # that count for a round each
 SOON = 2  # rounds behind a trial that went well
@@ -36,7 +35,6 @@ class RetryTimer:
     num_rounds: int = 0  # in use; with many rows a round counts as several
     num_idle: int = 0  # rounds since it was last in use, in which it could have been
     patience: int = RETRY
-    num_vain: int = 0  # trials in a row that were no better than was thought
     hopeful: bool = False  # the next trial is soon
 
     @property
@@ -51,21 +49,20 @@ class RetryTimer:
 
     def wake(self) -> None:
         """Something has changed: it is tried again as if it were new, in fewer rounds."""
-        self.patience, self.num_vain = min(RETRY, self.patience), 0
+        self.patience = min(RETRY, self.patience)
         self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
 
     def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
         """Learn from a round in which it drafted so many rows.
 
-        Behind a trial the next one waits for `patience`; `hopeful`: it was better than was thought.
+        Behind a trial the next one waits for `patience`, twice that unless it was `hopeful`: better than thought.
         """
         if num_rows == 0:
             self.num_idle += 1
             return
         self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
-        self.num_vain = 0 if patience is None or hopeful else min(self.num_vain + 1, VAIN)
         longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
-        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) << self.num_vain, longest)
+        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) * (1 if hopeful else 2), longest)
         self.hopeful = hopeful
 
 
