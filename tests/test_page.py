@@ -82,6 +82,8 @@ def test_examples_parse(name: str, line: str) -> None:
 @pytest.mark.parametrize("line", [line for name, line in EXAMPLES if name in ("generate", "trace", "prove", "widen")])
 def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stories pair in place of what they name, and less of everything."""
+    if "--replicas" in line:
+        pytest.importorskip("ray", reason="replicas need Ray")
     monkeypatch.chdir(tmp_path)
     Path("prompts.txt").write_text("Once upon a time\nLily had a red ball\n")
     Path("prompts.jsonl").write_text('{"prompt": "Once upon a time"}\n{"prompt": "Lily had a red ball"}\n')

@@ -60,7 +60,11 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         block = block_of(TARGET, folder, **BLOCKS[kind])  # type: ignore[arg-type]
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
         tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
-        return BlockStudent.going_on(target, values, tensors.config, weights, TargetTables.of(target))
+        config, depths = tensors.config, tensors.config.most_depth
+        return BlockStudent.beside(
+            target, values, weights, TargetTables.of(target), config=config, taps=config.taps,
+            depth_weights=(1.0,) * depths, most_depth=depths,
+        )  # fmt: skip
     if kind == "mtp":
         fresh, modules = MtpStudent.fresh(target, StudentSizes(), 0), module_tensors(TARGET, 1, "qwen")
         assert fresh.weights.keys() == modules.keys()
