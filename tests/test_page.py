@@ -79,7 +79,10 @@ def test_examples_parse(name: str, line: str) -> None:
     "forerun trace *--svg*",
     "forerun widen --model stdlib --experts*",
 )
-@pytest.mark.parametrize("line", [line for name, line in EXAMPLES if name in ("generate", "trace", "prove", "widen")])
+@pytest.mark.parametrize(
+    "line",
+    [line for name, line in EXAMPLES if name in ("generate", "trace", "prove", "widen") and "--server" not in line],
+)
 def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stories pair in place of what they name, and less of everything."""
     if "--replicas" in line:
