@@ -19,7 +19,7 @@ from forerun.models.backends.gpu import capture
 from forerun.models.backends.gpu.ahead import PassAhead
 from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.backends.gpu.chain_graph import ChainShape
-from forerun.models.backends.gpu.fixed import Layout
+from forerun.models.backends.gpu.fixed import Inputs, Layout
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.verdicts import VerdictGraph, VerdictShape
 from forerun.models.decoder import States
@@ -354,13 +354,14 @@ def test_a_rounds_times_are_the_devices(
     outcomes: list[Outcome] = []
     monkeypatch.setattr(Stats, "record", lambda stats, outcome: outcomes.append(outcome))
     runner = llm.engine.runner
-    read = runner.read
+    assert isinstance(runner, GraphRunner)
+    run = runner.run
 
-    def slow(*args: object, **options: object) -> States:
+    def slow(inputs: Inputs, taps: tuple[int, ...]) -> States:
         torch.cuda._sleep(20_000_000)  # cycles: 10 ms at 2 GHz
-        return read(*args, **options)  # type: ignore[arg-type]
+        return run(inputs, taps)
 
-    runner.read = slow  # type: ignore[method-assign]
+    monkeypatch.setattr(runner, "run", slow)  # of passes that are begun ahead too
     llm.generate("Once upon a time", GREEDY)
     usual = [each for each in outcomes if not each.captured]
     assert usual

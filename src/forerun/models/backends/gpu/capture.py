@@ -60,7 +60,6 @@ class Graphs:
     def run(self, key: GraphKey | None, body: Callable[[], BodyResult]) -> BodyResult:
         """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
         self.num_runs += 1
-        self.num_runs += 1
         if self.device.type != "cuda":
             return body()
         with torch.cuda.device(self.device):  # kernels are launched on the current one
