@@ -121,7 +121,7 @@ def test_closing_frees_models_and_caches(draft: str | None) -> None:
     assert [ref() for ref in held] == [None] * len(held)
     llm.close()
     for use in (lambda: llm.generate(PROMPT), lambda: next(llm.stream(PROMPT)), lambda: llm.engine):
-        with pytest.raises(EngineClosed, match="this LLM was closed; build a new one"):
+        with pytest.raises(EngineClosed, match="this LLM was closed; create a new one"):
             use()
     assert llm.stats.num_passes == passes
     assert llm.get_tokenizer().encode(PROMPT)

@@ -6,7 +6,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.engine.scheduler import FASTEST, MOST, SHORT, ChunkSize
+from forerun.engine.scheduler import MAX_CHANGE, MAX_CHUNK_TOKENS, SHORT_PROMPT_TOKENS, ChunkSize
 from kit.checkpoints import TARGET
 
 
@@ -26,9 +26,9 @@ def test_a_pass_comes_to_take_as_long_as_it_may(start_s: float, token_s: float, 
 
 def test_it_stays_within_its_bounds_and_comes_back() -> None:
     chunk = ChunkSize(64, limit_s=0.1)
-    assert played(chunk, 0.05, 0.0)[-1] == MOST
-    assert played(chunk, 9.0, 0.0)[-1] == SHORT
-    assert played(chunk, 0.05, 0.0)[-1] == MOST
+    assert played(chunk, 0.05, 0.0)[-1] == MAX_CHUNK_TOKENS
+    assert played(chunk, 9.0, 0.0)[-1] == SHORT_PROMPT_TOKENS
+    assert played(chunk, 0.05, 0.0)[-1] == MAX_CHUNK_TOKENS
 
 
 def test_small_passes_and_decoding_say_nothing_unless_they_take_too_long() -> None:
@@ -39,7 +39,7 @@ def test_small_passes_and_decoding_say_nothing_unless_they_take_too_long() -> No
     chunk.record(replace(small, pass_s=0.2))
     assert chunk.tokens == 50
     chunk.record(replace(small, num_prompt_tokens=50))
-    assert chunk.tokens == round(50 * FASTEST)
+    assert chunk.tokens == round(50 * MAX_CHANGE)
 
 
 def test_rows_that_are_decoded_beside_take_their_part() -> None:

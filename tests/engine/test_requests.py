@@ -34,14 +34,14 @@ def test_samples_share_all_but_their_number() -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "wish", "message"),
     [
-        ("text", {}, None, "prompt: text needs a tokenizer; give token ids"),
+        ("text", {}, None, "prompt: this model has no tokenizer: give token ids"),
         ([1, 9], {}, None, "prompt: 9 is not a token id from 0 to 8"),
         ([], {}, None, "prompt: it is empty"),
         ([1], {"stop": "x"}, None, "stop: .*stop_token_ids"),
         ([1], {"logprobs": 10}, None, "logprobs: 10 .*vocabulary size, 9"),
-        ([1], {}, Speculation(drafter="b"), "speculation.drafter: 'b' is not drafting here; known: a"),
+        ([1], {}, Speculation(drafter="b"), "speculation.drafter: 'b' is not a drafter of this engine; it has: a"),
         ([1], {}, -3, "speculation.depth: -3"),
-        ([1], {"bad_words": "a"}, None, "bad_words: words need a tokenizer"),
+        ([1], {"bad_words": "a"}, None, "bad_words: this model has no tokenizer"),
     ],
 )
 def test_refusals(prompt: str | list[int], params: dict[str, object], wish: object, message: str) -> None:

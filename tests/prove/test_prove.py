@@ -108,9 +108,9 @@ def test_progress_is_told(llm: LLM) -> None:
 
 
 def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="draft: there is none"):
+    with pytest.raises(InvalidRequest, match="draft: it is missing"):
         prove(LLM(str(TARGET)), ["Once"])
-    with pytest.raises(InvalidRequest, match="prompts: there are none"):
+    with pytest.raises(InvalidRequest, match="prompts: the list is empty"):
         prove(llm, [])
     with pytest.raises(InvalidRequest, match="draft: it guessed nothing"):
         prove(llm, PROMPTS, ProofWorkload(max_tokens=1))

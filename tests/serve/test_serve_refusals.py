@@ -20,7 +20,7 @@ COMPLETIONS: Refusals = [
     ({"max_toke": 3}, "max_toke", "did you mean 'max_tokens'?"),
     ({"temprature": 3}, "temprature", "did you mean 'temperature'?"),
     ({"\ud800": 3}, "\ud800", "there is no field"),
-    ({"prompt": None}, "prompt", "there is none"),
+    ({"prompt": None}, "prompt", "it is missing"),
     ({"prompt": []}, "prompt", "is no text"),
     ({"prompt": [[]]}, "prompt", "it is empty"),
     ({"prompt": [1, "a"]}, "prompt", "1 is no text and no list of token ids"),
@@ -61,7 +61,7 @@ COMPLETIONS: Refusals = [
     ({"speculation": "far"}, "speculation", "cannot be served"),
     ({"speculation": -1}, "speculation.depth", "cannot be served"),
     ({"speculation": {"dept": 1}}, "speculation.dept", "did you mean 'depth'?"),
-    ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not drafting here"),
+    ({"speculation": {"drafter": "eagle"}}, "speculation.drafter", "is not a drafter of this engine"),
     ({"speculation": {"tree": [[5, 5]]}}, "speculation.tree", "has no parent"),
     ({"chat_template": "x"}, "chat_template", "there is no field"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "there is no schema"),
@@ -142,7 +142,7 @@ TOOLS_OF_RESPONSES: Refusals = [
     ({"tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text", "leave out one of both"),
 ]
 MESSAGES: list[tuple[dict[str, Any], str]] = [  # whose errors name no field but in their words
-    ({"max_tokens": None}, "max_tokens: there is none"),
+    ({"max_tokens": None}, "max_tokens: it is missing"),
     ({"max_tokens": 0}, "max_tokens: 0 cannot be served; use at least 1 token"),
     ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
     ({"messages": [{"role": "user", "content": "a " * 2000}]}, "messages: the prompt is too long: this model's max"),

@@ -85,5 +85,5 @@ def read_prompt(prompt: str | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
-        raise InvalidRequest("prompt", "there is none: give it as the last argument, or pipe it in")
+        raise InvalidRequest("prompt", "it is missing: give it as the last argument, or pipe it in")
     return sys.stdin.read().removesuffix("\n")

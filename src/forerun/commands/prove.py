@@ -96,7 +96,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         raise InvalidRequest("time_limit", f"{remote.time_limit:g} goes with --server: leave it out.")
     if not options.model or options.draft is None:
         missing = "draft" if options.model else "model"
-        raise InvalidRequest(missing, "there is none: name a model and a draft, or a server by --server URL.")
+        raise InvalidRequest(missing, "it is missing: name a model and a draft, or a server by --server URL.")
     with importing():
         from forerun.bench.material import check_lengths, read_passages, workload_of
         from forerun.llm import LLM

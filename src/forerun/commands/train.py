@@ -119,7 +119,7 @@ def train(
     unsaid = [name for name in SERVED if name in defaults and getattr(learning, name) is None]
     settings = replace(learning, **{name: defaults[name] for name in unsaid})
     if not options.data:
-        raise InvalidRequest("data", "there is none: give a file with --data.")
+        raise InvalidRequest("data", "it is missing: give a file with --data.")
     spec, threads = options.loading.spec(options.model), options.loading.threads
     task = TrainTask(kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, threads)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -1,10 +1,9 @@
-"""Constrained drafts: what the grammars of a round change of its guesses.
+"""Constrained drafts: applies the grammars of a round to its draft trees.
 
-This file decides which tokens are drafted because a grammar leaves no choice, which need no drafter and are always
-accepted, and removes guesses that a grammar forbids, which never are. A sequence with forced tokens is drafted with
-them alone: its next round drafts what comes behind. Guesses that were drawn from a law all stay: what is removed
-follows from what was drawn, so the rest would not have that law any more, and the token rule and the block rule would
-not be lossless.
+Tokens that a grammar forces (it leaves no choice) are drafted without a drafter and always accepted; guesses that it
+forbids are removed, since they would be rejected. A row with forced tokens is drafted with them alone. Rows with a
+declared `q` keep all their guesses: removing some after sampling would change their distribution, and the token and
+block rules would no longer be lossless.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from forerun.tree import DraftTree, HostTree
 
 
 def forced_chains(rows: Seq[RowPlan], drawing: Seq[RowPlan], cache: PagedCache) -> list[list[int]]:
-    """For each drawing row the tokens that its grammar forces next, within its room; none where memory is short."""
+    """For each drawing row the tokens that its grammar forces next, within its room; all empty if the cache is full."""
     chains = [forced_chain(row) for row in drawing]
     needed = {row.sequence.id: len(chain) for row, chain in zip(drawing, chains, strict=True)}
     counts = [row.num_certain + needed.get(row.sequence.id, 0) for row in rows]
@@ -32,7 +31,7 @@ def forced_chains(rows: Seq[RowPlan], drawing: Seq[RowPlan], cache: PagedCache) 
 
 
 def forced_chain(row: RowPlan) -> list[int]:
-    """What the grammar of a row forces next; a request without speculation is drafted with nothing."""
+    """The tokens that a row's grammar forces next; none for a request without speculation."""
     sequence = row.sequence
     if sequence.constraint is None or row.num_chunk or not sequence.speculation.depth:
         return []
@@ -40,9 +39,9 @@ def forced_chain(row: RowPlan) -> list[int]:
 
 
 def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> DraftTree:
-    """The tree without guesses that grammars forbid, and with the chains that they force behind bare roots.
+    """The tree without guesses that grammars forbid, and with forced chains after their roots.
 
-    Rows with a law keep their guesses. Those that a device has drawn and the host has not seen are waited for.
+    Rows with a declared law keep their guesses. If only the device knows the guesses, the host waits for them.
     """
     law = tree.rows_with_law()
     lawful = [False] * len(draws.rows) if law is None else law.tolist()
@@ -58,7 +57,7 @@ def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> Dr
 
 
 def permitted(host: HostTree, draws: Draws, row: int) -> HostTree:
-    """What of a row its grammar allows; it stands where it stood."""
+    """A row's tree without the guesses that its grammar forbids; the columns of the others do not change."""
     constraint = draws.rows[row].constraint
     if constraint is None:
         return host
@@ -81,7 +80,7 @@ def permitted(host: HostTree, draws: Draws, row: int) -> HostTree:
 
 
 def rebuilt(tree: DraftTree, rows: Seq[HostTree], depth: int) -> DraftTree:
-    """A tree of these rows, in the columns they had, that knows what was removed and forced."""
+    """A DraftTree of these host trees, in their columns, with what was removed and forced recorded in `known`."""
     columns = max(tree.tokens.shape[1], *(1 + host.places[-1] for host in rows))
     tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
     for row, host in enumerate(rows):

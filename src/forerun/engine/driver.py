@@ -1,13 +1,13 @@
-"""EngineDriver: how several threads share one engine.
+"""EngineDriver: lets several threads share one engine.
 
-This file decides which thread steps the engine: a thread that waits for deltas steps it, unless another thread is
-already doing so. A round advances the requests of all threads, so the others wait until their inboxes are filled.
-Submitting and cancelling are jobs in a queue, which the stepping thread runs between rounds. They never block, so a
-stream can be closed at any time, even by the garbage collector in the middle of a round of the same thread.
+A thread that waits for deltas steps the engine, unless another thread is already doing so. A round advances the
+requests of all threads, so the others wait until their inboxes are filled. Submitting and cancelling are jobs in a
+queue, which the stepping thread runs between rounds. They never block, so a stream can be closed at any time, even by
+the garbage collector in the middle of a round of the same thread.
 
-An interrupt (Ctrl-C) cannot leave the engine without a thread that steps it. The seat of the stepping thread is freed
-by instructions between which Python delivers no interrupt. A job stays in the queue until it has run to its end, and
-running it twice has the same effect as running it once. A thread that waits looks again after `PATIENCE_S`.
+An interrupt (Ctrl-C) cannot leave the engine without a stepping thread. The seat of the stepping thread is freed by
+instructions between which Python delivers no interrupt. A job stays in the queue until it has completed, and running it
+twice has the same effect as running it once. A waiting thread checks again after `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,26 @@ from forerun.kernels.threads import end_idle_threads
 Inbox = queue.SimpleQueue[Delta | None]  # None only wakes the thread that waits
 SEAT = "seat"
 PATIENCE_S = 0.05
-CLOSED = "this LLM was closed; build a new one."
+CLOSED = "this LLM was closed; create a new one."
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Driver:
-    """The call that steps the engine, and its thread."""
+    """The call that is stepping the engine, and its thread."""
 
     thread: int
 
 
 class DeltaReader:
-    """What is still to come for the reader of these sequences; both front doors read with it."""
+    """Tracks which deltas of these sequences are new, and how many sequences are unfinished (`num_open`)."""
 
     def __init__(self, sequences: Seq[Sequence]) -> None:
         self.num_open = len(sequences)
         self.last: dict[int, Delta] = {}
 
     def takes(self, delta: Delta) -> bool:
-        """Whether a delta is new: after an interrupt the last may come twice. Raises what ended a request that failed.
-
-        A new one counts as read.
-        """
+        """Whether a delta is new (the last may come twice after an interrupt), and count it. Raises its error."""
         if self.last.get(delta.seq_id) is delta:
             return False
         if delta.error is not None:
@@ -64,14 +61,14 @@ class DeltaReader:
 
 
 class EngineDriver:
-    """Access to one engine from any thread. Using the engine directly needs a time when no other thread does."""
+    """Access to one engine from any thread. Use the engine directly only while no other thread does."""
 
     def __init__(self, engine: Engine) -> None:
         self.open: Engine | None = engine
         self.jobs: deque[Callable[[], None]] = deque()
         self.seat: dict[str, Driver] = {}
         self.waiting: deque[Inbox] = deque()
-        end_idle_threads()  # of loading: it may be another thread that steps the engine
+        end_idle_threads()  # those used for loading: another thread may step the engine
 
     @property
     def engine(self) -> Engine:
@@ -82,7 +79,7 @@ class EngineDriver:
 
     @property
     def closed(self) -> bool:
-        """Whether the engine is gone."""
+        """Whether `close` has dropped the engine."""
         return self.open is None
 
     def close(self) -> None:
@@ -93,7 +90,7 @@ class EngineDriver:
             self.wait(inbox)
 
     def drop_engine(self) -> None:
-        """The job of closing: cancel all requests, so that drafters that remember answers keep those so far."""
+        """The job of closing: cancel all requests first, so drafters that learn from answers keep them."""
         engine = self.open
         if engine is not None:
             for sequence in list(engine.sequences.values()):
@@ -129,7 +126,7 @@ class EngineDriver:
     def submit(self, sequences: Seq[Sequence], on_delta: OnDelta) -> None:
         """Queue the job of submitting sequences; `on_delta` is called with their deltas, in any thread.
 
-        If that raises, their requests end: each sequence has a last delta with the error.
+        If submitting raises, each sequence gets a final delta with the error.
         """
 
         def enter() -> None:
@@ -150,7 +147,7 @@ class EngineDriver:
         self.jobs.append(enter_or_fail)
 
     def cancelling(self, request_ids: Collection[int]) -> Callable[[], None]:
-        """The job of cancelling requests."""
+        """Returns the job that cancels these requests."""
 
         def cancel() -> None:
             if self.open is not None:
@@ -160,13 +157,13 @@ class EngineDriver:
         return cancel
 
     def next_delta(self, inbox: Inbox) -> Delta | None:
-        """The next delta of an inbox. If it is empty, make a round or wait for one; the result may be None."""
+        """The next delta of an inbox. If it is empty, run a round or wait for one; may return None."""
         if not inbox.empty():
             return inbox.get()
         return None if self.drive() else self.wait(inbox)
 
     def drive(self, rounds: bool = True) -> bool:
-        """Run the jobs and, if wanted, one round. False if a thread is already doing so, even this one further up."""
+        """Run the queued jobs and, with `rounds`, one round. False if some thread, perhaps this one, already does."""
         me = Driver(threading.get_ident())
         try:
             if self.seat.setdefault(SEAT, me) is not me:
@@ -185,7 +182,7 @@ class EngineDriver:
         return True
 
     def run_jobs(self) -> None:
-        """Run the queued jobs. An error of one is logged, since this thread may not be the one that queued it."""
+        """Run the queued jobs. Errors are logged, since another thread may have queued the job."""
         while self.jobs:
             error = attempt(self.jobs[0])
             if error is not None:
@@ -193,7 +190,7 @@ class EngineDriver:
             self.jobs.popleft()
 
     def wait(self, inbox: Inbox) -> Delta | None:
-        """The next delta of an inbox while another thread steps; None once it stops, or after `PATIENCE_S`."""
+        """The next delta of an inbox while another thread steps; None when that thread stops, or after `PATIENCE_S`."""
         self.waiting.append(inbox)
         driver = self.seat.get(SEAT)
         if driver is None:

@@ -1,7 +1,7 @@
-"""The memory of an engine: the arguments of the memory plan for a model and a drafter that are not loaded yet.
+"""Memory of an engine: builds the memory plan for a target and a drafter before they are loaded.
 
-This module decides the budget where the user gave none, and how many cache slots the guesses of a request need. It
-warns of drafters that the plan leaves without memory. The arithmetic is in `cache/plan.py`.
+This module decides the memory budget if the user gave none, and how many cache slots the draft tokens of a request
+need. It warns if the plan leaves a drafter without memory. The arithmetic is in `cache/plan.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from forerun.control.controller import slots_of
 from forerun.device import free_bytes
 from forerun.draft.base import Budget
 from forerun.draft.plan import DraftPlan
-from forerun.engine.scheduler import MOST
+from forerun.engine.scheduler import MAX_CHUNK_TOKENS
 from forerun.errors import InvalidRequest
 from forerun.machine import available_bytes
 from forerun.models.backends.gpu.memory import PassSizes
 from forerun.models.loading import Blueprint
 
-BUDGET_SHARE = 0.8  # of what is available; the rest of the machine lives on the other fifth, and passes on CPUs
+BUDGET_SHARE = 0.8  # of the available memory; a fifth is left to other programs and to activations on CPUs
 LOGGER = logging.getLogger("forerun")
 
 
@@ -32,10 +32,10 @@ def plan_engine(
     max_num_seqs: int,
     memory_bytes: int | None,
 ) -> MemoryPlan:
-    """Plan memory for texts of `max_model_len` tokens; where None, for the longest texts that fit.
+    """Plan memory for texts of `max_model_len` tokens; if None, for the longest texts that fit.
 
-    `speculation` is how far a request is drafted unless it says otherwise. Raises NotEnoughMemory where not one
-    sequence fits, InvalidRequest for texts that are longer than the target's positions.
+    `speculation` is the default of requests. Raises NotEnoughMemory if not even one sequence fits, InvalidRequest if
+    `max_model_len` exceeds the target's positions.
     """
     limit, device = target.config.max_positions, target.placement.device
     if max_model_len is not None and max_model_len > limit:
@@ -44,7 +44,7 @@ def plan_engine(
         )
     if memory_bytes is None:
         available = free_bytes(device) if device.type == "cuda" else available_bytes()
-        if device.type == "mps":  # which shares the host's memory, up to a part of it
+        if device.type == "mps":  # the GPU shares the host's memory, up to a limit
             available = min(available, free_bytes(device))
         memory_bytes = int(available * BUDGET_SHARE)
     shares = MemoryShares(
@@ -67,19 +67,19 @@ def plan_engine(
 
 
 def pass_sizes(options: EngineOptions, drafts: bool) -> PassSizes:
-    """What the passes of an engine with these options read at most, if requests draft no further than by default."""
+    """Upper bounds of the passes of an engine with these options, for requests with the default speculation."""
     wish, batch = options.speculation, options.max_num_seqs
     guesses = wish.nodes_within(wish.depth) if drafts else 0
-    chunk = options.chunk_tokens if isinstance(options.chunk_tokens, int) else MOST
+    chunk = options.chunk_tokens if isinstance(options.chunk_tokens, int) else MAX_CHUNK_TOKENS
     nodes = batch * (1 + guesses)
     return PassSizes(rows=chunk + nodes, judged=nodes, drafted=batch if wish.width == 1 else nodes)
 
 
 def tail_tokens(speculation: Speculation, num_members: int, max_model_len: int) -> int:
-    """Cache slots beyond `max_model_len` that the guesses of one sequence take at most, drafted by so many members.
+    """Cache slots beyond `max_model_len` that one sequence's draft tokens need at most, with `num_members` drafters.
 
-    A text of n tokens is drafted at most `max_model_len` - n - 1 tokens far, so a chain always ends within the context.
-    What goes beyond it are a tree's nodes, which lie behind the slots of its longest path.
+    A text of n tokens is drafted at most `max_model_len` - n - 1 tokens deep, so a chain always ends within the
+    context. A tree needs more: its nodes are stored behind the slots of its longest path.
     """
     budget = Budget.of(speculation, max_model_len - 2)
     slots = slots_of(budget if num_members == 1 else budget.merging(num_members))

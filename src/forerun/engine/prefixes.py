@@ -1,9 +1,9 @@
-"""Prefixes: sequences that begin alike are read once.
+"""Prefixes: shared prefixes of running sequences are read once.
 
-This module decides which running sequence begins with what the target's cache holds already, how much of that is used,
-and which sequence waits a round or more because another is reading its beginning: that is how the samples of a request,
-and equal prompts in the queue, share one pass. A drafter that needs the target's states says how far it can do without
-them; behind that place the target reads. Texts are shared within a tenant only.
+This module looks up how much of a new sequence the target's KV cache already holds, and lets a sequence wait while
+another one reads the same prefix: the samples of a request, and equal prompts in the queue, share one prefill. If the
+drafter needs the target's states, the target reads the prefix again from where the drafter requires them. Texts are
+shared within a tenant only.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from forerun.cache.paged import PagedCache
 from forerun.draft.base import Committed, Drafter, adoptable
 from forerun.engine.sequence import Sequence
 
-LEAST_WAITED = 64  # tokens for whose sake a sequence waits: below, a round that reads them twice is hardly longer
+LEAST_WAITED = 64  # a sequence waits for a prefix of at least this many tokens; reading fewer twice costs little
 
 
 class Prefixes:
-    """The shared beginnings of one engine. Where it is off nothing is shared or kept, and no drafter keeps anything."""
+    """Prefix sharing of one engine. If `on` is False nothing is shared or kept, in the drafter's caches either."""
 
     def __init__(self, cache: PagedCache, drafter: Callable[[], Drafter | None], on: bool) -> None:
         self.cache = cache
         self.drafter = drafter
         self.on = on
-        self.num_queried = 0  # tokens looked up, once for each sequence, and tokens that were found, since `counted`
-        self.num_hits = 0
+        self.num_queried = 0  # tokens looked up since the last `counted`, once for each sequence
+        self.num_hits = 0  # tokens found
 
     def salt(self, sequence: Sequence) -> str | None:
-        """Under which name its text is kept and found; None where it is not."""
+        """The name under which the sequence's text is cached (its tenant); None if it is not cached."""
         return sequence.tenant if self.on else None
 
     def begin(self, running: Seq[Sequence]) -> set[int]:
-        """Begin the sequences of which nothing is read, if anything of them is known; the ids of those that wait."""
+        """Start new sequences from cached prefixes; returns the ids of those that wait for another one's prefill."""
         waiting: set[int] = set()
         for i, sequence in enumerate(running):
             if sequence.num_read or len(sequence.tokens) <= LEAST_SHARED or sequence.scores_prompt:
@@ -51,19 +51,19 @@ class Prefixes:
         return waiting
 
     def find(self, sequence: Sequence, salt: str, running: Seq[Sequence]) -> Beginning:
-        """What is known of a text before its root."""
+        """The longest cached prefix of a text, its root excluded."""
         others = [LiveText(s.id, self.salt(s), s.tokens) for s in running if s.num_read]
         return longest_beginning(self.cache, sequence.tokens[:-1], salt, others)
 
     def coming(self, sequence: Sequence, other: Sequence) -> int:
-        """How much of a text will be known when another one is read; 0 if that is read already."""
+        """Length of the common prefix that will be cached once `other` is read; 0 if it is read already."""
         most = min(len(sequence.tokens), len(other.tokens)) - 1
         return num_shared(sequence.tokens, other.tokens, most) if other.num_read < most else 0
 
     def adopt(self, sequence: Sequence, salt: str, found: Beginning, running: Seq[Sequence]) -> int:
-        """Begin a row with what is known, as far as the drafter can follow; how many tokens that is.
+        """Start a row from a cached prefix, as far as the drafter allows; returns the number of tokens.
 
-        Nothing is begun unless all that is running has room for what it is to read, so no sequence loses its place.
+        Nothing is adopted unless all running sequences have cache space for what they still read.
         """
         drafter, text = self.drafter(), sequence.tokens
         if not found.num_tokens or not self.cache.can_reserve(
@@ -91,20 +91,20 @@ class Prefixes:
         return sequence.num_read
 
     def count(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count what was found for a sequence, the first time that it is read; of a prompt alone, not of an answer."""
+        """Count cache hits of a sequence's prompt, once, when it is first read."""
         if sequence.num_cached is None and not sequence.num_output:
             sequence.num_cached = num_tokens
             self.num_queried += sequence.num_prompt - 1
             self.num_hits += num_tokens
 
     def counted(self) -> tuple[int, int]:
-        """Tokens looked up and tokens found since the last call."""
+        """(tokens looked up, tokens found) since the last call."""
         counts = self.num_queried, self.num_hits
         self.num_queried = self.num_hits = 0
         return counts
 
     def retire(self, sequence: Sequence) -> None:
-        """Free a sequence's row; its full blocks stay known where they may be shared."""
+        """Free a sequence's row; its full blocks stay in the prefix cache if they may be shared."""
         if (salt := self.salt(sequence)) is None:
             self.cache.release([sequence.id])
         else:

@@ -1,8 +1,8 @@
-"""Recovery: what happens after a round that raised.
+"""Recovery: what happens after a round that raised an error.
 
-A round that raises without naming a request may have failed on a guess, on the data of one sequence, or for lack of
-memory. This file decides who is at fault, and brings the engine back to a state from which it can go on: only the
-sequences' tokens are kept, all else is built again from them. None of this runs unless a round has raised.
+Such a round may have failed on a draft, on the data of one sequence, or for lack of memory. This file finds the request
+at fault, and restores a state from which the engine can continue: only the sequences' tokens are kept, everything else
+is rebuilt from them. None of this runs unless a round has raised.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from forerun.models.runner import Runner
 
 MEMORY = (MemoryError, torch.OutOfMemoryError, OutOfBlocks)
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, whose error is a RuntimeError
-STRIKES = 3  # errors after which a drafter is no longer asked
-PAUSE_S = 0.01  # before an engine without requests tries again to recover
+STRIKES = 3  # errors after which a drafter is switched off
+PAUSE_S = 0.01  # between attempts to recover of an engine without requests
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class FaultSearch:
-    """The search for the sequence that makes rounds raise, until every suspect is cleared or gone.
+    """The search for the sequence that makes rounds raise; it ends when every suspect is cleared or gone.
 
-    The next rounds read the same sequences without guesses and, if that raises too, one sequence at a time; the one
-    with which a round raises again is at fault. A sequence that gains a token is cleared. `error` is the first error.
-    `suspects` maps the sequences of the last round that raised to the number of tokens that they had; `cleared` says
-    whether any of them has gained one since. `alone`: suspects are read one at a time.
+    The next rounds read the same sequences without drafting and, if that raises too, one sequence at a time; the one
+    whose round raises again is at fault. A sequence that gains a token is cleared. `error` is the first error.
+    `suspects` maps the sequences of the last failed round to their number of tokens; `cleared`: whether any of them has
+    gained one since. `alone`: suspects are read one at a time.
     """
 
     error: BaseException
@@ -61,13 +61,13 @@ class FaultSearch:
         return not self.suspects
 
     def next(self, sequences: Mapping[int, Sequence]) -> Sequence | None:
-        """The suspect to read alone in the next round; None where all sequences are read."""
+        """The suspect to read alone in the next round; None if all sequences are read together."""
         return sequences[next(iter(self.suspects))] if self.alone else None
 
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """What recovery needs of an engine."""
+    """The interface of an engine that recovery uses."""
 
     runner: Runner
     drafter: Drafter | None
@@ -83,9 +83,9 @@ class Recoverable(Protocol):
 
 
 class Recovery:
-    """The state of an engine between its rounds, and what is done where one of them raised.
+    """The state of an engine between rounds, and its handling of errors.
 
-    `unfinished`: a round or a cancellation was begun and has not come to its end. `strikes`: errors of the drafter.
+    `unfinished`: a round or a cancellation has started and not completed. `strikes`: number of errors of the drafter.
     """
 
     def __init__(self, engine: Recoverable) -> None:
@@ -100,14 +100,14 @@ class Recovery:
         return self.engine.active.sequences
 
     def finish_round(self) -> None:
-        """A round has come to its end, and its deltas are told."""
+        """Mark the round as complete, after its deltas were delivered."""
         self.engine.active.decided = None
         self.unfinished = False
 
     def alone(self) -> Sequence | None:
-        """The sequence that the next round reads alone, where one is sought; a search without suspects ends first.
+        """The sequence to read alone in the next round, if a search wants that; a search without suspects ends first.
 
-        If rounds without guesses did not raise, drafting was at fault.
+        If rounds without drafting did not raise, the error counts as the drafter's.
         """
         search = self.search
         if search is not None and search.clear(self.sequences):
@@ -117,7 +117,7 @@ class Recovery:
         return None if self.search is None else self.search.next(self.sequences)
 
     def recover(self) -> BaseException | None:
-        """Build the state again, and again if that raises, since it has freed memory by then; the second error."""
+        """Rebuild the state, twice if that raises, since the first try frees memory. Returns the last error or None."""
         return attempt(self.rebuild) and attempt(self.rebuild)
 
     def rebuild(self) -> None:
@@ -130,7 +130,7 @@ class Recovery:
         self.finish_round()
 
     def continue_after(self, error: BaseException) -> list[Delta]:
-        """Go on after a round that raised, even where nothing can be decided about it for lack of memory."""
+        """Continue after a round that raised, even if memory is too short to handle the error itself."""
         deltas: list[Delta] = []
         undecided = attempt(lambda: deltas.extend(self.decide(error)))
         if undecided is not None:
@@ -139,12 +139,12 @@ class Recovery:
         return deltas
 
     def decide(self, error: BaseException) -> list[Delta]:
-        """Decide what happens after a round that raised; the deltas that come of it.
+        """Decide what happens after a round that raised; returns the deltas.
 
-        If the error names a request whose own code raised, that request is at fault. If the round is final, the error
-        came from the drafter or the controller, which are told about rounds last. For every other error the sequence at
-        fault is searched for. Logits that are NaN are such an error too: NaN that one sequence leaves in the cache may
-        reach the logits of others.
+        If the error names a request (its own code raised), that request is at fault. If the round is final already, the
+        error came from the drafter or the controller, which run last. For every other error the sequence at fault is
+        searched for. NaN logits are such an error too: NaN of one sequence in the cache may spread to the logits of
+        others.
         """
         engine, decided = self.engine, self.engine.active.decided
         if decided is None and isinstance(error, RequestFailed) and self.names_request(error):
@@ -160,11 +160,11 @@ class Recovery:
         return [delta for _, delta in decided]
 
     def names_request(self, failed: RequestFailed) -> bool:
-        """Whether the error is that of one request here, and not of the model."""
+        """Whether the error is that of one request of this engine, and not of the model."""
         return failed.seq_id in self.sequences and not isinstance(failed.__cause__, ModelError)
 
     def undraft_or_fail(self, failed: RequestFailed) -> list[Delta]:
-        """A request whose code raised is continued without guesses, on which it may have raised; otherwise it ends."""
+        """Continue the request without drafting, in case its code raised on a draft token; if it had none, end it."""
         culprit = self.sequences[failed.seq_id]
         if culprit.speculation.depth > 0:
             culprit.speculation = Speculation(depth=0)
@@ -188,19 +188,19 @@ class Recovery:
         return []
 
     def count_drafter_error(self, error: BaseException) -> None:
-        """Count an error of the drafter, whose state has been dropped. After STRIKES of them it is switched off.
+        """Count an error of the drafter, whose state was dropped. After STRIKES errors the drafter is switched off.
 
-        A ForerunError switches it off at once, since it names a mistake that will not go away.
+        A ForerunError switches it off at once, since it will not go away.
         """
         self.strikes += 1
         if self.strikes >= STRIKES or isinstance(error, ForerunError):
             self.engine.disable_drafter(error)
         else:
-            message = "The drafter %s raised an error; its state was dropped, and it goes on."
+            message = "The drafter %s raised an error. Its state was dropped, and drafting continues."
             log.warning(message, self.engine.drafter_name, exc_info=error)
 
     def fail_request(self, culprit: Sequence, failed: RequestFailed) -> list[Delta]:
-        """End a request; each of its samples gets a last delta with the error."""
+        """End a request; each of its samples gets a final delta with the error."""
         engine = self.engine
         samples = engine.active.samples_of(culprit.request_id)
         deltas = [sample.failure(failed.told) for sample in samples]
@@ -212,16 +212,16 @@ class Recovery:
         return deltas
 
     def fail_one(self, error: BaseException) -> list[Delta]:
-        """End one request because recovering raised; the next step tries again, with less to recover.
+        """End one request because recovery raised; the next step tries again, with less to recover.
 
-        It is the suspect that was read alone, or else the longest one, which needs most memory to be read again.
+        It ends the suspect that was read alone, or else the longest sequence, which needs most memory to be read again.
         """
         search, active = self.search, self.engine.active
         suspect = next(iter(search.suspects), None) if search is not None and search.alone else None
         left = [sequence for sequence in self.sequences.values() if sequence.status is not Status.FINISHED]
         culprit = max(left, key=lambda sequence: (sequence.id == suspect, len(sequence.tokens)), default=None)
         if culprit is None:
-            time.sleep(PAUSE_S)  # nobody is left: the state has to be built again before a request can be read
+            time.sleep(PAUSE_S)  # no request is left, but the state must be rebuilt before the next one
             return []
         failed = failure_of(culprit, error).told
         samples = active.samples_of(culprit.request_id)
@@ -229,7 +229,7 @@ class Recovery:
 
 
 def failure_of(culprit: Sequence, error: BaseException) -> RequestFailed:
-    """The error to end a request with that was read alone when a round raised."""
+    """The error for the request that was read alone in a round that raised."""
     if isinstance(error, RequestFailed):
         return error
     error = lacking_operator(error) or error

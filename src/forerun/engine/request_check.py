@@ -1,7 +1,7 @@
-"""RequestChecker: requests to one engine, checked against its model before anything runs.
+"""RequestChecker: checks requests against the model of an engine before anything runs.
 
-This file decides whether a request can be served and turns it into sequences, one per sample. A request that cannot be
-served is refused here, before it could affect another one.
+It turns a request into sequences, one per sample. A request that cannot be served is refused here, before it can affect
+another one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from forerun.text.tokenizer import Tokenizer
 class RequestChecker:
     """Checks and numbers the requests of one engine.
 
-    `max_length` is the context limit in tokens, `vocab_size` the width of the logits. Without a tokenizer prompts
-    are token ids and stop strings are refused.
+    `max_length` is the context limit in tokens, `vocab_size` the width of the logits. Without a tokenizer prompts are
+    token ids and stop strings are refused.
     """
 
     tokenizer: Tokenizer | None
@@ -49,27 +49,27 @@ class RequestChecker:
 
     @property
     def num_ids(self) -> int:
-        """Real token ids; a padded vocabulary has more."""
+        """Number of real token ids; a padded vocabulary has more."""
         return self.vocab_size if self.tokenizer is None else min(self.vocab_size, self.tokenizer.num_ids)
 
     def sequences(self, request: Request) -> list[Sequence]:
-        """The request's samples, or InvalidRequest saying which field cannot be served and why."""
+        """The request's sequences, one per sample. Raises InvalidRequest, which names the field and the reason."""
         params = self.default_params if request.sampling_params is None else request.sampling_params
         if not isinstance(params, SamplingParams):
             raise InvalidRequest("sampling_params", f"{shown(params)} must be SamplingParams.")
         if not isinstance(request.tenant, str):
-            raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string that names whose request it is.")
+            raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string, the name of a tenant.")
         tokens = self.prompt_tokens(request)
         params, bad_words = self.without_words(copy(params))  # its owner may change it while the request runs
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "stop strings need a tokenizer; use stop_token_ids.")
+            raise InvalidRequest("stop", "this model has no tokenizer: use stop_token_ids instead.")
         matcher = None if params.grammar is None else self.matchers.matcher(params.grammar)
         speculation = Speculation.of(request.speculation, self.default)
         if speculation.drafter is not None and speculation.drafter not in self.drafter_names:
             known = ", ".join(self.drafter_names) or "none"
             raise InvalidRequest(
-                "speculation.drafter", f"{shown(speculation.drafter)} is not drafting here; known: {known}."
+                "speculation.drafter", f"{shown(speculation.drafter)} is not a drafter of this engine; it has: {known}."
             )
         request_id = next(self.request_ids)
         seed = self.seed_of(params, request_id)
@@ -105,25 +105,25 @@ class RequestChecker:
         return sequences
 
     def seed_of(self, params: SamplingParams, request_id: int) -> int:
-        """The seed that was asked for; else one drawn by the system or, where the engine has a seed, by number."""
+        """The request's seed; without one, derived from the engine's seed and the request's number, or random."""
         if params.seed is not None or self.seed is None:
             return params.resolve_seed()
         digest = blake2b(f"{self.seed % 2**64} {request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
     def prompt_tokens(self, request: Request) -> list[int]:
-        """The prompt's token ids: at least one, all known, with room behind them."""
+        """The prompt's token ids: at least one, all in the vocabulary, with room for an answer."""
         if request.prompt_token_ids is not None:
             self.check_length(len(request.prompt_token_ids))
             tokens = list(request.prompt_token_ids)
         elif request.prompt is None:
-            raise InvalidRequest("prompt", "there is none: give text or token ids.")
+            raise InvalidRequest("prompt", "it is missing: give text or token ids.")
         elif self.tokenizer is None:
-            raise InvalidRequest("prompt", "text needs a tokenizer; give token ids.")
+            raise InvalidRequest("prompt", "this model has no tokenizer: give token ids instead of text.")
         else:
             tokens = self.tokenizer.encode_within(request.prompt, self.max_length)
         if not tokens:
-            raise InvalidRequest("prompt", "it is empty, and the tokenizer adds no first token: give at least one.")
+            raise InvalidRequest("prompt", "it is empty, and the tokenizer adds no BOS token: give at least one token.")
         self.check_length(len(tokens))
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self.num_ids:
@@ -131,11 +131,11 @@ class RequestChecker:
         return tokens
 
     def without_words(self, params: SamplingParams) -> tuple[SamplingParams, list[tuple[int, ...]]]:
-        """The parameters with the bad words of one token banned, and the others as tokens."""
+        """The parameters with single-token bad words moved to `banned_tokens`, and the longer ones as token ids."""
         if not params.bad_words:
             return params, []
         if self.tokenizer is None:
-            raise InvalidRequest("bad_words", "words need a tokenizer; use banned_tokens.")
+            raise InvalidRequest("bad_words", "this model has no tokenizer: use banned_tokens instead.")
         try:
             spelled = {ids: None for word in params.bad_words for ids in self.tokenizer.spellings(word)}
         except (TypeError, UnicodeEncodeError) as error:
@@ -146,16 +146,16 @@ class RequestChecker:
         return banned, [ids for ids in words if len(ids) > 1]
 
     def spelled_tokens(self) -> SpelledTokens:
-        """The tokens as grammars read them."""
+        """The bytes of each token, as grammars need them. Raises InvalidGrammar if the tokenizer has none."""
         table = None if self.tokenizer is None else self.tokenizer.byte_table()
         if self.tokenizer is None or table is None:
-            lack = "there is no tokenizer" if self.tokenizer is None else "this tokenizer's tokens are no bytes of text"
-            raise InvalidGrammar(f"grammars are about text, and {lack}: leave it out.")
+            lack = "has no tokenizer" if self.tokenizer is None else "has a tokenizer whose tokens are not byte strings"
+            raise InvalidGrammar(f"a grammar needs text, but this model {lack}: leave the grammar out.")
         tokenizer, spelled = self.tokenizer, list(table.spelled[: self.num_ids])
         return SpelledTokens(spelled, tokenizer.special_ids, tokenizer.encode_inside, tokenizer.surface)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise PromptTooLong where a prompt of so many tokens leaves no room for a single new one."""
+        """Raise PromptTooLong if a prompt of so many tokens leaves no room for a new one."""
         if num_tokens >= self.max_length:
             raise PromptTooLong(
                 "prompt",

@@ -1,7 +1,8 @@
 """Scheduler: which sequences are read in the next round, and how many tokens of each.
 
-The scheduler decides admission, prompt chunks and preemption. It counts only what the target itself needs: one slot per
-token that is certain to be read. Guesses get the slots that are left, so drafting never delays or preempts a sequence.
+It decides admission, prompt chunks and preemption, and counts only the slots that the target itself needs: one for each
+token that is certain to be read. Draft tokens get the slots that are left, so drafting never delays or preempts a
+sequence.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from forerun.engine.prefixes import Prefixes
 from forerun.engine.sequence import Sequence, Status
 from forerun.models.runner import Read, Runner
 
-SHORT = 32  # tokens of a short prompt, and the least that a pass reads
-MOST = 512  # prompt tokens that a pass reads, where passes decide the size
-ROOM = 1.5  # times a short prompt's pass that the part of a pass over prompts may take
-LEAST_S = 0.005  # that a pass may take: less is not felt beside what HTTP takes
-TRIES = 3  # of the measurement, of which the shortest counts
-SLOWEST, FASTEST = 0.5, 1.25  # how fast the size follows
+SHORT_PROMPT_TOKENS = 32  # length of a short prompt, and the least chunk size
+MAX_CHUNK_TOKENS = 512  # the greatest chunk size with "auto"
+CHUNK_TIME_FACTOR = 1.5  # time of a pass's prompt part, as a multiple of a short prompt's pass
+MIN_CHUNK_S = 0.005  # the least time limit: less is not noticed beside the time of HTTP
+NUM_TIMED_PASSES = 3  # the shortest counts
+MIN_CHANGE, MAX_CHANGE = 0.5, 1.25  # bounds of one change of the size, as factors
 
 
 class RowPlan(NamedTuple):
-    """One sequence's part of a round: the first `num_chunk` unread tokens, and its root if it draws a token."""
+    """One sequence's part of a round: its first `num_chunk` unread tokens, and its root if it samples (`draws`)."""
 
     sequence: Sequence
     num_chunk: int
@@ -36,17 +37,16 @@ class RowPlan(NamedTuple):
 
     @property
     def num_certain(self) -> int:
-        """Tokens it is certain to read."""
+        """Number of tokens that are certain to be read: the chunk and the root, without draft tokens."""
         return self.num_chunk + self.draws
 
 
 @dataclass(slots=True)
 class ChunkSize:
-    """Prompt tokens of a pass: `tokens`, which follow what passes take where `limit_s` says how long they may.
+    """Prompt tokens per pass (`tokens`); with a time limit `limit_s` the size adapts to the measured times.
 
-    A short prompt that arrives waits for the pass under way, so a pass over a long prompt should not take long. With
-    "auto" the part of a pass that is over prompts may take ROOM times as long as one over a short prompt takes on the
-    idle engine, and the short prompt's own pass comes next. Rows that are decoded beside take their part in any case.
+    A short prompt that arrives waits for the current pass, so a pass over a long prompt should be short. With "auto"
+    the prompt part of a pass may take CHUNK_TIME_FACTOR times as long as a short prompt on an idle engine.
     """
 
     tokens: int
@@ -54,38 +54,38 @@ class ChunkSize:
 
     @classmethod
     def of(cls, options: EngineOptions, runner: Runner) -> ChunkSize:
-        """As the options say; "auto" by what a short prompt takes an idle runner, in which nothing of it is left."""
+        """The size from the options; "auto" times a short prompt on the idle runner, which is cleared afterwards."""
         if isinstance(options.chunk_tokens, int):
             return cls(options.chunk_tokens)
-        num_tokens, taken_s = min(SHORT, runner.window), []
-        for _ in range(TRIES):
+        num_tokens, taken_s = min(SHORT_PROMPT_TOKENS, runner.window), []
+        for _ in range(NUM_TIMED_PASSES):
             started_s = time.perf_counter()
             states = runner.read([Read(-1, [0] * num_tokens, judged=(num_tokens - 1,))])
-            states.logits.argmax().item()  # a GPU is waited for
+            states.logits.argmax().item()  # waits for a GPU
             taken_s.append(time.perf_counter() - started_s)
             runner.release([-1])
-        return cls(2 * SHORT, max(LEAST_S, ROOM * min(taken_s)))
+        return cls(2 * SHORT_PROMPT_TOKENS, max(MIN_CHUNK_S, CHUNK_TIME_FACTOR * min(taken_s)))
 
     def record(self, outcome: Outcome) -> None:
-        """Learn from a round that read prompts; of less than this size it shows at most that the size is too large."""
+        """Adapt the size after a round that read prompts. A round below the size can only make the size smaller."""
         if self.limit_s is None or not outcome.num_prompt_tokens or outcome.captured:
             return
         share = outcome.num_prompt_tokens / (outcome.num_prompt_tokens + outcome.num_tokens)
         taken_s = share * (outcome.pass_s + outcome.verdict_s)
-        change = min(max(SLOWEST, self.limit_s / taken_s), FASTEST)
+        change = min(max(MIN_CHANGE, self.limit_s / taken_s), MAX_CHANGE)
         if outcome.num_prompt_tokens >= self.tokens or change < 1:
-            self.tokens = min(max(SHORT, round(self.tokens * change)), MOST)
+            self.tokens = min(max(SHORT_PROMPT_TOKENS, round(self.tokens * change)), MAX_CHUNK_TOKENS)
 
 
 class Waiting:
-    """Sequences that have no place in the batch yet, in one queue for each tenant.
+    """Sequences that are not in the batch yet, in one queue per tenant.
 
-    Tenants take turns, so that nobody waits behind all that another has asked for; those of one keep their order.
+    Tenants take turns, so nobody waits behind all requests of another tenant. Within a tenant the order is kept.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, Sequence] = {}
-        self.queues: dict[str | None, OrderedDict[int, Sequence]] = {}  # those that are not empty
+        self.queues: dict[str | None, OrderedDict[int, Sequence]] = {}  # by tenant, none of them empty
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -94,14 +94,14 @@ class Waiting:
         return iter(self.by_id.values())
 
     def add(self, sequence: Sequence, first: bool = False) -> None:
-        """Add a sequence as the last one of its tenant, or as the first."""
+        """Append a sequence to its tenant's queue, or put it first."""
         queue = self.queues.setdefault(sequence.tenant, OrderedDict())
         self.by_id[sequence.id] = queue[sequence.id] = sequence
         if first:
             queue.move_to_end(sequence.id, last=False)
 
     def remove(self, sequence: Sequence) -> bool:
-        """Take a sequence out; whether it was there."""
+        """Remove a sequence; returns whether it was there."""
         if self.by_id.pop(sequence.id, None) is None:
             return False
         queue = self.queues[sequence.tenant]
@@ -111,15 +111,12 @@ class Waiting:
         return True
 
     def clear(self) -> None:
-        """Take all of them out."""
+        """Remove all waiting sequences."""
         self.by_id.clear()
         self.queues.clear()
 
     def next(self, running: Iterable[Sequence]) -> Sequence | None:
-        """Whose turn it is: that of the tenant with the fewest `running`, and among those of the one that came first.
-
-        Who was running before and lost its place goes before all others.
-        """
+        """The sequence to admit next: preempted ones first, then by fewest `running` of the tenant, then by id."""
         firsts = [next(iter(queue.values())) for queue in self.queues.values()]
         if len(firsts) < 2:
             return firsts[0] if firsts else None
@@ -128,11 +125,10 @@ class Waiting:
 
 
 class Scheduler:
-    """Tenants take turns; of one, first come, first served.
+    """Fair between tenants; first come, first served within one.
 
-    Of the prompts that are being read the shortest goes first, so that it does not wait until long ones are read; a
-    pass that leaves the oldest out is followed by one that it is first in. When memory runs out the youngest sequence
-    is preempted and later read again.
+    Of the prompts being read, the shortest goes first; after a pass that leaves out the oldest one, the oldest goes
+    first. When the cache is full, the youngest sequence is preempted and later recomputed.
     """
 
     def __init__(self, prefixes: Prefixes, max_num_seqs: int, chunk: ChunkSize) -> None:
@@ -149,16 +145,16 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Queue these sequences, by arrival, and no others."""
+        """Replace all queues by these sequences, in order of arrival."""
         self.running.clear()
         self.waiting.clear()
         for sequence in sorted(sequences, key=lambda s: s.id):
             self.waiting.add(sequence)
 
     def plan(self, alone: Sequence | None = None) -> tuple[list[RowPlan], list[Sequence]]:
-        """The rows of the next round, by arrival, all certain to fit the cache; and who was preempted for them.
+        """The rows of the next round, by arrival, all certain to fit the cache; and the sequences preempted for them.
 
-        With `alone`, a waiting or running sequence, the round is that sequence's only.
+        With `alone`, a waiting or running sequence, the round has this sequence only.
         """
         if alone is None:
             self.admit()
@@ -177,7 +173,7 @@ class Scheduler:
         return rows, preempted
 
     def admit(self) -> None:
-        """Move waiting sequences into the batch while there is a place, and room for all they have to read."""
+        """Move waiting sequences into the batch while `max_num_seqs` and the cache's free blocks allow."""
         if not self.waiting.by_id:
             return
         running = [s.id for s in self.running]
@@ -190,7 +186,7 @@ class Scheduler:
             self.start(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Move a waiting sequence into the batch; one that is there stays."""
+        """Move a waiting sequence into the batch; no effect on a running one."""
         if self.waiting.remove(sequence):
             sequence.status = Status.RUNNING
             sequence.started_s = sequence.started_s or time.perf_counter()
@@ -198,13 +194,13 @@ class Scheduler:
             self.running.sort(key=lambda s: s.id)
 
     def blocks_needed(self, sequence: Sequence) -> int:
-        """Cache blocks for all that a waiting sequence has to read, and one more if it can ever grow into that."""
+        """Cache blocks for all tokens of a waiting sequence and one more block to grow, at most its final length."""
         size = self.cache.blocks.block_size
         known = len(sequence.tokens)
         return -(-min(known + size, known + sequence.room) // size)
 
     def rows(self, alone: Sequence | None, held_back: Set[int]) -> list[RowPlan]:
-        """Each running sequence's part; or the whole round for one. Those `held_back` have none."""
+        """The plans of all running sequences except those `held_back`, or of `alone` only."""
         sequences = [s for s in self.running if s.id not in held_back] if alone is None else [alone]
         unread = [len(sequence.tokens) - 1 - sequence.num_read for sequence in sequences]
         each = zip(sequences, unread, chunk_sizes(unread, self.chunk.tokens, self.oldest_first), strict=True)
@@ -212,17 +208,17 @@ class Scheduler:
         return [row for row in rows if row.num_certain]
 
     def left_out(self, rows: Seq[RowPlan], held_back: Set[int]) -> bool:
-        """Whether the oldest sequence that has a prompt to read has no part in a pass of these rows."""
+        """Whether the oldest sequence with an unread prompt gets no tokens in these rows."""
         unread = (s for s in self.running if s.id not in held_back and s.num_read < len(s.tokens) - 1)
         oldest = next(unread, None)
         return oldest is not None and not any(row.sequence is oldest for row in rows)
 
     def fits(self, rows: list[RowPlan]) -> bool:
-        """Whether the cache has room for what these rows are certain to read."""
+        """Whether the cache has slots for all tokens that these rows are certain to read."""
         return self.cache.can_reserve([r.sequence.id for r in rows], [r.num_certain for r in rows])
 
     def preempt(self, sequence: Sequence) -> Sequence:
-        """Send a sequence back to the queue; it will be read again, with the same bits, if it is not known any more."""
+        """Move a sequence back to the queue. Later it is recomputed (the same bits) or found in the prefix cache."""
         self.prefixes.retire(sequence)
         self.running.remove(sequence)
         sequence.status, sequence.num_read = Status.WAITING, 0
@@ -231,14 +227,14 @@ class Scheduler:
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is."""
+        """Remove a sequence from the queue or the batch."""
         if not self.waiting.remove(sequence) and sequence in self.running:
             self.running.remove(sequence)
         sequence.status = Status.FINISHED
 
 
 def chunk_sizes(unread: Seq[int], most: int, oldest_first: bool) -> list[int]:
-    """How many tokens of each text a pass reads, of its `unread` ones: short texts first, or those that came first."""
+    """How many of its `unread` tokens each row reads, at most `most` in all: shortest first, or oldest first."""
     sizes = [0] * len(unread)
     order = range(len(unread)) if any(unread) else ()
     for row in order if oldest_first else sorted(order, key=unread.__getitem__):

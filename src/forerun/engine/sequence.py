@@ -1,7 +1,7 @@
-"""Sequence: one text being generated, with its tokens and status; and ActiveSequences: those that are unfinished.
+"""Sequence: one text being generated; ActiveSequences: all unfinished sequences of an engine.
 
-A sequence holds the state of one sample of one request. It decides how accepted tokens become text, log-probabilities
-and an end. Keys and values belong to the cache, indexes and head states to the drafter, both keyed by its id.
+A sequence is one sample of one request. It turns accepted tokens into text, log-probabilities and a stop. The KV cache
+belongs to `PagedCache` and draft state to the drafter, both keyed by the sequence's id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forerun.sampling.params import SamplingParams
 
 
 class Status(Enum):
-    """Where a sequence is in its life."""
+    """Where a sequence is in its life cycle."""
 
     WAITING = "waiting"  # not in the batch: new, or preempted
     RUNNING = "running"
@@ -39,10 +39,11 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of one request; equal to itself alone, whatever it holds.
+    """One sample of one request. Sequences are compared by identity.
 
-    `tokens` is prompt and output, the last one (the root) not yet read by the target; `num_read` of them are in the
-    target's cache. `max_length` is the context limit. What a tenant's sequences say never drafts for another tenant's.
+    `tokens` is prompt and output; the last one, the root, is not yet read by the target. `num_read` of them are in the
+    target's KV cache. `max_length` is the context limit in tokens. Texts of one tenant are never used to draft for
+    another.
     """
 
     id: int
@@ -56,20 +57,20 @@ class Sequence:
     max_length: int
     speculation: Speculation
     stop: StopChecker
-    tenant: str | None = ""  # None: nobody may be drafted with it
+    tenant: str | None = ""  # None: its text is never used to draft for other sequences
     bad_words: Seq[Seq[int]] = ()
     constraint: Constraint | None = None  # the grammar's
-    draft_details: bool = False  # whether its deltas tell what was drafted
+    draft_details: bool = False  # whether its deltas list the draft tokens
     status: Status = Status.WAITING
     num_read: int = 0
-    num_cached: int | None = None  # tokens of the prompt that the cache held already; None before it began
+    num_cached: int | None = None  # prompt tokens found in the prefix cache; None before the first read
     origins: list[Origin] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preempted: int = 0
-    started_s: float | None = None  # when it first had a place in the batch, by time.perf_counter
+    started_s: float | None = None  # when it was first admitted to the batch, by time.perf_counter
     pace: LiveGain = field(default_factory=LiveGain)
-    edits: TextEdits | None = None  # of the text as it was when `sampling` was last called
-    row: RowSampling | None = None  # what that gave, which holds as long as the edits do
+    edits: TextEdits | None = None  # logit edits (penalties, bans) at the last call of `sampling`
+    row: RowSampling | None = None  # the result of that call, valid while `edits` does not change
 
     @property
     def num_output(self) -> int:
@@ -78,12 +79,12 @@ class Sequence:
 
     @property
     def unread(self) -> list[int]:
-        """Tokens before the root that the target has not read: the prompt at first, all of them after preemption."""
+        """Tokens before the root that the target has not read: initially the prompt, after preemption all tokens."""
         return self.tokens[self.num_read : -1]
 
     @property
     def room(self) -> int:
-        """Tokens that may still be generated."""
+        """How many tokens may still be generated."""
         asked = self.params.max_tokens
         limit = self.max_length - len(self.tokens)
         return limit if asked is None else min(limit, asked - self.num_output)
@@ -94,12 +95,12 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     def extend(self, place: int, tokens: Seq[int], origins: Seq[Origin]) -> None:
-        """Set the tokens from `place` on; repeating it changes nothing."""
+        """Replace the tokens from index `place` on. It is safe to call this twice."""
         self.tokens[place:] = tokens
         self.origins[place - self.num_prompt :] = origins
 
     def completed_by(self, tokens: Seq[int]) -> int | None:
-        """How many of the tokens complete its text by its grammar; None for none or no grammar."""
+        """The number of these tokens after which the grammar is complete; None if it is not, or without a grammar."""
         return None if self.constraint is None else self.constraint.completed_by(tokens)
 
     def delta(
@@ -110,10 +111,10 @@ class Sequence:
         kernels: SamplingKernels | None = None,
         completed_by: int | None = None,
     ) -> Delta:
-        """What an accepted run adds, up to the token that ends the text; the logits of its nodes begin at `first`.
+        """The delta of an accepted run, up to the token that ends the text; `first` is the first row of its nodes'
+        logits.
 
-        Where its first `completed_by` tokens complete the text by its grammar, they end it. Nothing is added yet, but
-        the stop checker has seen the run.
+        `completed_by` (see above) ends the text by its grammar. Only the stop checker is updated.
         """
         stop = self.stop.push(run.tokens, completed_by)
         tokens = run.tokens[: stop.num_kept]
@@ -148,13 +149,13 @@ class Sequence:
         )
 
     def failure(self, error: Exception) -> Delta:
-        """The last delta, where the request has failed."""
+        """The final delta of a failed request."""
         return Delta(self.request_id, self.sample, self.id, (), (), (), (), "error", None, error=error)
 
     def score_prompt(
         self, num_scored: int, logits: Float[Tensor, "judged vocab"], kernels: SamplingKernels | None = None
     ) -> None:
-        """Record log-probabilities of the prompt tokens behind so many that were read; `logits` begin with theirs."""
+        """Record log-probabilities of the prompt tokens after the `num_scored` just read; their `logits` come first."""
         first = self.num_read + 1
         last = min(first + num_scored, self.num_prompt)
         count = self.params.prompt_logprobs
@@ -163,12 +164,12 @@ class Sequence:
         self.prompt_logprobs += new[len(self.prompt_logprobs) - first + 1 :]
 
     def restart(self) -> None:
-        """Wait to be read again from the first token on. The tokens stay."""
+        """Go back to waiting, to be read again from the first token. The tokens stay."""
         self.status, self.num_read = Status.WAITING, 0
         self.stop = self.stop.anew(self.tokens[self.num_prompt :])
 
     def sampling(self) -> RowSampling:
-        """What a round's draws need of this sequence."""
+        """The sequence's sampling state for a round's draws."""
         if self.edits is None:
             self.edits = TextEdits.of(self.params, self.tokens, self.num_prompt, self.eos_ids, self.bad_words)
         if self.edits.any:
@@ -188,18 +189,17 @@ OnDelta = Callable[[Delta], None]
 
 @dataclass(slots=True)
 class ActiveSequences:
-    """The unfinished sequences of one engine, by id and by request, and the readers of their deltas.
+    """The unfinished sequences of one engine, by id and by request, and the callbacks for their deltas.
 
-    What survives an interrupted round is here: tokens of sequences, and the deltas that were decided; all else that an
-    engine holds can be computed from the tokens. Every method can be repeated from its beginning after an interrupt,
-    with the same result.
+    This is the only state that survives an interrupted round: the sequences' tokens, and the deltas that were decided.
+    The rest is recomputed from the tokens. Every method can be repeated after an interrupt, with the same result.
 
-    `decided` holds the deltas of the current round, each with the number of tokens before it; it is None until all of
-    them are computed. One assignment sets it and makes the round final; `settle` then applies it.
+    `decided` holds the deltas of the current round, each with the number of tokens before it; None until all of them
+    are computed. One assignment sets it and makes the round final; `settle` then applies it.
     """
 
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    samples: dict[int, dict[int, Sequence]] = field(default_factory=dict)  # the same by request
+    samples: dict[int, dict[int, Sequence]] = field(default_factory=dict)  # request id -> sequence id -> sequence
     readers: dict[int, OnDelta] = field(default_factory=dict)
     decided: Seq[tuple[int, Delta]] | None = None
 
@@ -211,11 +211,11 @@ class ActiveSequences:
             self.readers[sequence.id] = on_delta
 
     def samples_of(self, request_id: int) -> list[Sequence]:
-        """The unfinished sequences of a request; none for an unknown request."""
+        """The unfinished sequences of a request; empty for an unknown request."""
         return list(self.samples.get(request_id, {}).values())
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence, if it is there. Whatever interrupts that, what is left is found by its id and removed."""
+        """Remove a sequence if it is there. After an interrupt it can be called again."""
         self.readers.pop(sequence.id, None)
         samples = self.samples.get(sequence.request_id, {})
         samples.pop(sequence.id, None)
@@ -224,7 +224,7 @@ class ActiveSequences:
         self.sequences.pop(sequence.id, None)
 
     def settle(self) -> None:
-        """Apply `decided`: tokens to sequences, deltas to readers. Sequences that are gone already have theirs."""
+        """Apply `decided`: tokens to sequences, deltas to callbacks. Sequences that were removed are skipped."""
         for place, delta in self.decided or ():
             sequence = self.sequences.get(delta.seq_id)
             if sequence is None:
@@ -236,7 +236,7 @@ class ActiveSequences:
                 sequence.status = Status.FINISHED
 
     def fail(self, sequence: Sequence, error: Exception) -> Delta:
-        """Finish a sequence with an error, which its reader is told; it stays here until `restart`."""
+        """Finish a sequence with an error, which its callback gets as a delta. It stays here until `restart`."""
         delta = sequence.failure(error)
         if (on_delta := self.readers.pop(sequence.id, None)) is not None:
             on_delta(delta)

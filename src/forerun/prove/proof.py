@@ -122,9 +122,11 @@ def prove(
     """
     workload = workload or ProofWorkload()
     if llm.drafter is None:
-        raise InvalidRequest("draft", "there is none, so there is nothing to compare: name a drafter, such as 'ngram'")
+        raise InvalidRequest(
+            "draft", "it is missing: without a drafter there is nothing to compare; name one, such as 'ngram'"
+        )
     if not prompts:
-        raise InvalidRequest("prompts", "there are none: give at least one")
+        raise InvalidRequest("prompts", "the list is empty: give at least one prompt")
     prompt_ids = [tuple(llm.requests.prompt_tokens(Request.of(prompt))) for prompt in prompts[: workload.num_prompts]]
     asked = [prompt_ids[i % len(prompt_ids)] for i in range(workload.num_prompts)]
     report = progress or (lambda _what, _done: None)

@@ -308,7 +308,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         if name not in (known := of_server | of_model | WORDS.keys() | {"replicas"}):
             raise UnknownKeyword("application", name, nearest(name, sorted(known)))
     if not arguments.get("model"):
-        raise InvalidRequest("model", "there is none: name a folder or a model of the hub under args.")
+        raise InvalidRequest("model", "it is missing: name a folder or a model of the hub under args.")
     server = {name: value for name, value in arguments.items() if name in of_server}
     rest = {name: value for name, value in arguments.items() if name not in of_server and name != "replicas"}
     server["allowed_hosts"] = frozenset(server.get("allowed_hosts", ()))

@@ -93,7 +93,7 @@ def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Token
     """
     messages = given.get("messages")
     if messages is None:
-        raise refused("messages", "messages: there are none: give a list of them.", MISSING)
+        raise refused("messages", "messages: it is missing: give a list of messages.", MISSING)
     if not messages:
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
     words, names = set(WORD.findall(options.source(tokenizer))), {name for message in messages for name in message}

@@ -80,7 +80,7 @@ def input_messages(given: JsonObject) -> list[dict[str, Any]]:
     """The messages that `instructions` and `input` stand for."""
     items = given.get("input")
     if items is None:
-        raise refused("input", "input: there is none: give text, or a list of items.", MISSING)
+        raise refused("input", "input: it is missing: give text, or a list of items.", MISSING)
     messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]

@@ -111,7 +111,7 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         fields = response_fields(fields)
     elif endpoint == "messages":
         if "max_tokens" not in fields:
-            raise refused("max_tokens", "max_tokens: there is none: give how many tokens the answer may have.", MISSING)
+            raise refused("max_tokens", "max_tokens: it is missing: give how many tokens the answer may have.", MISSING)
         fields = message_fields(fields)
     stream, stream_options = fields.get("stream", False), fields.get("stream_options", {})
     if stream_options and not stream:
@@ -266,7 +266,7 @@ def completion_requests(
     """One request for each prompt: text, or token ids, or a list of either."""
     prompt = given.get("prompt")
     if prompt is None:
-        raise refused("prompt", "prompt: there is none: give text or token ids.", MISSING)
+        raise refused("prompt", "prompt: it is missing: give text or token ids.", MISSING)
     if not prompt:
         raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)

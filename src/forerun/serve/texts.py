@@ -37,7 +37,7 @@ def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     tokens = served_fields(body, "detokenize", service.settings.lenient).get("tokens")
     num_ids = service.llm.requests.num_ids
     if tokens is None:
-        raise refused("tokens", "tokens: there are none: give a list of token ids.", MISSING)
+        raise refused("tokens", "tokens: it is missing: give a list of token ids.", MISSING)
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
             raise refused("tokens", f"tokens: {shown(token)} is not a token id from 0 to {num_ids - 1}.")
