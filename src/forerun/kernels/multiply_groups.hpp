@@ -13,10 +13,10 @@ constexpr int64_t STRETCH_BLOCKS = 28;  // of a panel that several eights of row
 constexpr int EIGHT = 8;                // rows whose sums are kept while a panel's weights go by
 constexpr int AT_ONCE = REGISTER_BYTES == 32 ? 6 : PARTS == 1 ? EIGHT : 4;  // rows whose group sums fit the registers
 
-// How far ahead a panel is fetched. For a few rows a processor with AVX-512 fetches best by itself, and one with registers
-// of 32 bytes has to be told, a little before: measured on a Zen 4 and a Zen 3.
-constexpr int64_t panel_ahead_bytes(int num_rows) {
-  return num_rows > UNFETCHED_ROWS ? AHEAD_BYTES : REGISTER_BYTES == 32 ? 2048 : 0;
+// How far ahead a panel is fetched. Processors with registers of 32 bytes have to be told a little before: measured on a
+// Zen 3.
+inline int64_t panel_ahead_bytes(int num_rows) {
+  return num_rows > FEW_ROWS ? AHEAD_BYTES : REGISTER_BYTES == 32 ? 2048 : fetches_few() ? 4096 : 0;
 }
 
 // The first or the last four of the eight inputs in a line, of some of its outputs: a byte each, 8 added to them.
@@ -97,7 +97,7 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
                                               int64_t end, Out out) {
   constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2;
   alignas(64) float sums[R][LANES] = {};
-  const int64_t stride = l.row_bytes();
+  const int64_t stride = l.row_bytes(), ahead = panel_ahead_bytes(R);
   const auto place = [&](int r) { return out.at(row + r, column); };
   if (first)
     for (int r = 0; r < R; r++) memcpy(sums[r], place(r), sizeof sums[r]);
@@ -105,7 +105,7 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
   const char* x = rows.data + row * stride + first * WIDTH;
   const char* start = rows.data + row * stride + l.depth + first * BLOCK_GROUPS * 4;
   for (int64_t b = first; b < end; b++, block += BLOCK_BYTES, x += WIDTH, start += BLOCK_GROUPS * 4) {
-    for (int i = 0; i < BLOCK_LINES && panel_ahead_bytes(R); i++) fetch(block + panel_ahead_bytes(R) + i * 64);
+    for (int i = 0; i < BLOCK_LINES && ahead; i++) fetch(block + ahead + i * 64);
     for (int g = 0; g < BLOCK_GROUPS; g++) {
       const char *scales = block + g * LANES * 2, *line = block + 64 + g * GROUP * 8, *inputs = x + g * GROUP;
       add_group<FIRST>(scales, line, inputs, start + 4 * g, stride, sums);

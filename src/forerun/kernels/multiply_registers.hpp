@@ -182,10 +182,11 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
   };
   if (first) each([](Sums& sum, Anywhere& waiting) { sum = waiting; });
   const int64_t panel = l.panel_bytes(), stride = l.row_bytes();  // else worked out anew for every line
+  const bool fetches = R > FEW_ROWS || P < PANELS || fetches_few();
   const char* line = l.panel(column) + first * LINE_BYTES;
   const char* x = rows.data + row * stride + first * Dot<F>::STEP;
   for (const char* const last = line + (end - first) * LINE_BYTES; line < last; line += LINE_BYTES) {
-    for (int p = 0; p < P && !(R <= UNFETCHED_ROWS && P == PANELS); p++) fetch(ahead + p * panel);
+    for (int p = 0; p < P && fetches; p++) fetch(ahead + p * panel);
     const char* from = line;
 #pragma GCC unroll 2  // early enough for sums to become registers
     for (int turn = 0; turn < Dot<F>::TURNS; turn++) {

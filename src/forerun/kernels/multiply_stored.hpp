@@ -86,7 +86,7 @@ __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t co
   constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2, NUMBER = BITS == 8 && WORDS ? 2 : 1;
   alignas(64) float sums[R][LANES] = {};
   const Groups groups = l.groups;
-  const int64_t stride = l.row_bytes(), bytes = groups.block_bytes();
+  const int64_t stride = l.row_bytes(), bytes = groups.block_bytes(), ahead = panel_ahead_bytes(R);
   const int64_t scale_bytes = (1 + groups.has_least) * groups.line_bytes(), lines_at = (1 + groups.has_least) * groups.scale_bytes();
   const auto place = [&](int r) { return out.at(row + r, column); };
   if (first)
@@ -97,7 +97,7 @@ __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t co
   const char* const totals = scales + l.depth / GROUP * 4;
   const char* const starts = totals + l.depth / SIZE * 4;
   for (int64_t b = first; b < end; b++, block += bytes) {
-    for (int64_t i = 0; i < bytes && panel_ahead_bytes(R); i += 64) fetch(block + panel_ahead_bytes(R) + i);
+    for (int64_t i = 0; i < bytes && ahead; i += 64) fetch(block + ahead + i);
     for (int g = 0; g < WIDTH / SIZE; g++) {
       const int64_t input = b * WIDTH + g * SIZE;
       const char *own = block + g * scale_bytes, *lines = block + lines_at + g * SIZE * LANES * BITS / 8;
