@@ -136,7 +136,7 @@ def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM
 
 def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
     """A row that all members drafted together: guesses are those of who made them first."""
-    assert "by arm" not in generate("x").stderr
+    assert "by drafter" not in generate("x").stderr
     llm.stats.record(Outcome([RowOutcome(0, 4, 3, 2, 3, 2, {0: (3, 2), 1: (1, 0)})], 0, 0.0, 0.0))
     shown = " ".join(generate("x").stderr.split())
     lines = (
@@ -144,7 +144,7 @@ def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
         "cascade[ngram,model:A] in 0 rounds, 0 of 1 accepted",
         "merged in 1 round",
     )
-    assert f"by arm {' '.join(lines)}" in shown
+    assert f"by drafter {' '.join(lines)}" in shown
     assert "mix[ngram,model:A], depth auto" in generate("x", "--draft", "mix[ngram,model:A]").stderr
     told = json.loads(generate("x", "--json").stdout)["stats"]["arms"]
     assert told["ngram"] == {"num_rounds": 0, "num_drafted": 3, "num_accepted": 2}

@@ -137,5 +137,5 @@ def test_it_generates_without_jaxtyping_and_without_the_hub() -> None:
     )
     text, error = run.stdout.splitlines()
     assert text == "', there was a'"
-    assert error.startswith("MissingPackage owner/name is no folder here")
+    assert error.startswith("MissingPackage owner/name is not a local folder")
     assert "pip install huggingface_hub" in error

@@ -119,7 +119,7 @@ def run_card(
         card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)
     if setting.defaults:
-        text = f"{described(setting.defaults, ' ')} (unless told otherwise; --generation-config none drops them)"
+        text = f"{described(setting.defaults, ' ')} (used if not set here; --generation-config none ignores them)"
         card.add_row("model's defaults", Text(text))
     if timing.num_tokens:
         times = f"{counted(timing.num_tokens, 'token')} in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"
@@ -130,7 +130,7 @@ def run_card(
     if stats.tokens_per_round is not None:
         card.add_row("tokens per round", f"{stats.tokens_per_round:.2f} ({counted(stats.num_rounds, 'round')})")
     if stats.gain is not None:
-        card.add_row("gain", f"×{stats.gain:.2f} of what plain decoding is estimated to give")
+        card.add_row("gain", f"×{stats.gain:.2f} compared with plain decoding (estimated)")
     if stats.acceptance_rate is not None:
         share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
         card.add_row("acceptance", share)
@@ -138,7 +138,7 @@ def run_card(
         for number, counts in sorted(stats.drafters.items()):
             guesses = f", {counts.num_accepted} of {counts.num_drafted} accepted" if counts.num_drafted else ""
             line = f"{drafters[number]} in {counted(counts.num_rounds, 'round')}{guesses}"
-            card.add_row("" if number != min(stats.drafters) else "  by arm", Text(line))
+            card.add_row("" if number != min(stats.drafters) else "  by drafter", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)
     threads = counted(setting.num_threads, "thread")

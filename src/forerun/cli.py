@@ -1,9 +1,9 @@
-"""The command line: the table of commands, what is the same for all of them, and the layout of their help.
+"""The command line: the table of commands, their exit statuses, and the layout of their help.
 
 A user's mistake is one line on standard error and status 2. Each command is one file in `commands`, which imports its
-dependencies when it is run, so that help and mistakes do not wait for torch. In help options stand in groups, with
-names on the left and descriptions on the right, or below where the terminal is narrow; names and examples are never cut
-or broken, so that they can be copied.
+dependencies when it is run, so that help and mistakes do not wait for torch. Help shows options in groups, with names
+on the left and descriptions on the right, or below on narrow terminals; names and examples are never wrapped, so that
+they can be copied.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ NARROW = 72  # below that help stands under the names
 RANGE = re.compile(r"<(\w+) range>")
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 STATUSES = (
-    ("0", "Everything went well."),
+    ("0", "Success."),
     ("1", "Tokens differ from those of plain decoding (prove, bench, bench serve, tune, trace and demo)."),
-    ("2", "A mistake in what was asked for, or something that cannot be read, written or used. One line says what."),
-    ("3", "A fault in forerun itself. Please report what is printed."),
+    ("2", "Invalid options or input, or a file that cannot be read, written or used. One line says what."),
+    ("3", "A bug in forerun. Please report what is printed."),
     ("130", "Ctrl-C."),
-    ("141", "The reader of the output went away."),
+    ("141", "The program that reads the output has ended."),
 )
 
 
@@ -121,13 +121,13 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # Typer does not export the clas
 
 
 def usage_line(error: Any) -> str:
-    """A usage error on one line: the mistake, what may have been meant, and where the options are listed."""
+    """A usage error on one line: the mistake, similar names, and the command that lists the options."""
     meant = sorted(getattr(error, "possibilities", None) or ())
     message: str = error.message if meant else error.format_message()
     message = message.replace("Value error, ", "").rstrip(".")
     if meant:
         message += f". Did you mean {' or '.join(meant)}?"
-    hint = f"; {error.ctx.command_path} -h lists what there is" if error.ctx is not None else ""
+    hint = f"; {error.ctx.command_path} -h lists all options" if error.ctx is not None else ""
     return message if message.endswith("?") else message + hint
 
 
@@ -173,7 +173,7 @@ for command in (generate, chat, serve, models, demo, trace, prove, bench, bench_
 
 @app.callback(invoke_without_command=True)
 def options_of_all(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
-    """Exact speculative decoding: a drafter guesses, the target checks, the answer stays the same."""
+    """Speculative decoding with exact output: a drafter proposes tokens, the target model verifies them."""
     if version:
         typer.echo(f"{NAME} {__version__}")
         raise typer.Exit()

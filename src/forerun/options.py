@@ -80,19 +80,19 @@ REQUIRED_DRAFT = typer.Option(
 )
 MaxModelLenOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Context in tokens; default: what the model and memory allow.", rich_help_panel=MODEL),
+    typer.Option(min=1, help="Context length; default: what the model and memory allow.", rich_help_panel=MODEL),
 ]
 TreeOption = Annotated[
     Path | None,
     typer.Option(
-        help="Draft trees of this shape: a file with paths of ranks, as in [[0], [1], [0, 0]].", rich_help_panel=MODEL
+        help="Shape of the draft tree: a JSON file with paths of ranks, as in [[0], [1], [0, 0]].",
+        rich_help_panel=MODEL,
     ),
 ]
 AdapterOption = Annotated[
     Path | None,
     typer.Option(
-        help="With --draft early-exit:E, a folder of layers trained for that exit; like early-exit:E:DIR.",
-        rich_help_panel=MODEL,
+        help="Trained adapter of --draft early-exit:E: a folder; the same as early-exit:E:DIR.", rich_help_panel=MODEL
     ),
 ]
 
@@ -106,24 +106,24 @@ class LoadingOptions:
     dtype: Annotated[
         str,
         typer.Option(
-            help="Number format: auto, float32, float16 or bfloat16.",
+            help="Data type of weights and activations: auto, float32, float16 or bfloat16.",
             autocompletion=complete_from("auto", "float32", "float16", "bfloat16"),
         ),
     ] = "auto"
     quantize: Annotated[
         Quantization | None,
-        typer.Option(help="Hold the weights of target and draft model in 8 or 4 bits; fp8 is for GPUs."),
+        typer.Option(help="Quantize the weights of target and draft model to 8 or 4 bits; fp8 is for GPUs."),
     ] = None
     kernels: Annotated[
         KernelChoice,
-        typer.Option(help="What computes: compiled kernels (auto: where there is a C++ compiler) or torch."),
+        typer.Option(help="native: compiled kernels; torch: torch's operators; auto: native if available."),
     ] = "auto"
     threads: Annotated[
         int | None, typer.Option(min=1, max=MOST_THREADS, help="CPU threads; default: torch's choice.")
     ] = None
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, rocm, mps, or auto for cuda or cpu.")] = "cpu"
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, rocm, mps, or auto (cuda or cpu).")] = "cpu"
     one_gemm: Annotated[
-        bool, typer.Option("--one-gemm", help="On a GPU, one matrix product for any number of rows, for the same bits.")
+        bool, typer.Option("--one-gemm", help="On a GPU, one GEMM for all batch sizes, for the same bits.")
     ] = False
     tensor_parallel_size: Annotated[
         int,
@@ -131,7 +131,7 @@ class LoadingOptions:
             "--tensor-parallel",
             "--tensor-parallel-size",
             min=1,
-            help="Processes (ranks) that share every layer; on CPUs only.",
+            help="Processes (ranks) that split every layer; on CPUs only.",
         ),
     ] = 1
 
@@ -150,31 +150,28 @@ class ModelOptions:
     draft: Annotated[str | None, DRAFT] = None
     depth: Annotated[
         str,
-        typer.Option(help="Tokens drafted per round; auto: as many as measurement says pay.", parser=auto_or_whole(0)),
+        typer.Option(help="Tokens drafted per round; auto: forerun chooses, by measurement.", parser=auto_or_whole(0)),
     ] = AUTO
     verification: Annotated[
         Verification,
         typer.Option(
-            help="How guesses are judged: coupled keeps the tokens of plain decoding; token and block keep their law."
+            help="Acceptance rule: coupled keeps the tokens of plain decoding, token and block the distribution."
         ),
     ] = "coupled"
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     max_model_len: MaxModelLenOption = None
-    prefix_cache: Annotated[
-        bool, typer.Option(help="Read the common beginning of several texts once, and keep it.")
-    ] = True
+    prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of common prompt prefixes.")] = True
     tree: TreeOption = None
     adapter: AdapterOption = None
     generation_config: Annotated[
         str,
         typer.Option(
-            help="Where --temperature and the like come from if not given: auto (the model's own file), none, or a "
-            "folder."
+            help="Defaults of --temperature and the other sampling options: auto (the model's file), none, or a folder."
         ),
     ] = "auto"
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or hub id of another tokenizer and chat template than the model's own.")
-    ] = None
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id of another tokenizer and chat template.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
@@ -199,23 +196,20 @@ class AnswerOptions:
     TITLE: ClassVar[str] = ANSWER
 
     temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", "-t", help="0 takes the likeliest token; default: the model's or 1."),
+        float | None, typer.Option("--temperature", "-t", help="0: greedy; default: the model's or 1.")
     ] = None
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = (
-        None
-    )
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling: probability of the nucleus.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the likeliest.")] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed; the same seed gives the same answer.")] = None
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate; default: the model's, or 256.")
+        int | None, typer.Option("--max-tokens", "-n", help="Maximum new tokens; default: the model's, or 256.")
     ] = None
-    stop: Annotated[list[str], typer.Option(help="End where the text holds this; repeatable.")] = field(
+    stop: Annotated[list[str], typer.Option(help="Stop at this string; may be given several times.")] = field(
         default_factory=list
     )
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")] = False
-    raw: Annotated[bool, typer.Option("--raw", help="No colours; NO_COLOR does the same everywhere.")] = False
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="No colours, like NO_COLOR.")] = False
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters that were asked for, by name; the others are the model's own defaults."""
@@ -234,8 +228,8 @@ class BatchOptions:
             "--input", "-i", help='Answer each line of this file: a .jsonl with "prompt" (and "id"), or a .txt.'
         ),
     ] = None
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most prompts that are answered at once.")] = 16
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the answers in the output, and start over.")] = False
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum batch size (sequences generated at once).")] = 16
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the output file, and start over.")] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +238,8 @@ class OutputOptions:
 
     TITLE: ClassVar[str] = OUTPUT
 
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with everything, instead of what people read.")
-    ] = False
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write that JSON object to this file as well.")
-    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write that JSON object to a file.")] = None
 
 
 def adapted(draft: str | None, adapter: Path | None) -> str | None:
@@ -290,7 +280,7 @@ ConfigOption = Annotated[
         "--config",
         callback=read_config,
         is_eager=True,
-        help="Take what is not given here from this file, such as the forerun.toml of forerun tune.",
+        help="TOML file with defaults for these options, such as the forerun.toml that forerun tune writes.",
         rich_help_panel=MODEL,
     ),
 ]

@@ -231,7 +231,7 @@ def test_a_tokenizer_is_found_like_a_checkpoint_and_needs_no_weights(tmp_path: P
 
 def test_a_hub_id_without_the_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingPackage, match=r"owner/name is no folder here, .*pip install huggingface_hub"):
+    with pytest.raises(MissingPackage, match=r"owner/name is not a local folder, .*pip install huggingface_hub"):
         find_checkpoint("owner/name")
 
 

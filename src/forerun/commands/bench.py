@@ -40,9 +40,11 @@ forerun bench --model ./target --draft model:./draft --prompts mine.jsonl --pict
 """
 
 
-TemperatureOption = Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; replayed texts have none.")]
-TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, unless replayed.")]
-PromptsOption = Annotated[int, typer.Option(min=1, help="Most prompts; a batch repeats them.")]
+TemperatureOption = Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; not used with --replay.")]
+TokensOption = Annotated[
+    int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, without --replay.")
+]
+PromptsOption = Annotated[int, typer.Option(min=1, help="Maximum number of prompts; repeated to fill a batch.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,16 @@ class MeasurementOptions:
     prompts: Annotated[
         Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt.")
     ] = None
-    replay: Annotated[Path | None, typer.Option(help="Instead: a .jsonl with answers as well, replayed.")] = None
-    batch: Annotated[str, typer.Option(help="Prompts at once, as in 1,4,16.")] = "1"
+    replay: Annotated[Path | None, typer.Option(help="Replay recorded answers: a .jsonl with prompt and answer.")] = (
+        None
+    )
+    batch: Annotated[str, typer.Option(help="Batch sizes, as in 1,4,16.")] = "1"
     temperature: TemperatureOption = "0"
     max_tokens: TokensOption = 64
     num_prompts: PromptsOption = 16
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each measurement, by turns.")] = 3
-    seed: Annotated[int, typer.Option(min=0, help="Of the first prompt; the others follow.")] = 0
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is measured, and start over.")] = False
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions, alternating between variants.")] = 3
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first prompt; the next ones count up.")] = 0
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier measurements, and start over.")] = False
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
     def cells(self, depths: tuple[int, ...] = (0,), tree: StaticTree | None = None) -> Selection:
@@ -85,19 +89,19 @@ class BenchOptions(MeasurementOptions):
 
     draft: Annotated[str, REQUIRED_DRAFT] = f"model:{DRAFT}"
     widen: Annotated[
-        bool, typer.Option("--widen", help="Bundled models at the demo's sizes, 0.5 B and 21 M; heads grow along.")
+        bool, typer.Option("--widen", help="Enlarge bundled models to 0.5 B and 21 M parameters, as in the demo.")
     ] = False
     workload: Annotated[
-        str | None, typer.Option(help=f"Some of {', '.join(SHIPPED)}, without a file; default: code,edits.")
+        str | None, typer.Option(help=f"Bundled prompts: any of {', '.join(SHIPPED)}; default: code,edits.")
     ] = None
     depth: Annotated[
-        str, typer.Option(help="Tokens drafted per round, as in 0,1,2,3,5,7 or 4,auto; 0, plain, is always run.")
+        str, typer.Option(help="Draft depths, as in 0,1,2,3,5,7 or 4,auto; 0 (plain decoding) is always measured.")
     ] = "0,2,4"
     tree: TreeOption = None
     temperature: TemperatureOption = "0,1"
     max_tokens: TokensOption = 48
     num_prompts: PromptsOption = 4
-    state: Annotated[Path | None, typer.Option(help="Where finished runs are kept; default: the cache folder.")] = None
+    state: Annotated[Path | None, typer.Option(help="Folder of finished runs; default: the cache folder.")] = None
     adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
@@ -114,13 +118,14 @@ def bench(
     options: BenchOptions,
     output: OutputOptions,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw speed-up and cost by depth: an .svg file.", rich_help_panel=OUTPUT)
+        Path | None, typer.Option(help="Plot speed-up and cost by depth into an .svg file.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
-    """Measure what speculation brings, on your model, machine and text. Without options: the bundled pair.
+    """Measure the speed-up of speculation on your model, machine and text. Without options: the bundled models.
 
-    Every cell is workload x batch x depth x temperature. What runs without options takes less than three minutes on
-    two idle cores. What is interrupted goes on where it was. Status 1: a depth changed the tokens.
+    It measures every combination of workload, batch size, depth and temperature; without options that takes less than
+    three minutes on two idle cores. After an interruption the same command resumes. Status 1: a depth changed the
+    tokens.
     """
     result, selection = Result.of(output), options.selection()
     picture_file = Destination.of_picture(picture)

@@ -36,9 +36,9 @@ class AccessOptions:
 
     TITLE: ClassVar[str] = "Server"
 
-    api_key: Annotated[str, typer.Option(help="Key, if it wants one.", envvar="OPENAI_API_KEY")] = ""
-    served_model_name: Annotated[str, typer.Option(help="Model to ask; default: the first that it serves.")] = ""
-    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without news after which a request failed.")] = 600.0
+    api_key: Annotated[str, typer.Option(help="API key, if the server requires one.", envvar="OPENAI_API_KEY")] = ""
+    served_model_name: Annotated[str, typer.Option(help="Model name; default: the first of the server.")] = ""
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without data until a request fails.")] = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class RemoteOptions:
     TITLE: ClassVar[str] = "Server"
 
     server: Annotated[
-        str | None, typer.Option(help="Instead of a model: the address of any OpenAI-compatible server.")
+        str | None, typer.Option(help="Test a server instead of a model: URL of any OpenAI-compatible server.")
     ] = None
     access: AccessOptions = field(default_factory=AccessOptions)
 
@@ -72,9 +72,9 @@ class ServerOptions:
 
     TITLE: ClassVar[str] = "Server"
 
-    url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible server.")] = "http://127.0.0.1:8000"
+    url: Annotated[str, typer.Option(help="URL of an OpenAI-compatible server.")] = "http://127.0.0.1:8000"
     access: AccessOptions = field(default_factory=AccessOptions)
-    chat: Annotated[bool, typer.Option("--chat", help="Ask for chat completions: prompts become messages.")] = False
+    chat: Annotated[bool, typer.Option("--chat", help="Use chat completions; prompts become messages.")] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +83,26 @@ class LoadOptions:
 
     TITLE: ClassVar[str] = "Load"
 
-    rate: Annotated[
-        str | None, typer.Option(help="Requests a second, as in 0.5,1,2, at the random times of a Poisson process.")
-    ] = None
+    rate: Annotated[str | None, typer.Option(help="Requests per second, as in 0.5,1,2, with Poisson arrivals.")] = None
     concurrency: Annotated[
-        str | None, typer.Option(help=f"Requests at once, as in 1,8,32; default without --rate: {DEFAULT_CONCURRENCY}.")
+        str | None, typer.Option(help=f"Concurrent requests, as in 1,8; default without --rate: {DEFAULT_CONCURRENCY}.")
     ] = None
     speculation: Annotated[
         str | None,
-        typer.Option(help="What requests ask for, as in off,auto,4; default for forerun's server: off,auto."),
+        typer.Option(help="Speculation of requests, as in off,auto,4; default for forerun's server: off,auto."),
     ] = None
     prompts: Annotated[
-        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt; else ours.")
+        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt.")
     ] = None
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests of each load, mode and repetition.")] = 32
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions, modes by turns.")] = 3
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most new tokens per request.")] = 64
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests per load, mode and repetition.")] = 32
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions, alternating between modes.")] = 3
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum new tokens per request.")] = 64
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers of full length, where the server knows that field.")
+        bool, typer.Option("--ignore-eos", help="Generate --max-tokens tokens, if the server can.")
     ] = False
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="That of every request.")] = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of the first request; the others follow.")] = 0
-    body: Annotated[str, typer.Option(help="Further fields of every request, as a JSON object.")] = "{}"
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of every request.")] = 0.0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the arrival times and the requests.")] = 0
+    body: Annotated[str, typer.Option(help="Additional fields of every request, as a JSON object.")] = "{}"
 
     def plan(self) -> TrafficPlan:
         """What is sent, without the prompts."""
@@ -133,9 +131,9 @@ class AgreementOptions:
 
     TITLE: ClassVar[str] = "Service level"
 
-    sla_between_ms: Annotated[float | None, typer.Option(help="Most milliseconds from one token to the next.")] = None
-    sla_first_ms: Annotated[float | None, typer.Option(help="Most milliseconds to the first token.")] = None
-    sla_percentile: Annotated[float, typer.Option(help="Of a hundred requests, how many have to keep them.")] = 95.0
+    sla_between_ms: Annotated[float | None, typer.Option(help="Maximum milliseconds between tokens.")] = None
+    sla_first_ms: Annotated[float | None, typer.Option(help="Maximum milliseconds to the first token.")] = None
+    sla_percentile: Annotated[float, typer.Option(help="Percentage of requests that must meet these limits.")] = 95.0
 
 
 @with_options(EXAMPLES)
@@ -145,13 +143,13 @@ def bench_serve(
     agreement: AgreementOptions,
     output: OutputOptions,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw throughput and times by load: an .svg file.", rich_help_panel=OUTPUT)
+        Path | None, typer.Option(help="Plot throughput and latency by load: an .svg file.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
-    """Measure a running server under load: throughput, and times to the first and between tokens.
+    """Measure a running server under load: throughput, time to first token, time between tokens.
 
-    It asks any OpenAI-compatible server. Requests to one of forerun's are sent in several modes of speculation, by
-    turns, whose answers have to be the same. Needs the extra forerun[bench]. Status 1: a mode changed an answer.
+    It works with any OpenAI-compatible server. With a forerun server it alternates between modes of speculation, whose
+    answers must be equal. Needs the extra forerun[bench]. Status 1: a mode changed an answer.
     """
     result = Result.of(output)
     picture_file = Destination.of_picture(picture)

@@ -29,13 +29,11 @@ forerun chat --model ./checkpoint --system "Answer in one sentence." --temperatu
 def chat(
     where: ModelOptions,
     how: AnswerOptions,
-    system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.", rich_help_panel=ANSWER)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.", rich_help_panel=ANSWER)] = None,
 ) -> None:
-    """Talk to a model that has a chat template.
+    """Chat with a model that has a chat template.
 
-    /reset forgets the conversation, /exit or Ctrl-D leaves, and Ctrl-C ends an answer early.
+    /reset clears the conversation, /exit or Ctrl-D leaves, and Ctrl-C ends an answer early.
     """
     with importing():
         from rich.console import Console

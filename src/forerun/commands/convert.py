@@ -48,10 +48,10 @@ def convert(
     options: ConversionOptions,
     output: OutputOptions,
 ) -> None:
-    """Write a drafter in another format: those of its authors, of speculators, and of forerun.
+    """Convert a drafter to another format: that of its authors, of speculators, or of forerun.
 
-    The format of the source is recognised by its files. Every weight must be used, and every expected one be there.
-    What is written is read again and compared before the folder gets its name.
+    The format of the source is recognised by its files. Every weight must be used, and no expected one be missing. The
+    result is read back and compared before the folder gets its name.
     """
     result = Result.of(output)
     with importing():

@@ -53,11 +53,11 @@ class DemoOptions:
 
 @with_options(EXAMPLES)
 def demo(options: DemoOptions, output: OutputOptions) -> None:
-    """Watch what speculation brings on this machine: questions answered plain and speculatively, side by side.
+    """Compare plain and speculative decoding side by side, on questions of several kinds.
 
-    The model is SmolLM2-135M-Instruct, which is downloaded once (98 MB). Where nobody answers, or FORERUN_OFFLINE is
-    set, bundled models go on with code, widened to 0.5 billion and 21 million parameters. Loading and all answers take
-    less than three minutes.
+    The model is SmolLM2-135M-Instruct, which is downloaded once (98 MB). If the download fails, or FORERUN_OFFLINE is
+    set, bundled models complete code instead, enlarged to 0.5 billion and 21 million parameters. All of it takes less
+    than three minutes.
     """
     result = Result.of(output)
     with importing():

@@ -34,16 +34,15 @@ def generate(
     output: OutputOptions,
     prompt: PromptArgument = None,
 ) -> None:
-    """Continue a text, or all texts of a file.
+    """Complete a prompt, or all prompts of a file.
 
-    The new text is streamed to standard output, on a terminal each token in the colour of its origin. A card of the run
-    goes to standard error.
+    The text is streamed to standard output; on a terminal colours show the origin of each token. A summary goes to
+    standard error.
 
-    With --input, each line of a file is answered. Answers go to --output (or standard output) as JSON lines, as they
-    are finished, with the number and the id of their line; a finished --output is put in the order of the input. When
-    it was interrupted in any way, the same command goes on where it was, and the answers are the same. Lines that
-    cannot be answered are reported by number and skipped, and the status is 2. With --replicas several engines share
-    the lines, and the answers are those of one.
+    With --input, each line of a file is a prompt. Answers go to --output (or standard output) as JSON lines with the
+    number and the id of their line, each when it is finished; at the end --output is sorted like the input. After an
+    interruption the same command resumes, with the same answers. Lines that cannot be answered are reported by number
+    and skipped, and the status is 2. With --replicas several engines share the lines; the answers are the same.
     """
     if batch.input is not None:
         generate_batch(where, how, batch, replicas, output, prompt)

@@ -38,10 +38,10 @@ def models(
         ),
     ] = None,
 ) -> None:
-    """Say what a model is, whether and how it runs here, which drafters fit, and what to type.
+    """Show whether and how a model runs here, which drafters fit it, and the commands for it.
 
-    Nothing is loaded. A model that cannot be run ends with status 2 and one line that says why and what would do.
-    Without a model, those that ship, those in the hub's cache and GGUF files that were used are listed.
+    No weights are loaded. For a model that cannot run, the status is 2 and one line says why and what to do. Without a
+    model: list the bundled models, those in the hub's cache, and GGUF files that were used.
     """
     result = Result.of(output)
     with importing():

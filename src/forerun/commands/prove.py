@@ -67,7 +67,7 @@ class ServerProveOptions(RemoteOptions):
     plain: Annotated[
         str | None, typer.Option(help="With --server: a server of the same model without speculation.")
     ] = None
-    plain_model: Annotated[str, typer.Option(help="Name of the model there, if it is another one.")] = ""
+    plain_model: Annotated[str, typer.Option(help="Model name on that server, if it differs.")] = ""
     chat: Annotated[
         bool, typer.Option("--chat", help="With --server: ask for chat completions; prompts become messages.")
     ] = False
@@ -81,10 +81,10 @@ class ServerProveOptions(RemoteOptions):
 
 @with_options(EXAMPLES)
 def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptions) -> None:
-    """Prove on your own model that speculation does not change the answers.
+    """Test on your own model that speculation does not change the answers.
 
-    With --server it is any OpenAI-compatible server that is asked, and compared with the same model without
-    speculation. Status 0: everything holds. Status 1: something does not, or differs for reasons that are not known.
+    With --server it tests any OpenAI-compatible server against the same model without speculation. Status 0: all tests
+    passed. Status 1: one failed, or answers differ for an unknown reason.
     """
     result = Result.of(output)
     if remote.server is not None:

@@ -35,12 +35,10 @@ class ReplicaOptions:
     TITLE: ClassVar[str] = "Replicas"
 
     replicas: Annotated[
-        str,
-        typer.Option(help="Engines that answer: N, or MIN:MAX by load. Ray Serve runs them; needs forerun[ray]."),
+        str, typer.Option(help="Number of engines: N, or MIN:MAX by load. Needs Ray Serve: forerun[ray].")
     ] = ""
     ray: Annotated[
-        str,
-        typer.Option(help="Ray cluster of the replicas: auto or HOST:PORT; default: a new one, of this machine alone."),
+        str, typer.Option(help="Ray cluster to use: auto or HOST:PORT; default: a new one on this machine.")
     ] = ""
 
     @property
@@ -61,60 +59,58 @@ class ServeOptions:
 
     TITLE: ClassVar[str] = "Server"
 
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is reached from this machine alone.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000
+    host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000
     served_model_name: Annotated[
         str,
         typer.Option(
-            help="Name of the model in requests and answers; default: as given, of a GGUF file its name without .gguf."
+            help="Model name in requests and answers; default: --model, for a GGUF file its name without .gguf."
         ),
     ] = ""
     api_keys: Annotated[
-        Path | None, typer.Option(help="File of keys, one a line, with a name in front if wanted; others get 401.")
+        Path | None, typer.Option(help="File with an API key per line, optionally after a name; others get 401.")
     ] = None
     allowed_hosts: Annotated[
-        str, typer.Option(help="Names that the server may be asked under, and whose pages may ask: a,b; * allows all.")
+        str, typer.Option(help="Host names of this server, and of web pages that may call it: a,b; * allows all.")
     ] = ""
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most samples that are generated at once.")] = 16
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum batch size (sequences generated at once).")] = 16
     chunk_tokens: Annotated[
         str,
         typer.Option(
-            help="Most prompt tokens of one pass; auto: as many as leave short prompts a short wait.",
+            help="Prefill chunk size: prompt tokens per pass; auto: limited so that short prompts wait little.",
             parser=auto_or_whole(1),
         ),
     ] = AUTO
     max_queue: Annotated[
-        int, typer.Option(min=0, help="Most requests of one key that wait beyond those; others get 429.")
+        int, typer.Option(min=0, help="Maximum number of waiting requests per key; further ones get 429.")
     ] = 256
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Longest body; longer ones get 413.")] = 8 << 20
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request body; larger ones get 413.")] = 8 << 20
     drain_s: Annotated[
-        float, typer.Option(min=0, help="Seconds that answers may take after SIGTERM or Ctrl-C, which refuse new ones.")
+        float, typer.Option(min=0, help="Seconds that running requests may take after SIGTERM or Ctrl-C.")
     ] = 60.0
     request_s: Annotated[
-        float | None, typer.Option(help="Seconds that a request may take, waiting included; longer ones get 504.")
+        float | None, typer.Option(help="Time limit of a request in seconds, waiting included; then it gets 504.")
     ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of HTTPS, PEM.")] = None
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of HTTPS, PEM.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Private key for HTTPS (PEM).")] = None
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None
     lenient: Annotated[
-        bool, typer.Option("--lenient", help="Warn of unknown fields in bodies, instead of refusing them.")
-    ] = False
-    trust_request_templates: Annotated[
         bool,
         typer.Option(
-            "--trust-request-templates", help="Run the chat templates that bodies bring; each may take a second."
+            "--lenient", help="Ignore unknown fields of requests with a warning, instead of refusing the request."
         ),
     ] = False
+    trust_request_templates: Annotated[
+        bool, typer.Option("--trust-request-templates", help="Run chat templates of requests, up to a second each.")
+    ] = False
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Log what is asked; otherwise nothing of it is in the log.")
+        bool, typer.Option("--log-prompts", help="Log prompts; by default the log contains no part of them.")
     ] = False
     access_log: Annotated[bool, typer.Option("--access-log", help="Log two lines for each request.")] = False
     log_format: Annotated[
-        str, typer.Option(help="Form of the log's lines: text or json.", autocompletion=complete_from("text", "json"))
+        str, typer.Option(help="Log format: text or json.", autocompletion=complete_from("text", "json"))
     ] = "text"
     otlp_traces_endpoint: Annotated[
-        str, typer.Option(help="Send OpenTelemetry traces there, as OTLP over HTTP. Needs forerun[otel].")
+        str, typer.Option(help="URL for OpenTelemetry traces (OTLP over HTTP). Needs forerun[otel].")
     ] = ""
 
     @property
@@ -146,10 +142,10 @@ class ServeOptions:
 @with_options(EXAMPLES)
 @unfailing_stderr()
 def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -> None:
-    """Answer requests over HTTP, as OpenAI's and Anthropic's clients send them.
+    """Run an HTTP server for OpenAI and Anthropic clients.
 
-    The same seed, body and fingerprint give the same answer, whatever the load. docs/serving.md shows requests, errors,
-    metrics and limits. Needs the extra forerun[serve].
+    The same seed, body and fingerprint give the same answer, whatever the load. docs/serving.md describes requests,
+    errors, metrics and limits. Needs the extra forerun[serve].
     """
     require_packages()
     settings, engines = server.settings(where.model), replicas.settings

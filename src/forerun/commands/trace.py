@@ -14,10 +14,10 @@ from forerun.config import DEFAULT_DEPTH
 from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, auto_or_whole, with_options
 
 Width = Annotated[
-    int, typer.Option(min=1, help="Drafted tokens per place; above 1 the draft is a tree.", rich_help_panel=MODEL)
+    int, typer.Option(min=1, help="Alternatives per position; above 1 the draft is a tree.", rich_help_panel=MODEL)
 ]
 Drawing = Annotated[
-    Path | None, typer.Option("--svg", help="Draw the picture into this file as well.", rich_help_panel=OUTPUT)
+    Path | None, typer.Option("--svg", help="Also write the picture to this .svg file.", rich_help_panel=OUTPUT)
 ]
 EXAMPLES = """
 forerun trace --model stdlib --draft model:stdlib-draft "def __init__(self, "
@@ -29,7 +29,7 @@ forerun trace --model stdlib --draft ngram -n 12 --svg rounds.svg "a, b = b, a"
 class TraceOptions(AnswerOptions):
     """Those of any answer; a trace is read line by line, so it is short."""
 
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 24
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class TraceModelOptions(ModelOptions):
     """Those of any model; every round is drafted unless told otherwise, as that is what a trace shows."""
 
     depth: Annotated[
-        str, typer.Option(help="Tokens drafted per round; auto: as many as pay, and why.", parser=auto_or_whole(0))
+        str, typer.Option(help="Tokens drafted per round; auto: forerun chooses.", parser=auto_or_whole(0))
     ] = str(DEFAULT_DEPTH)
 
 
@@ -50,9 +50,9 @@ def trace(
     width: Width = 1,
     drawing: Drawing = None,
 ) -> None:
-    """Show one answer round by round: what was drafted, what the target made of it, and why.
+    """Show an answer round by round: the draft tokens, which were accepted, and why.
 
-    Status 1: the tokens are not those of plain decoding, although they have to be.
+    Status 1: the tokens differ from those of plain decoding, which must not happen.
     """
     text, result = read_prompt(prompt), Result.of(output)
     picture_file = None if drawing is None else Destination("svg", drawing)

@@ -78,10 +78,10 @@ class TargetOptions:
         list[Path],
         typer.Option(help="A .jsonl with prompt, messages or text, a .txt with a prompt a line, or a text file."),
     ]
-    out: Annotated[Path, typer.Option(help="Folder for the drafter and its training.")] = Path("trained")
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what the folder holds, and start over.")] = False
-    cache: Annotated[Path | None, typer.Option(help="Keep the target's states here, for further trainings.")] = None
-    chat: Annotated[bool, typer.Option("--chat", help="Every prompt is a message, for the chat template.")] = False
+    out: Annotated[Path, typer.Option(help="Folder for the drafter and the training state.")] = Path("trained")
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the folder, and start over.")] = False
+    cache: Annotated[Path | None, typer.Option(help="Folder for the target's states, for later runs.")] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to every prompt.")] = False
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
 
@@ -98,11 +98,11 @@ def train(
     learning: TrainSettings,
     output: OutputOptions,
 ) -> None:
-    """Train a drafter for a target: a small model of any size, an adapter for early exit, heads, or a block.
+    """Train a drafter for a target: a draft model of any size, an early-exit adapter, heads, or a block drafter.
 
-    The target answers your prompts, and the drafter learns its law. As it goes, held-out answers show what is accepted
-    at each depth, and what that will bring. The folder gets the drafter, train.jsonl and train.svg. What is
-    interrupted, or killed, goes on where it was with the same command, to the same weights.
+    The target answers your prompts, and the drafter is trained on its distribution. During training, held-out answers
+    show the acceptance by depth and the predicted speed-up. The folder gets the drafter, train.jsonl and train.svg.
+    After an interruption the same command resumes, and gives the same weights.
     """
     result = Result.of(output)
     with importing():

@@ -41,14 +41,12 @@ forerun tune --server http://gpu:8000 --against http://gpu:8001 --prompts mine.j
 class TuneOptions(MeasurementOptions):
     """Those of any measurement, for several drafters."""
 
-    chat: Annotated[bool, typer.Option("--chat", help="Every prompt is a message, for the chat template.")] = False
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to every prompt.")] = False
     template_options: Annotated[
-        str, typer.Option(help='Options of the chat template, as in {"enable_thinking": false}.')
+        str, typer.Option(help='Variables of the chat template, as in {"enable_thinking": false}.')
     ] = "{}"
-    time_limit: Annotated[float | None, typer.Option(min=1e-3, help="Seconds after which nothing new is measured.")] = (
-        None
-    )
-    out: Annotated[Path, typer.Option(help="Folder for everything that is written.")] = OUT
+    time_limit: Annotated[float | None, typer.Option(min=1e-3, help="Seconds until no new measurement starts.")] = None
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,12 @@ class ServerTuneOptions(RemoteOptions):
     against: Annotated[
         str | None, typer.Option(help="With --server: a server of the same model without speculation.")
     ] = None
-    against_model: Annotated[str, typer.Option(help="Name of the model there, if it is another one.")] = ""
-    clients: Annotated[str, typer.Option(help="With --server: requests at once, as in 1,8,32.")] = "1,4,16"
+    against_model: Annotated[str, typer.Option(help="Model name on that server, if it differs.")] = ""
+    clients: Annotated[str, typer.Option(help="With --server: concurrent requests, as in 1,8,32.")] = "1,4,16"
     depths: Annotated[
-        str, typer.Option(help="With --server: depths to measure, where requests can choose theirs, as forerun's can.")
+        str, typer.Option(help="With --server: depths to measure, if requests can choose the depth, as with forerun.")
     ] = "1,4"
-    body: Annotated[str, typer.Option(help="With --server: further fields of every request, as a JSON object.")] = "{}"
+    body: Annotated[str, typer.Option(help="With --server: more fields of every request, as a JSON object.")] = "{}"
 
 
 @with_options(EXAMPLES)
@@ -75,18 +73,18 @@ def tune(
         list[str] | None, typer.Option("--drafts", "-d", help=f"Drafters to try: {DRAFTERS}.", rich_help_panel=MODEL)
     ] = None,
     more: Annotated[
-        list[str] | None, typer.Argument(metavar="DRAFT", help="Further drafters to try, as in --drafts A B C.")
+        list[str] | None, typer.Argument(metavar="DRAFT", help="More drafters to try, as in --drafts A B C.")
     ] = None,
 ) -> None:
-    """Find out whether speculation helps on your model, machine and prompts: with which drafter, how deep.
+    """Find out whether speculation pays on your model, machine and prompts, with which drafter and depth.
 
-    Each drafter's speed-up is predicted from what it guesses on the prompts and from measured costs, and then measured
-    on the same prompts, against plain decoding by turns. The first batch size and the first temperature decide the
-    choice. The folder gets tune.json, forerun.toml, which every command reads with --config, and tune.html. What is
-    interrupted goes on where it was. Status 1: a drafter changed the tokens.
+    Each drafter's speed-up is predicted from its acceptance on the prompts and from measured costs, then measured on
+    the same prompts, alternating with plain decoding. The first batch size and temperature decide the choice. The
+    folder gets tune.json, tune.html, and forerun.toml, which every command reads with --config. After an interruption
+    the same command resumes. Status 1: a drafter changed the tokens.
 
-    With --server it is any OpenAI-compatible server that is measured, at several loads, against the same model without
-    speculation: whether it helps, from which load on it hurts, and which depth would pay.
+    With --server it measures any OpenAI-compatible server at several loads, against the same model without speculation:
+    whether speculation helps, from which load on it hurts, and which depth would be best.
     """
     result, names = Result.of(output), [*(drafts or ()), *(more or ())]
     if remote.server is not None:

@@ -26,25 +26,27 @@ class ShapeOptions:
     TITLE: ClassVar[str] = "Checkpoint"
 
     model: ModelOption
-    out: Annotated[Path, typer.Option(help="Folder to write; an existing one is not overwritten.")]
-    parameters: Annotated[str | None, typer.Option(help="About how large: 0.5B, 21M. Chooses the whole shape.")] = None
-    hidden: Annotated[
-        int | None, typer.Option(help="Width of the residual stream; 4, 16, ... times as wide is exact.")
+    out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")]
+    parameters: Annotated[
+        str | None, typer.Option(help="Approximate size, as in 0.5B or 21M; instead of the others.")
     ] = None
-    layers: Annotated[int | None, typer.Option(help="Layers in all.")] = None
-    mlp: Annotated[int | None, typer.Option(help="Neurons per layer; default: grows with the width.")] = None
-    heads: Annotated[int | None, typer.Option(help="Query heads; default: grows with the width.")] = None
-    vocab_size: Annotated[int | None, typer.Option(help="Padded vocabulary; default: unchanged.")] = None
-    experts: Annotated[int | None, typer.Option(help="Experts that every MLP becomes; default: none.")] = None
-    active: Annotated[int | None, typer.Option(help="Experts that a token takes; default: 2.")] = None
+    hidden: Annotated[
+        int | None, typer.Option(help="Hidden size; exactly the same function at 4, 16, ... times the width.")
+    ] = None
+    layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None
+    mlp: Annotated[int | None, typer.Option(help="MLP width; default: scaled with the hidden size.")] = None
+    heads: Annotated[int | None, typer.Option(help="Query heads; default: scaled with the hidden size.")] = None
+    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size after padding; default: unchanged.")] = None
+    experts: Annotated[int | None, typer.Option(help="Replace every MLP by this many experts; default: none.")] = None
+    active: Annotated[int | None, typer.Option(help="Active experts per token; default: 2.")] = None
     spread: Annotated[
-        bool, typer.Option("--spread/--at-end", help="Where layers that compute nothing go: between the others.")
+        bool, typer.Option("--spread/--at-end", help="Where identity layers go: between the others, or at the end.")
     ] = True
     draft: Annotated[
         list[str] | None,
-        typer.Option("--draft", "-d", help="A drafter on the model's states, to be widened into the same folder."),
+        typer.Option("--draft", "-d", help="A drafter that reads the model's states; widened as well."),
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of the weights that have no effect.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the added weights, which have no effect.")] = 0
 
     def sizes(self) -> dict[str, int | None]:
         """The sizes of the shape, by name."""
@@ -56,8 +58,8 @@ class ShapeOptions:
 def widen(shape: ShapeOptions, output: OutputOptions) -> None:
     """Write a larger checkpoint that computes the same function.
 
-    It shows speculation at the cost of a real model where none is at hand. Trained drafters that read the model's
-    states are widened with it, and guess the same.
+    With it, speculation can be measured at the cost of a real model without having one. Trained drafters that read the
+    model's hidden states are widened as well, and draft the same tokens.
     """
     result = Result.of(output)
     with importing():

@@ -111,7 +111,7 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
     except ImportError as error:
         cure = f"install it (`pip install huggingface_hub`), or name a folder; {others}"
         raise MissingPackage(
-            f"{name} is no folder here, and fetching hub ids needs huggingface_hub: {hint}{cure}"
+            f"{name} is not a local folder, and downloading from the hub needs huggingface_hub: {hint}{cure}"
         ) from error
     try:
         return Path(
@@ -127,7 +127,7 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
         raise ModelNotFound(f"{name} is neither a folder here nor a model on the hub: {cure}") from error
     except hub.LocalEntryNotFoundError as error:
         cure = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
-        raise ModelNotFound(f"{name} is no folder here, and the hub cannot be reached: {cure}; {others}") from error
+        raise ModelNotFound(f"{name} is not a local folder, and the hub cannot be reached: {cure}; {others}") from error
     except hub.HFValidationError as error:
         cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
         raise ModelNotFound(f"there is no folder {name}, and as a hub id it is not valid ({error}): {cure}") from error
