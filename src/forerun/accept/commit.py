@@ -1,7 +1,7 @@
-"""Commit: makes a verdict's tokens final.
+"""Commit: turns a verdict into final tokens.
 
-This file decides which tokens a sequence emits in a round, where each came from, and which nodes of the draft stay in
-the cache. The round's one synchronisation is here: the verdict is copied to the host.
+This file decides which tokens a sequence emits in a round, the origin of each, and which tree nodes stay in the KV
+cache. Here the verdict is copied to the host: the only synchronisation with a device in a round.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from forerun.verify.rules import Verdict
 
 
 class Origin(Enum):
-    """How a token came about; every token is the target's own choice, whatever its origin."""
+    """Where a token came from. Every token is the target's own sample, whatever its origin."""
 
     TARGET = "target"  # drawn with nothing drafted
     DRAFTED = "drafted"  # drafted and accepted
-    RECOVERED = "recovered"  # drawn where all guesses were rejected
-    BONUS = "bonus"  # drawn behind a draft that was accepted to its end
+    RECOVERED = "recovered"  # drawn where all draft tokens were rejected
+    BONUS = "bonus"  # drawn after a draft that was accepted to its end
 
     def __repr__(self) -> str:
-        return self.value  # results hold one for each token
+        return self.value  # short, since results print one for each token
 
 
 class Accepted(NamedTuple):
-    """One sequence's run: the nodes of its tree that are final (root first), and the tokens that it emits.
+    """One sequence's accepted run: the nodes of its tree that are final (root first), and the tokens that it emits.
 
-    `ranked` are the log-probabilities of all nodes' tokens, where the verdict has brought them along.
+    `ranked` are the log-probabilities of all nodes' tokens, if the verdict contains them.
     """
 
     tree: HostTree
@@ -46,30 +46,30 @@ class Accepted(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many guesses were accepted."""
+        """Number of accepted draft tokens."""
         return len(self.nodes) - 1
 
     @property
     def num_drafted(self) -> int:
-        """All guesses, those that a grammar has removed before they were read too."""
+        """Number of draft tokens, including those that a grammar removed before the pass."""
         return self.tree.num_guesses + len(self.tree.cut)
 
     @property
     def offered(self) -> int:
-        """At how many depths a guess was judged: one more than were accepted, unless nothing was guessed behind."""
+        """Number of depths at which a draft token was judged: `length`, plus one if the walk ended at a rejection."""
         last = self.nodes[-1]
         return len(self.nodes) - 1 + (last in self.tree.parents or last in [parent for parent, _ in self.tree.cut])
 
     @property
     def origins(self) -> list[Origin]:
-        """Of its tokens: accepted guesses, then the token behind them."""
+        """The origins of its tokens: accepted draft tokens, then the token after them."""
         if self.tree.bare:
             return [Origin.TARGET]
         drawn = Origin.RECOVERED if self.offered > self.length else Origin.BONUS
         return [Origin.DRAFTED] * self.length + [drawn if self.num_drafted else Origin.TARGET]
 
     def outcome(self, seq_id: int, num_emitted: int) -> RowOutcome:
-        """This run, to be counted; forced tokens apart from guesses."""
+        """This run for the statistics; tokens forced by a grammar are counted separately from draft tokens."""
         tree = self.tree
         if tree.bare:
             return RowOutcome(seq_id, 0, 0, 0, num_emitted)
@@ -89,7 +89,7 @@ class Accepted(NamedTuple):
 def accept(
     verdict: Verdict, trees: Sequence[HostTree], drawn: Int[Tensor, "batch nodes"] | None = None
 ) -> list[Accepted]:
-    """Bring the verdict to the host: the round's one synchronisation. `drawn` are guesses that it has not seen yet."""
+    """Copy the verdict to the host: the round's only synchronisation. `drawn` are draft tokens not known to it yet."""
     download = None if verdict.ranked is None else Download(verdict.ranked)
     if verdict.arriving is not None:
         packed = verdict.arriving.values

@@ -1,4 +1,4 @@
-"""Delta: what a round adds to one sequence, as given to the reader of its answer."""
+"""Delta: the new tokens and text of one sequence in a round, as the reader of its answer gets them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of text, where its token came from, and whether that is a special one."""
+    """A piece of text, the origin of its token, and whether that is a special token."""
 
     text: str
     origin: Origin
@@ -25,12 +25,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class DraftDetails:
-    """The guesses of one round, in the order of the tree, and where its tokens and segments stand in the answer.
+    """The draft tokens of one round, in tree order, and where the round's tokens and segments stand in the answer.
 
-    Guess number i is `tokens[i]`; it follows guess number `parents[i]`, or the text so far where that is -1. Accepted
-    ones form a path from the text. `first` is the ordinal of the round's first token in the answer, and `places` has
-    the ordinal of the token behind each segment, which may be of an earlier round where text was held back. They are
-    noted for requests with `draft_details` alone, since deltas are kept until an answer is complete.
+    Draft token i is `tokens[i]`; it follows draft token `parents[i]`, or the text so far if that is -1. Accepted ones
+    form a path from the text. `first` is the index of the round's first token in the answer, and `places` has the index
+    of the token of each segment, which may be of an earlier round if text was held back. Recorded only for requests
+    with `draft_details`, since deltas are kept until an answer is complete.
     """
 
     tokens: tuple[int, ...]
@@ -41,7 +41,7 @@ class DraftDetails:
 
     @classmethod
     def of(cls, run: Accepted, pieces: Seq[Piece], first: int) -> DraftDetails:
-        """What an accepted run tells; nodes of its tree that turned out to hold no guess are left out."""
+        """The details of an accepted run; padding nodes of its tree are left out."""
         tree, kept = run.tree, frozenset(run.nodes)
         nodes = [node for node in range(1, len(tree.tokens)) if tree.tokens[node] >= 0]
         number = {0: -1} | {node: i for i, node in enumerate(nodes)}
@@ -55,10 +55,10 @@ class DraftDetails:
 
 
 class Delta(NamedTuple):
-    """What one round adds to one sample of a request.
+    """The result of one round for one sample of a request.
 
-    Text may lag behind tokens: half a character, or what may be the beginning of a stop string, is held back.
-    `outcome` counts the round's guesses, and `draft` names them where the request asks for it.
+    Text may lag behind tokens: an incomplete character, or text that may start a stop string, is held back. `outcome`
+    counts the round's draft tokens, and `draft` lists them if the request asks for it.
     """
 
     request_id: int
@@ -70,11 +70,11 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    outcome: RowOutcome | None = None  # what became of the guesses
+    outcome: RowOutcome | None = None  # counts of draft tokens
     draft: DraftDetails | None = None
     error: Exception | None = None  # what ended the request, where it failed; it is raised to the reader
 
     @property
     def text(self) -> str:
-        """The text that became certain."""
+        """The new text, final and shown to the user."""
         return "".join(segment.text for segment in self.segments)

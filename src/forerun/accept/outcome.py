@@ -1,7 +1,7 @@
-"""Outcome, Counts and Stats: the results of rounds, counted by depth.
+"""Outcome, Counts and Stats: statistics of rounds, by depth.
 
-This file decides what is counted, and defines the acceptance rate, the acceptance by depth and the tokens per round.
-An engine is counted in Stats and a request in its metrics, both with the same Counts.
+This file defines the acceptance rate, the acceptance by depth and the tokens per round. An engine has Stats and a
+request has metrics, both with the same Counts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import torch
 
 from forerun.device import Captures, DeviceSpan, pins
 
-LEAST_MEASURED = 16  # tokens, below which a gain would mostly tell what the first rounds took
+LEAST_MEASURED = 16  # tokens; with fewer, a gain would mostly reflect the first rounds
 
 
 class RowOutcome(NamedTuple):
-    """One sequence's round: guesses in its tree, guesses on offer along its path, guesses accepted.
+    """One sequence's round: how many tokens were drafted, judged along the path (`offered`), and accepted.
 
-    `offered` is the number of depths at which the walk had a guess to accept: one more than `accepted` where it
-    stopped at a rejection, the same where the path ended. `drafter` is the number of the one of a mix that drafted it,
-    -1 for none; `by_drafter` how many guesses each of them made, and how many of those were accepted. `num_cut` of the
-    guesses were never read, since a grammar forbids them; they count as rejected. `num_forced` tokens in the place of
-    guesses were a grammar's, which leaves no choice, and count as none.
+    `offered` is the number of depths at which a draft token was judged: one more than `accepted` after a rejection,
+    else equal. `drafter` is the index of the drafter of a mix that drafted the row, -1 for none; `by_drafter` maps each
+    to its numbers of drafted and accepted tokens. `num_cut` draft tokens were never read, since a grammar forbids them;
+    they count as rejected. `num_forced` tokens were forced by a grammar; they do not count as drafted.
     """
 
     seq_id: int
@@ -41,18 +40,18 @@ class RowOutcome(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """Tokens of the target's pass: the root, and what was guessed or forced behind it."""
+        """Tokens of the target's pass: the root, and the draft tokens or forced tokens after it."""
         return 1 + self.num_drafted - self.num_cut + self.num_forced
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One round: its sequences, and where its time went.
+    """One round: its rows, and its times in seconds.
 
-    `draft_pass_s`, part of `draft_s`, is in drafters' passes; `drafter_s`, part of it too, in each member of a mix.
-    `verdict_s` is what verifying and accepting took. `plain_s` is what the round would have taken without drafts, None
-    where that is not known or prompts were read beside. `num_queried` tokens of prompts were looked up in the cache,
-    and `num_hits` of them were known and not read. `captured`: a graph was, once, so its times are not those of others.
+    `draft_pass_s`, part of `draft_s`, is the time of the drafters' passes; `drafter_s` that of each member of a mix.
+    `verdict_s` is the time of verification and acceptance. `plain_s` is the estimated time of the round without
+    drafting, None if unknown or if prompts were read too. `num_queried` prompt tokens were looked up in the prefix
+    cache, and `num_hits` found. `captured`: a CUDA graph was captured, so the times are not typical.
     """
 
     rows: Sequence[RowOutcome]
@@ -69,7 +68,7 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the target's pass, without those of prompts."""
+        """Tokens of the target's pass, prompt chunks excluded."""
         return sum(row.num_read for row in self.rows)
 
     @property
@@ -79,10 +78,9 @@ class Outcome:
 
 
 class RoundClock:
-    """Where the time of a round goes: begun with it, marked when its draft and when its pass are on their way.
+    """Measures the parts of a round: started with it, marked when the draft and when the pass have been launched.
 
-    A GPU does its work after the calls, so its marks are events, but on MPS. `times` waits for them; a round may draw
-    nothing.
+    On CUDA the marks are events, since a GPU works asynchronously. `times` waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +92,7 @@ class RoundClock:
         self.mark()
 
     def mark(self, ahead: DeviceSpan | None = None) -> None:
-        """All that the round has asked for so far is on its way; the pass, or it was `ahead` of the round."""
+        """Mark that all work of the round so far was launched; `ahead` is the span of a pass launched earlier."""
         self.ahead = ahead
         self.called_s.append(time.perf_counter())
         if pins(self.device):
@@ -103,9 +101,9 @@ class RoundClock:
             self.events.append(event)
 
     def times(self, draft_pass_s: float) -> tuple[float, float, float, float]:
-        """Seconds of drafting, of drafters' passes in it, of the target's pass, and of the verdict until now.
+        """Seconds of drafting, of the drafters' passes within it, of the target's pass, and of the verdict until now.
 
-        `draft_pass_s` is what the calls of drafters' passes took.
+        `draft_pass_s` is the time that the calls of the drafters' passes took.
         """
         draft_s, pass_s = (later - each for each, later in pairwise(self.called_s))
         if self.events:
@@ -119,15 +117,15 @@ class RoundClock:
 
     @property
     def captured(self) -> bool:
-        """Whether a graph was captured since it began."""
+        """Whether a CUDA graph was captured during the round."""
         return Captures.num > self.num_captures
 
 
 @dataclass(slots=True)
 class DrafterStats:
-    """Counters of one drafter of a mix: rounds in which it drafted a sequence, and guesses that it made.
+    """Counters of one drafter of a mix: rounds in which it drafted a sequence, and its draft tokens.
 
-    Guesses of a merged tree are those of the members that made them first; the drafter that merges makes none.
+    Draft tokens of a merged tree count for the member that proposed them first; MERGED has rounds only.
     """
 
     num_rounds: int = 0
@@ -137,35 +135,35 @@ class DrafterStats:
 
 @dataclass(slots=True)
 class LiveGain:
-    """The time that rounds took, and the time that plain decoding would have taken for their tokens, by measurement."""
+    """The measured time of rounds, and the estimated time of plain decoding for the same tokens."""
 
     round_s: float = 0.0
     plain_s: float = 0.0
     num_tokens: int = 0
 
     def add(self, round_s: float, plain_s: float, num_tokens: int) -> None:
-        """Add a round that gave so many tokens."""
+        """Add a round that emitted `num_tokens` tokens."""
         self.round_s += round_s
         self.plain_s += plain_s
         self.num_tokens += num_tokens
 
     def join(self, other: LiveGain) -> None:
-        """Add the rounds of another one."""
+        """Add the rounds of another LiveGain."""
         self.add(other.round_s, other.plain_s, other.num_tokens)
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast it was as plain decoding would have been; None where too little was measured."""
+        """The speed-up over plain decoding; None if too little was measured."""
         known = self.round_s and self.plain_s and self.num_tokens >= LEAST_MEASURED
         return self.plain_s / self.round_s if known else None
 
 
 @dataclass(slots=True)
 class Counts:
-    """What became of guesses, over rounds. Only rounds in which a sequence drew tokens count, once per sequence.
+    """Draft tokens and accepted tokens over rounds. Each sequence that sampled tokens counts once per round.
 
-    `pace` is of the rounds that read no prompts beside, where it is known what plain ones would take. `num_forced`
-    tokens were those of grammars that left no choice: they were no guesses.
+    `pace` covers the rounds without prompts for which the time of plain decoding is known. `num_forced` tokens were
+    forced by a grammar and do not count as drafted.
     """
 
     num_rounds: int = 0
@@ -195,7 +193,7 @@ class Counts:
             self.count_drafters(row)
 
     def count_drafters(self, row: RowOutcome) -> None:
-        """Add what the drafters of a mix did for one sequence."""
+        """Add a row's counts to the drafters of a mix."""
         self.drafters.setdefault(row.drafter, DrafterStats()).num_rounds += 1
         for drafter, (num_drafted, num_accepted) in row.by_drafter.items():
             stats = self.drafters.setdefault(drafter, DrafterStats())
@@ -204,7 +202,7 @@ class Counts:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as plain decoding, by measured rounds; None where too little was measured."""
+        """The measured speed-up over plain decoding; None if too little was measured."""
         return self.pace.gain
 
     @property
@@ -214,12 +212,12 @@ class Counts:
 
     @property
     def acceptance_at_depth(self) -> tuple[float, ...]:
-        """P(depth j accepted | depth j - 1 accepted, and a guess on offer), from depth 1."""
+        """P(depth j accepted | depth j - 1 accepted, and a draft token there), from depth 1."""
         return tuple(a / o for a, o in zip(self.accepted_at_depth, self.offered_at_depth, strict=True))
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Accepted + 1, on average over sequences and rounds, as verified: before a stop cuts the run.
+        """Accepted + 1, averaged over sequences and rounds, as verified: before a stop cuts the run.
 
         Forced tokens count too.
         """
@@ -231,7 +229,7 @@ class Counts:
 class Stats(Counts):
     """Counters of an engine since its start; a round that only reads prompts does not count as a round.
 
-    `num_prompt_tokens` were read, `num_prefix_queries` looked up in the cache, where `num_prefix_hits` were known.
+    `num_prompt_tokens` were read, `num_prefix_queries` looked up in the prefix cache, `num_prefix_hits` found there.
     """
 
     num_passes: int = 0
@@ -244,7 +242,7 @@ class Stats(Counts):
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """Tokens of prompts that were known over those looked up; None where none were."""
+        """Prompt tokens found in the prefix cache over those looked up; None if none were."""
         return self.num_prefix_hits / self.num_prefix_queries if self.num_prefix_queries else None
 
     def record(self, outcome: Outcome) -> None:

@@ -1,7 +1,7 @@
 """Where a sequence ends: end-of-sequence ids, stop ids, stop strings and limits, inside a run of accepted tokens.
 
 This file decides how many tokens of a run belong to the output and how much text may be shown. A run of several tokens
-ends exactly where it would end if the same tokens came one at a time.
+ends exactly where it would if the same tokens came one at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ StopReason = Literal["stop", "length"]
 
 
 class Stop(NamedTuple):
-    """What became of a run.
+    """The result of checking a run.
 
-    Its first `num_kept` tokens belong to the output, the one that ends it included. `pieces` is the text that is
-    now certain to be shown. `stop_reason` is the id or the string behind a "stop".
+    Its first `num_kept` tokens belong to the output, including the one that ends it. `pieces` is the text that can now
+    be shown. `stop_reason` is the id or the string that caused a "stop".
     """
 
     num_kept: int
@@ -46,18 +46,17 @@ class _Match:
 
 
 class StopChecker:
-    """One sequence's stop state: its decoder, the text held back, and the count of its output tokens.
+    """One sequence's stop state: its detokenizer, the text held back, and the number of output tokens.
 
     A sequence ends at its first token after which (in this order) the text contains a stop string, the token is an
-    end-of-sequence or stop id, the text completes its grammar, or the limit is reached. Ids and strings count only
-    from the token with ordinal `min_tokens` on, which for a string is the token that completes it. Of several stop
-    strings the one completed first wins, the longer where two end together: that depends on the text alone, not on
-    where tokens begin.
+    end-of-sequence or stop id, the text completes its grammar, or the limit is reached. Ids and strings count only from
+    the token with index `min_tokens` on, which for a string is the token that completes it. Of several stop strings the
+    one completed first wins, the longer if two end together: that depends on the text alone, not on token boundaries.
 
-    The text of a special end token is not shown. Text that may begin a stop string is held back until that is
-    decided. `limit` is the room that the context leaves, in tokens; `prompt` is what the text goes on from; `shown`
-    are special tokens whose text is shown even where `params` hide them. Without a tokenizer there are no pieces, and
-    stop strings raise InvalidRequest.
+    The text of a special end token is not shown. Text that may start a stop string is held back until that is decided.
+    `limit` is the number of tokens that the context leaves; `prompt` is the text before the output; `shown` are special
+    tokens whose text is shown even if `params` hide them. Without a tokenizer there are no pieces, and stop strings
+    raise InvalidRequest.
     """
 
     def __init__(
@@ -96,9 +95,9 @@ class StopChecker:
         return self._end_ids
 
     def push(self, tokens: Sequence[int], completed_by: int | None = None) -> Stop:
-        """Takes the next tokens of the sequence, up to the one that ends it. After that there is no next.
+        """Check the next tokens of the sequence, up to the one that ends it; not to be called after that.
 
-        `completed_by` is how many of them complete the text's grammar, so that nothing may follow.
+        `completed_by` is the number of them after which the grammar is complete.
         """
         assert not self._finished, "tokens were pushed to a sequence that has ended"
         pieces: list[Piece] = []
@@ -110,7 +109,7 @@ class StopChecker:
         return Stop(len(tokens), tuple(pieces))
 
     def anew(self, tokens: Sequence[int]) -> StopChecker:
-        """A checker of the same sequence that has seen these tokens, none of which ended it, and nothing else."""
+        """A new checker of the same sequence that has seen these tokens, none of which ended it."""
         fresh = copy(self)
         fresh._decoder = self._decoding() if self._decoding else None
         fresh._held, fresh._num_tokens, fresh._finished = [], 0, False
@@ -119,7 +118,7 @@ class StopChecker:
         return fresh
 
     def _take(self, token: int, pieces: list[Piece], complete: bool) -> Stop:
-        """One token: appends what can be shown to `pieces` and says whether the sequence ends here."""
+        """Check one token: append the text that can be shown to `pieces`, and return whether the sequence ends."""
         ends = token in self._end_ids and self._num_tokens >= self._min_tokens
         self._num_tokens += 1
         match = None if ends and token in self._silent_ids else self._read(token)
@@ -137,7 +136,7 @@ class StopChecker:
         return GOES_ON
 
     def _read(self, token: int) -> _Match | None:
-        """Decodes a token into the held text; the stop string that this completes, if any."""
+        """Decode a token into the held text; returns the stop string that it completes, if any."""
         if self._decoder is None:
             return None
         self._held += self._decoder.feed(token)
@@ -166,7 +165,7 @@ class StopChecker:
         return _split(pieces, length + (match.end if self._include_stop else match.start))[0]
 
     def _release(self) -> list[Piece]:
-        """Takes out of the held text what cannot begin a stop string any more."""
+        """Remove from the held text, and return, what can no longer start a stop string."""
         if not self._stops:
             shown, self._held = self._held, []
             return shown
@@ -175,7 +174,7 @@ class StopChecker:
         return shown
 
     def _num_hopeful(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):

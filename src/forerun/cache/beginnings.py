@@ -1,7 +1,7 @@
-"""Beginnings: the row of a new text is begun from what a cache holds of a text that begins alike.
+"""Shared prefixes: starts the row of a new text with a copy of a cached prefix.
 
-This module decides which of the two sources gives most: kept blocks (`prefix.py`), of which there are whole ones, or
-the row of a text that is there now, token by token. Both the target's cache and those of drafters are begun so.
+This module decides which source is longer: cached blocks (`prefix.py`), in whole blocks, or the row of another running
+text, token by token. It serves the target's cache and those of drafters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LiveText:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How many tokens of a text can be copied; from kept blocks, or from the row of the sequence `source`."""
+    """A prefix that can be copied: its length, and the sequence `source` whose row has it (None: cached blocks)."""
 
     num_tokens: int = 0
     source: int | None = None
@@ -34,9 +34,9 @@ class Beginning:
 def longest_beginning(
     cache: PagedCache, tokens: Sequence[int], salt: Hashable, others: Iterable[LiveText]
 ) -> Beginning:
-    """The most of `tokens` that the cache holds under this salt; None as a salt stands for texts that are not shared.
+    """The longest prefix of `tokens` that the cache holds under this salt; a salt of None means not shared.
 
-    Nothing below LEAST_SHARED tokens is found.
+    Prefixes below LEAST_SHARED tokens are not used.
     """
     if salt is None or len(tokens) < LEAST_SHARED:
         return Beginning()
@@ -50,7 +50,7 @@ def longest_beginning(
 
 
 def begin_row(cache: PagedCache, text: LiveText, beginning: Beginning) -> int:
-    """Give a new text a row that starts with its beginning, as far as there is room; how many tokens it starts with."""
+    """Start a text's row with its cached prefix, as far as there are free blocks; returns the number of tokens."""
     most = beginning.num_tokens
     if not most or not cache.can_reserve([text.seq_id], [most]):
         return 0
@@ -61,7 +61,7 @@ def begin_row(cache: PagedCache, text: LiveText, beginning: Beginning) -> int:
 
 
 def num_shared(left: Sequence[int], right: Sequence[int], most: int) -> int:
-    """How many of the first `most` tokens are the same in both; compared in slices, which is fast for long lists."""
+    """Length of the common prefix, at most `most`; compared in slices, which is fast for long lists."""
     most = min(most, len(left), len(right))
     same, step = 0, most
     while step > 0 and same < most:

@@ -1,9 +1,9 @@
-"""Blocks: which part of the cache belongs to which row. Accounting only: no tensors, no tokens.
+"""Blocks: which blocks of the cache belong to which row. Accounting only: no tensors, no tokens.
 
-This module decides where a row's blocks lie. They are one contiguous run, so that attention reads a row as a view and
-never gathers it. The price is that a run may have to move when it grows; the moves are handed back as an ordered list
-for whoever holds the tensors. Runs are placed with room behind them, and when only fragments are left all runs are
-respaced at once, each with an equal share of what is free, so that the next respacing is far away.
+A row's blocks are one contiguous run, so that attention reads a row as a view and needs no block table. The price is
+that a run may have to move when it grows; the moves are returned as an ordered list for the owner of the tensors. Runs
+are placed with free blocks behind them, and when only fragments are left all runs are respaced at once, each with an
+equal share of the free blocks, so that this happens rarely.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class OutOfBlocks(Exception):
-    """Not a user's mistake but a signal: more blocks were asked for than are free. Nothing has changed."""
+    """More blocks were requested than are free. A signal, not a user's mistake; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Move:
 
 
 class Blocks:
-    """`num_blocks` blocks of `block_size` slots, handed out to rows as contiguous runs. Deterministic.
+    """`num_blocks` blocks of `block_size` slots, assigned to rows as contiguous runs. Deterministic.
 
-    A row is any integer; one without blocks is unknown here.
+    A row is any integer; a row without blocks is unknown here.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -64,14 +64,14 @@ class Blocks:
         return row in self.runs
 
     def run(self, row: int) -> BlockRange:
-        """Where a row's blocks lie; a row without blocks has the empty run at 0."""
+        """The blocks of a row; a row without blocks has the empty run at 0."""
         return self.runs.get(row, EMPTY)
 
     def grow(self, wanted: Mapping[int, int]) -> list[Move]:
-        """Give each row of `wanted` at least that many blocks; rows not yet known are placed.
+        """Give each row of `wanted` at least that many blocks; unknown rows are placed.
 
-        Returns the moves to carry out, in order, before anything is written. Succeeds whenever enough blocks are
-        free in all, however scattered; else raises OutOfBlocks and changes nothing.
+        Returns the moves to carry out, in order, before anything is written. Succeeds whenever enough blocks are free,
+        however scattered; otherwise raises OutOfBlocks and changes nothing.
         """
         self._count_free()
         grown = {row: count for row, count in wanted.items() if count > self.run(row).count}
@@ -95,11 +95,11 @@ class Blocks:
         return moves
 
     def _count_free(self) -> None:
-        """Count the blocks of no row anew, so that one that an interrupt left uncounted is found again."""
+        """Recount the blocks of no row, so that one left uncounted by an interrupt is found again."""
         self.num_free = self.num_blocks - sum(run.count for run in self.runs.values())
 
     def gaps(self) -> list[BlockRange]:
-        """The free blocks, as runs between those of rows, in order."""
+        """The runs of free blocks between those of rows, in order."""
         gaps, end = [], 0
         for run in sorted(self.runs.values(), key=lambda run: run.start):
             if run.start > end:
@@ -108,7 +108,7 @@ class Blocks:
         return [*gaps, BlockRange(end, self.num_blocks - end)] if end < self.num_blocks else gaps
 
     def shrink(self, row: int, count: int) -> None:
-        """Keep the first `count` blocks of a row and free the rest; with 0 the row is unknown again."""
+        """Keep the first `count` blocks of a row and free the rest; with 0 the row becomes unknown."""
         run = self.run(row)
         assert 0 <= count <= run.count, f"row {row} has {run.count} blocks, not {count} to keep"
         if count:
@@ -118,11 +118,11 @@ class Blocks:
         self._count_free()
 
     def free(self, row: int) -> None:
-        """Free all blocks of a row; one without blocks has none to free."""
+        """Free all blocks of a row, if it has any."""
         self.shrink(row, 0)
 
     def clear(self) -> None:
-        """Free all blocks of all rows, whatever state the accounts are in."""
+        """Free all blocks of all rows, whatever the state of the accounts."""
         self.runs.clear()
         self._count_free()
 
@@ -149,9 +149,9 @@ class Blocks:
         return True
 
     def _room(self, row: int, count: int) -> int | None:
-        """Where `count` blocks for a row would lie best: in the largest gap, its own run counted as free.
+        """The best place for `count` blocks of a row: in the largest gap, its own run counted as free.
 
-        The run to the left of the gap will grow too, so half of what is left over stays with it.
+        The run to the left of the gap will grow too, so half of the rest stays free for it.
         """
         best, best_size = None, count - 1
         end = 0
@@ -170,10 +170,10 @@ class Blocks:
         return [Move(old.start, run.start, old.count)] if old.count and old.start != run.start else []
 
     def _respace(self, grown: Mapping[int, int]) -> list[Move]:
-        """Lay out all runs anew in their order, new rows last, with what is free shared out evenly behind them.
+        """Lay out all runs anew in their order, new rows last, with the free blocks shared evenly behind them.
 
-        Runs that go left are moved first, leftmost first; then those that go right, rightmost first. As the order
-        of runs stays, no move then overwrites what a later one reads.
+        Runs that go left are moved first, leftmost first; then those that go right, rightmost first. As the order of
+        runs does not change, no move then overwrites what a later one reads.
         """
         new = [row for row in grown if row not in self.runs]
         rows = [*sorted(self.runs, key=lambda row: self.runs[row].start), *new]

@@ -1,8 +1,8 @@
-"""PagedCache: the keys and values of one model, for many sequences of different lengths.
+"""PagedCache: the KV cache of one model, for many sequences of different lengths.
 
-This module decides which tokens of a row are committed: those up to `length` are, those behind it are guesses (the
-*tail*). Only `keep` changes `length`. A rejected guess needs no rollback: it is a tail that was not kept. `blocks.py`
-decides where rows lie, `prefix.py` what stays of rows that are gone, and the runner how guesses form trees.
+Tokens of a row up to `length` are committed; those behind it are draft tokens (the *tail*). Only `keep` changes
+`length`. A rejected draft token needs no rollback: it is a tail that was not kept. `blocks.py` decides where rows lie,
+`prefix.py` which blocks of removed rows stay cached, and the runner how draft tokens form trees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.device import upload
 
 @dataclass(slots=True)
 class Row:
-    """One sequence: its committed tokens, its reserved tail behind them, the tokens its blocks can hold."""
+    """One sequence: its committed tokens, its reserved tail behind them, and the capacity of its blocks in tokens."""
 
     length: int = 0
     tail: int = 0
@@ -34,24 +34,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """Slots that are left: per row in the blocks it holds, and free blocks of `block_size` that any row may take."""
+    """Free slots: per row in its last block, and free blocks of `block_size` slots for any row."""
 
     own: Mapping[int, int]
     num_blocks: int
     block_size: int
 
     def blocks_for(self, seq_id: int, num_tokens: int) -> int:
-        """Free blocks that a row needs for `num_tokens` more."""
+        """Number of free blocks that a row needs for `num_tokens` more."""
         return -(-max(0, num_tokens - self.own[seq_id]) // self.block_size)
 
 
 class PagedCache:
-    """Keys and values by slot; a sequence's token t lies in slot `start(seq_id) + t`, in every layer.
+    """Keys and values by slot; a sequence's token t is in slot `start(seq_id) + t`, in every layer.
 
-    All memory is taken at construction and is zeroed, since masked padding must be finite; on CPUs the system hands
-    out a page of it when it is first written, so a large plan costs nothing until it is used. A view of a row that is
-    rounded up to a multiple of `key_pad` slots stays inside the tensors. Slots that were used before hold stale but
-    finite numbers.
+    All memory is allocated at construction and zeroed, since masked padding must be finite; on CPUs the system provides
+    a page when it is first written, so a large plan costs nothing until it is used. A view of a row that is rounded up
+    to a multiple of `key_pad` slots stays inside the tensors. Slots that were used before hold stale but finite
+    numbers.
     """
 
     keys: Float[Tensor, "layers kv_heads slots head_dim"]
@@ -78,12 +78,12 @@ class PagedCache:
 
     @staticmethod
     def bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """What one slot costs: a key and a value in every layer."""
+        """Size of one slot: a key and a value in every layer."""
         return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens in free blocks. Rows may have more room in their last blocks."""
+        """Slots in free blocks. Rows may have more free slots in their last blocks."""
         return self.blocks.num_free * self.blocks.block_size
 
     @property
@@ -99,19 +99,19 @@ class PagedCache:
         return self.blocks.runs.get(seq_id, EMPTY).start * self.blocks.block_size
 
     def length(self, seq_id: int) -> int:
-        """Committed tokens of a row."""
+        """Number of committed tokens of a row."""
         return self._row(seq_id).length
 
     def tail(self, seq_id: int) -> int:
-        """Tokens reserved behind the committed ones; 0 for an unknown sequence."""
+        """Number of tokens reserved behind the committed ones; 0 for an unknown sequence."""
         row = self._rows.get(seq_id)
         return 0 if row is None else row.tail
 
     def reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
-        """Make room for `counts[i]` more tokens behind the tail of each row; unknown ids become new, empty rows.
+        """Reserve slots for `counts[i]` more tokens behind the tail of each row; unknown ids become new, empty rows.
 
-        Any row may have been moved, committed tokens and tail alike, so ask `start` afterwards. OutOfBlocks changes
-        nothing, for none of the rows.
+        Any row may be moved, committed tokens and tail alike, so call `start` afterwards. After OutOfBlocks nothing has
+        changed, for any row.
         """
         num_blocks_of = self._wanted(seq_ids, counts)
         if num_blocks_of:
@@ -125,11 +125,11 @@ class PagedCache:
             self._rows[seq_id].room = num_blocks * self.blocks.block_size
 
     def can_reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> bool:
-        """Whether `reserve` would find room."""
+        """Whether `reserve` would find enough blocks."""
         return self._taken(self._wanted(seq_ids, counts)) <= self.blocks.num_free
 
     def spare(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Spare:
-        """What `reserve` of the same would leave over; `num_blocks` is negative where it would not find room."""
+        """The free slots after such a `reserve`; `num_blocks` is negative if it would fail."""
         num_blocks_of, size = self._wanted(seq_ids, counts), self.blocks.block_size
         slots = {}
         for seq_id, count in zip(seq_ids, counts, strict=True):
@@ -159,24 +159,24 @@ class PagedCache:
             self.gather_slots(sources, targets)
 
     def cut(self, seq_ids: Sequence[int], tails: Sequence[int]) -> None:
-        """Forget all but the first `tails[i]` tokens of each row's tail."""
+        """Drop all but the first `tails[i]` tokens of each row's tail."""
         for seq_id, tail in zip(seq_ids, tails, strict=True):
             row = self._row(seq_id)
             assert 0 <= tail <= row.tail, f"sequence {seq_id} has a tail of {row.tail}, not {tail} to keep"
             self._settle(seq_id, row.length, tail)
 
     def truncate(self, seq_ids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget each row's tail and its tokens from `lengths[i]` on."""
+        """Drop each row's tail and its tokens from `lengths[i]` on."""
         for seq_id, length in zip(seq_ids, lengths, strict=True):
             current = self._row(seq_id).length
             assert 0 <= length <= current, f"sequence {seq_id} has {current} tokens, not {length} to keep"
             self._settle(seq_id, length)
 
     def adopt(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> int:
-        """Begin a row with the kept blocks of a text's beginning; returns how many tokens these are.
+        """Start a row with cached blocks of a text's prefix; returns the number of tokens.
 
-        `tokens` are those wanted. The row is as `reserve` and `keep` would have left it; without any there is no row.
-        Raises OutOfBlocks where that many tokens have no room.
+        `tokens` is the wanted prefix. The row is as `reserve` and `keep` would have left it; if nothing is found there
+        is no row. Raises OutOfBlocks if there are not enough free blocks.
         """
         assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
         chain, size = self.kept.find(tokens, salt), self.blocks.block_size
@@ -194,7 +194,7 @@ class PagedCache:
 
     @torch.inference_mode()
     def fork(self, seq_id: int, source_id: int, num_tokens: int) -> None:
-        """Begin a row with the first committed tokens of another. Raises OutOfBlocks where they have no room."""
+        """Start a row with a copy of another's first committed tokens. Raises OutOfBlocks if blocks are missing."""
         assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
         assert num_tokens <= self._row(source_id).length, f"sequence {source_id} has fewer tokens than {num_tokens}"
         self.reserve([seq_id], [num_tokens])
@@ -202,9 +202,9 @@ class PagedCache:
         self._settle(seq_id, num_tokens)
 
     def retire(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> None:
-        """Forget a row but keep its full blocks for texts that begin as its own, `tokens`, and have the same salt.
+        """Remove a row but keep its full blocks in the prefix cache, for texts with the same prefix and salt.
 
-        An id without a row has nothing to keep.
+        An id without a row is ignored.
         """
         if (row := self._rows.get(seq_id)) is None:
             return
@@ -214,15 +214,15 @@ class PagedCache:
         self.kept.add(text, salt, first)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget these rows altogether; ids without a row are nothing to forget."""
+        """Remove these rows; ids without a row are ignored."""
         for seq_id in seq_ids:
             self.blocks.free(seq_id)  # also where an interrupt came between a row's blocks and the row
             self._rows.pop(seq_id, None)
 
     def clear(self) -> None:
-        """Forget all rows and all that is kept, whatever state the accounts are in, and zero what rows held.
+        """Remove all rows and cached blocks, whatever the state of the accounts, and zero the rows' memory.
 
-        What they held may be NaN, which even masked padding must not be.
+        It may hold NaN, which even masked padding must not.
         """
         self.wipe(self._rows)
         size = self.blocks.block_size
@@ -234,14 +234,14 @@ class PagedCache:
 
     @torch.inference_mode()
     def wipe(self, seq_ids: Iterable[int]) -> None:
-        """Zero the keys and values of these rows, guesses and all; ids without a row have none."""
+        """Zero the keys and values of these rows, draft tokens included; ids without a row are ignored."""
         size = self.blocks.block_size
         for seq_id in seq_ids:
             run = self.blocks.run(seq_id)
             self.zero_slots(run.start * size, run.end * size)
 
     def check(self) -> None:
-        """Assert that rows and blocks agree, and that blocks agree with themselves."""
+        """Assert that rows and blocks are consistent."""
         self.blocks.check()
         self.kept.check()
         size = self.blocks.block_size
@@ -275,7 +275,7 @@ class PagedCache:
         return sum(n - self.blocks.run(seq_id).count for seq_id, n in num_blocks_of.items())
 
     def _settle(self, seq_id: int, length: int, tail: int = 0) -> None:
-        """A row has `length` committed tokens and so long a tail; blocks behind them are freed."""
+        """Set a row to `length` committed tokens and such a tail; unused blocks are freed."""
         row, size = self._rows[seq_id], self.blocks.block_size
         row.length, row.tail = length, tail
         if row.room - length - tail >= size:
@@ -292,12 +292,12 @@ class PagedCache:
                 self.copy_slots(piece.source * size, piece.target * size, piece.count * size)
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
-        """Copy so many slots to others; the two do not overlap."""
+        """Copy `count` slots from `source` to `target`; they do not overlap."""
         for tensor in (self.keys, self.values):
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
     def zero_slots(self, first: int, end: int) -> None:
-        """Set keys and values of the slots from `first` to before `end` to zero."""
+        """Zero keys and values of the slots from `first` to before `end`."""
         for tensor in (self.keys, self.values):
             tensor[:, :, first:end] = 0
 
@@ -313,7 +313,7 @@ __all__ = ["OutOfBlocks", "PagedCache", "Spare"]
 
 
 def joined(moves: Sequence[Move]) -> list[Move]:
-    """These moves, as few as possible: one that goes on where the last one ended is joined to it."""
+    """These moves with adjacent ones merged."""
     fewer: list[Move] = []
     for move in moves:
         last = fewer[-1] if fewer else Move(-1, -1, 0)
@@ -323,7 +323,7 @@ def joined(moves: Sequence[Move]) -> list[Move]:
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros that starts on a page; on CPUs of pages that the system zeroes when they are first written."""
+    """A page-aligned tensor of zeros; on CPUs its pages are zeroed by the system when they are first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = fresh_pages(math.prod(shape) * dtype.itemsize)
@@ -331,10 +331,10 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def fresh_pages(num_bytes: int) -> mmap.mmap:
-    """Memory of the system's small pages, not zeroed before they are written. Raises MemoryError where it gives none.
+    """Small pages of memory, zeroed by the system when first written. Raises MemoryError if there are none.
 
     A row writes to every layer and head, each of them megabytes from the next. In huge pages (2 MiB) the first tokens
-    of a row would have the system zero hundreds of megabytes within one pass, which took 0.9 s.
+    of a row would make the system zero hundreds of megabytes within one pass, which took 0.9 s.
     """
     if os.name != "posix":
         return mmap.mmap(-1, num_bytes)

@@ -1,10 +1,10 @@
-"""The memory plan: how long texts may be, and how many tokens the caches of the target and its drafters hold.
+"""The memory plan: the context length, and the KV cache sizes of the target and its drafters.
 
 Memory is assigned in this order. First comes the cache for one sequence of the target: without it the plan is refused.
-Then every drafter gets a cache for that sequence; where the user set no context length, a long context is shortened
-until there is room for it. After that all caches grow together, token for token, since a sequence is drafted only as
-far as both models hold it. So where memory is short a drafter reduces the number of sequences, and the plan says by how
-many. The plan is a pure function of numbers of bytes and tokens; no model is loaded for it.
+Then every drafter gets a cache for that sequence; if the user set no context length, a long context is shortened until
+it fits. After that all caches grow together, token for token, since a sequence is drafted only as far as both models
+hold it. So if memory is short a drafter reduces the number of sequences, and the plan says by how many. The plan is a
+pure function of numbers of bytes and tokens; no model is loaded for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ USUAL_LEN = 4096  # a context that the user did not set is not cut below this fo
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What one model takes: its weights, a token in its cache, a position in its tables of rotations, and what passes
-    take while they are computed, where that is counted.
+    """Memory of one model: weights, a token in its KV cache, a position of its rotary tables, and activations of its
+    passes (if counted).
 
-    A drafter that reads the text in tokens of its own needs `stretch` positions for each position of the target.
+    A drafter with another tokenizer needs `stretch` positions for each position of the target.
     """
 
     weights_bytes: int
@@ -36,23 +36,22 @@ class ModelMemory:
     scratch_bytes: int = 0
 
     def positions(self, max_model_len: int) -> int:
-        """How many positions it is loaded with, for texts of that length."""
+        """Number of positions it is loaded with, for texts of that length."""
         return min(self.max_positions, self.stretch * max_model_len)
 
     def loaded_bytes(self, max_model_len: int) -> int:
-        """What it takes once loaded for texts of that length, its cache and passes aside."""
+        """Memory once loaded for texts of that length, without KV cache and passes."""
         return self.weights_bytes + self.positions(max_model_len) * self.bytes_per_position
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where the memory goes. Tokens are whole blocks; every cache holds `key_pad` further slots that are never full.
+    """The memory plan. Tokens are whole blocks; every cache holds `key_pad` further slots that are never full.
 
-    `num_sequences_plain` sequences of `max_model_len` tokens fit into the target's cache. So many of them as
-    `num_sequences_speculative` can at the same time have guesses in flight and a full row in every drafter's cache;
-    the others are decoded all the same. `remembered_bytes` is how much each thing that a drafter remembers may grow to.
-    `scratch_bytes` is for passes and verdicts, where they are counted: on GPUs. `alone` is the plan without the
-    drafters' caches, where that gives the target more.
+    `num_sequences_plain` sequences of `max_model_len` tokens fit into the target's cache. `num_sequences_speculative`
+    of them can be drafted at the same time, with draft tokens and a full row in every drafter's cache; the others are
+    decoded plainly. `remembered_bytes` is the limit of each store of a drafter. `scratch_bytes` is for passes and
+    verdicts, if counted: on GPUs. `alone` is the plan without the drafters' caches, if that gives the target more.
     """
 
     budget_bytes: int
@@ -71,12 +70,12 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the target's cache."""
+        """Memory of the target's KV cache."""
         return (self.cache_tokens + self.key_pad) * self.target_bytes_per_token
 
     @property
     def drafter_cache_bytes(self) -> Mapping[str, int]:
-        """Memory of each drafter's cache; a cache without tokens is not built."""
+        """Memory of each drafter's KV cache; a cache without tokens is not built."""
         tokens = self.drafter_cache_tokens
         return {
             name: (tokens[name] + self.key_pad) * each if tokens[name] else 0
@@ -85,17 +84,17 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        """All that is planned: weights, passes, caches, and what may be remembered."""
+        """All planned memory: weights, passes, caches, and drafters' stores."""
         caches = self.cache_bytes + sum(self.drafter_cache_bytes.values())
         return self.weights_bytes + self.scratch_bytes + caches + sum(self.remembered_bytes.values())
 
     @property
     def silent_drafters(self) -> list[str]:
-        """The drafters that can never draft, as there is no memory for their caches."""
+        """The drafters that can never draft, because their caches got no memory."""
         return [name for name, tokens in self.drafter_cache_tokens.items() if tokens == 0]
 
     def lines(self) -> list[str]:
-        """The plan for a reader: the budget, one line per cache, the sequences that fit, what drafting costs them."""
+        """The plan as text: the budget, one line per cache, the number of sequences, and the cost of drafting."""
         lines = [
             f"memory: {size(self.num_bytes)} of {size(self.budget_bytes)}, weights {size(self.weights_bytes)}"
             + (f", passes {size(self.scratch_bytes)}" if self.scratch_bytes else ""),
@@ -122,11 +121,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """What the budget is shared out among: weights, caches, and what drafters remember.
+    """The parts that share the budget: weights, KV caches, and drafters' stores.
 
-    `drafters` are the models that draft, by the names of their caches; drafters that are no models have no entry.
-    `tail_tokens` are the slots that a sequence's guesses take beyond the context length. `remembered_bytes` is what
-    drafters would like to remember at most, by name.
+    `drafters` are the draft models, by the names of their caches; drafters without a model have no entry. `tail_tokens`
+    are the slots of a sequence's draft tokens beyond the context length. `remembered_bytes` is the size that drafters'
+    stores would like, by name.
     """
 
     target: ModelMemory
@@ -140,9 +139,9 @@ class MemoryShares:
     key_pad: int = 512
 
     def plan(self, max_model_len: int | None = None) -> MemoryPlan:
-        """The plan for texts of this length; where None, for the longest that `context` allows.
+        """The plan for texts of this length; if None, for the longest that `context` allows.
 
-        Raises NotEnoughMemory where not one sequence fits.
+        Raises NotEnoughMemory if not even one sequence fits.
         """
         length = self.context() if max_model_len is None else max_model_len
         if not self.serves(length):
@@ -154,7 +153,7 @@ class MemoryShares:
         return replace(plan, alone=alone if more else None)
 
     def context(self) -> int:
-        """The longest context, by halves, at which a sequence fits with its drafts; if that is below USUAL_LEN, alone.
+        """The longest context, by halves, with which a drafted sequence fits; if below USUAL_LEN, an undrafted one.
 
         More memory never gives a shorter one.
         """
@@ -170,14 +169,14 @@ class MemoryShares:
         return self.caches_bytes(self.blocks_of(length), 0, length) <= self.left(length)
 
     def drafts(self, length: int) -> bool:
-        """Whether one sequence of this length fits, and as much of it in every drafter's cache as the drafter reads."""
+        """Whether one sequence of this length fits, with all that each drafter reads of it in the drafter's cache."""
         cached = [model for model in self.drafters.values() if model.bytes_per_token]
         read = max((min(length, model.max_positions) for model in cached), default=0)
         needed = self.caches_bytes(self.blocks_of(length), self.blocks_of(read), length)
         return self.serves(length) and needed <= self.caches_left(length)
 
     def plan_for(self, length: int) -> MemoryPlan:
-        """The plan for texts of this length, of which one sequence fits."""
+        """The plan for texts of this length; one of them must fit."""
         rest, size, one = self.caches_left(length), self.block_size, self.blocks_of(length)
         drafted = self.blocks_of(length + self.tail_tokens)
         counts = range(1, self.max_num_seqs * drafted + 1)
@@ -207,30 +206,30 @@ class MemoryShares:
         )
 
     def left(self, length: int) -> int:
-        """What weights and passes leave of the budget; negative where they exceed it."""
+        """Bytes that weights and passes leave of the budget; negative if they exceed it."""
         return self.budget_bytes - self.weights_bytes(length) - self.scratch_bytes
 
     def weights_bytes(self, length: int) -> int:
-        """What all models take once loaded."""
+        """Memory of all models once loaded."""
         return sum(model.loaded_bytes(length) for model in (self.target, *self.drafters.values()))
 
     @property
     def scratch_bytes(self) -> int:
-        """What passes of all models take."""
+        """Memory of all models' passes."""
         return sum(model.scratch_bytes for model in (self.target, *self.drafters.values()))
 
     def aside_bytes(self, length: int) -> int:
-        """What is set aside for what drafters remember: a small share, unless one sequence needs it."""
+        """Memory for drafters' stores: a small share, unless one sequence needs it."""
         left, remembered = self.left(length), sum(self.remembered_bytes.values())
         spare = left - self.caches_bytes(self.blocks_of(length), 0, length)
         return max(0, min(remembered, left * len(self.remembered_bytes) // REMEMBERED_SHARE, spare))
 
     def caches_left(self, length: int) -> int:
-        """What is left for all caches."""
+        """Memory left for all caches."""
         return self.left(length) - self.aside_bytes(length)
 
     def caches_bytes(self, blocks: int, of_drafters: int, length: int) -> int:
-        """What the target's cache takes, and those of drafters, of as many blocks as they can use; 0 for none."""
+        """Memory of the target's cache and of the drafters', with as many blocks as they can use; 0 for none."""
         total = (blocks * self.block_size + self.key_pad) * self.target.bytes_per_token
         for name, model in self.drafters.items() if of_drafters else ():
             num_blocks = min(of_drafters, self.max_num_seqs * self.row_blocks(name, length))
@@ -242,11 +241,11 @@ class MemoryShares:
         return self.blocks_of(min(length, self.drafters[name].max_positions) + self.tail_tokens)
 
     def blocks_of(self, tokens: int) -> int:
-        """Whole blocks that hold this many tokens."""
+        """Number of blocks for this many tokens."""
         return -(-tokens // self.block_size)
 
     def refusal(self, length: int) -> str:
-        """What one sequence needs, what there is, and what to change."""
+        """The error: what one sequence needs, the budget, and what to change."""
         slots, each = self.blocks_of(length) * self.block_size + self.key_pad, self.target.bytes_per_token
         weights, passes = self.weights_bytes(length), self.scratch_bytes
         parts = f"{size(weights)} weights, " + (f"{size(passes)} passes, " if passes else "")

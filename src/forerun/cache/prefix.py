@@ -1,17 +1,16 @@
-"""PrefixStore: full blocks of texts that were read, found again by their content, in cache blocks that no row holds.
+"""PrefixStore: the prefix cache: full blocks of texts that were read, found by their tokens, in blocks of no row.
 
-This module decides what of a released row stays known, under which name, and what is given up first. A kept block is
-named by its own tokens and by all tokens before it: blocks form a tree, whose branches are looked up by the tokens
-themselves. A lookup compares tokens, not only their hash, so no two texts are ever mixed up; and each salt has a tree
-of its own, so nobody finds what was kept under another one.
+This module decides which blocks of a released row stay cached, their keys, and which are evicted first. A cached block
+is identified by its own tokens and all tokens before it: blocks form a tree. A lookup compares tokens, not only their
+hash, so texts are never confused; and each salt has a tree of its own, so nobody finds the texts of another salt.
 
-Kept blocks are copied into the row of a text that begins with them, and are not shared by several rows. Attention reads
-a row as one run of slots, on CPUs and GPUs alike, in every format; a row in two runs would need a second start in every
-kernel. The copy costs next to nothing beside the reading that it saves: benchmarks/RESULTS.md has both times.
+Cached blocks are copied into the row of a text with this prefix, and not shared by rows. Attention reads a row as one
+run of slots, on CPUs and GPUs alike, in every format; a row in two runs would need a second start in every kernel. The
+copy takes little time compared with the prefill that it saves: benchmarks/RESULTS.md has both times.
 
-The store owns no memory. What it keeps lies in blocks that count as free, and rows take these whenever they need them:
-a kept block in the way is moved to another free one, and where there is none the least recently used is given up. So
-kept blocks never make a sequence wait, and the memory plan knows nothing of them.
+The store owns no memory. Its blocks count as free, and rows take them whenever they need them: a cached block in the
+way is moved to another free one or, if there is none, the least recently used block is evicted. So cached blocks never
+make a sequence wait, and the memory plan does not count them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from forerun.cache.blocks import BlockRange, Blocks, Move
 
 @dataclass(slots=True, eq=False)
 class KeptBlock:
-    """A block of keys and values, and where it lies. `key` are its tokens; the root of a tree has the salt instead."""
+    """A cached block of keys and values. `key` are its tokens; the root of a tree has the salt instead."""
 
     parent: KeptBlock | None
     key: Hashable
@@ -36,7 +35,7 @@ class KeptBlock:
 
 
 class PrefixStore:
-    """What is kept in the free blocks of `blocks`; `move` carries out moves of whole blocks, in order."""
+    """The blocks cached in the free blocks of `blocks`; `move` carries out moves of whole blocks, in order."""
 
     def __init__(self, blocks: Blocks, move: Callable[[Sequence[Move]], None]) -> None:
         self.blocks = blocks
@@ -53,7 +52,7 @@ class PrefixStore:
         return kept in self.order
 
     def find(self, tokens: Sequence[int], salt: Hashable) -> list[KeptBlock]:
-        """The longest chain of kept blocks with which this text begins."""
+        """The longest chain of cached blocks with which this text begins."""
         chain: list[KeptBlock] = []
         place = self.roots.get(salt)
         for key in self.keys(tokens) if place is not None else ():
@@ -65,7 +64,7 @@ class PrefixStore:
         return chain
 
     def touch(self, chain: Sequence[KeptBlock]) -> None:
-        """Count a chain from its root as used now: the deeper a block, the sooner it is given up."""
+        """Mark a chain from its root as used now: deeper blocks are evicted sooner."""
         for kept in reversed(chain):
             self.clock += 1
             kept.used = self.clock
@@ -73,7 +72,7 @@ class PrefixStore:
             self.order.move_to_end(kept)
 
     def add(self, tokens: Sequence[int], salt: Hashable, first: int) -> None:
-        """Keep the full blocks of a text that lie one after the other from block `first` on, which are free now."""
+        """Cache the full blocks of a text, which lie in consecutive free blocks from `first` on."""
         place = self.roots.get(salt) or KeptBlock(None, salt)
         chain: list[KeptBlock] = []
         for i, key in enumerate(self.keys(tokens)):
@@ -90,7 +89,7 @@ class PrefixStore:
     def make_way(self, taken: Sequence[BlockRange], moves: Sequence[Move]) -> None:
         """Clear the blocks that rows have `taken`; call it before `moves` of rows, whose sources are not used either.
 
-        What lies there goes to free blocks; where there are none the least recently used blocks are given up.
+        Their contents move to free blocks; if there are none the least recently used blocks are evicted.
         """
         inside = (self.at.get(block) for run in taken for block in range(run.start, run.end))
         displaced = {kept: None for kept in inside if kept is not None}
@@ -112,7 +111,7 @@ class PrefixStore:
         self.move(moves_made)
 
     def holes(self, apart: set[int], num_displaced: int) -> Iterator[int]:
-        """Free blocks that hold nothing and are not `apart`, the last ones first: rows grow towards those later."""
+        """Free blocks without contents, outside `apart`, the last ones first: rows grow towards those later."""
         if self.blocks.num_free <= len(self.at) - num_displaced:
             return
         for gap in reversed(self.blocks.gaps()):
@@ -121,7 +120,7 @@ class PrefixStore:
                     yield block
 
     def give_up(self, kept: KeptBlock) -> None:
-        """Forget a block, behind which nothing is kept."""
+        """Evict a block that no cached block follows."""
         assert not kept.children, "what is behind a block is used no later than the block"
         del self.order[kept], self.at[kept.block]
         if kept.parent is not None:
@@ -129,18 +128,18 @@ class PrefixStore:
             self.prune(kept.parent)
 
     def prune(self, place: KeptBlock) -> None:
-        """Forget the root of a tree without blocks."""
+        """Remove the root of a tree without blocks."""
         if place.parent is None and not place.children:
             self.roots.pop(place.key, None)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Evict all cached blocks."""
         self.roots.clear()
         self.at.clear()
         self.order.clear()
 
     def keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The full blocks of a text, each as bytes."""
+        """The keys of a text's full blocks, as bytes."""
         size = self.blocks.block_size
         for end in range(size, len(tokens) + 1, size):
             yield array("i", tokens[end - size : end]).tobytes()

@@ -1,7 +1,8 @@
-"""TokenBatch: what one pass reads: tokens, where their keys and values are stored, and which keys each of them sees.
+"""TokenBatch: the input of a pass: tokens, the cache slots of their keys and values, and the keys they attend to.
 
-A prompt chunk and a chain are one path; a tree is one path per leaf. Before a path attends, the keys and values of its
-guesses are copied into the slots that a chain would use, so every path sees exactly what plain decoding would see.
+A prompt chunk and a chain are one attention path; a tree is one path per leaf. Before a path attends, the keys and
+values of its draft tokens are copied into the slots of a chain, so every path attends to exactly what plain decoding
+would.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KEY_PAD = 512  # what the number of keys is padded to a multiple of, by masked o
 
 @dataclass(frozen=True, slots=True)
 class QueryRule:
-    """How many queries of a path meet a backend at a time: padded to a multiple of `pad`, and at most `block`."""
+    """How a backend groups the queries of a path: padded to a multiple of `pad`, and at most `block` at a time."""
 
     pad: int
     block: int = 1 << 30
@@ -32,7 +33,7 @@ EACH_ALONE = QueryRule(1)  # of backends that read every query by itself
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Guesses to lay out as a chain: cache slots `source`, in order, to the slots from `first` on."""
+    """Draft tokens to lay out as a chain: copy cache slots `source`, in order, to the slots from `first` on."""
 
     source: Sequence[int]
     first: int
@@ -40,9 +41,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class AttentionPath:
-    """The queries of one path of one sequence, packed token numbers at ascending positions, and where their keys lie.
+    """The queries of one path of one sequence: packed token indices, at ascending positions; and the keys' place.
 
-    Keys are the slots from `first_slot` on; query i sees those up to its own position.
+    Keys are the slots from `first_slot` on; query i attends to those up to its own position.
     """
 
     queries: Sequence[int]
@@ -54,7 +55,7 @@ class AttentionPath:
 
     @property
     def num_keys(self) -> int:
-        """Keys up to the last query's, padded."""
+        """Number of keys up to the last query's, padded."""
         return -(-(self.positions[-1] + 1) // KEY_PAD) * KEY_PAD
 
     @cached_property
@@ -65,7 +66,7 @@ class AttentionPath:
         return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
 
     def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Float[Tensor, "rows keys"]:
-        """0 where a query sees a key, -inf elsewhere; one row per query of each head of a group. Made once a pass."""
+        """0 where a query attends to a key, -inf elsewhere; one row per query and head of a group."""
         if window not in self.masks:
             key = torch.arange(self.num_keys)
             positions = self.padded(self.positions)[:, None]
@@ -79,7 +80,7 @@ class AttentionPath:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens to read in one pass, packed over sequences: prompt chunks, chains and trees side by side."""
+    """Tokens to read in one pass, packed over sequences: prompt chunks, chains and trees."""
 
     tokens: Int[Tensor, " total"]
     positions: Int[Tensor, " total"]
@@ -87,7 +88,7 @@ class TokenBatch:
     paths: list[AttentionPath]
 
     def some(self, rows: Sequence[int]) -> TokenBatch:
-        """Some of the tokens, in ascending order: these queries alone, over the same keys."""
+        """A batch of some of the tokens, in ascending order, with the same keys."""
         number, index = {row: i for i, row in enumerate(rows)}, torch.tensor(rows, dtype=torch.long)
         paths = []
         for path in self.paths:
@@ -98,10 +99,7 @@ class TokenBatch:
         return TokenBatch(self.tokens[index], self.positions[index], self.slots[index], paths)
 
     def all_seen(self) -> TokenBatch:
-        """The batch, in which every token of a sequence sees what its last one does, and so the same sliding window.
-
-        Positions stay as they are.
-        """
+        """Non-causal: every token of a sequence attends to what its last one does. Positions do not change."""
         last: dict[int, int] = {}
         for path in self.paths:
             last[path.first_slot] = max(last.get(path.first_slot, 0), path.positions[-1])
@@ -109,8 +107,9 @@ class TokenBatch:
         return replace(self, paths=paths)
 
     def without_first(self, count: int) -> tuple[TokenBatch, list[int] | slice]:
-        """The tokens that come behind the first `count` ones of their texts, over keys that begin there too; and which
-        of the packed ones they are. A batch of fixed shape keeps all of its rows: others see nothing."""
+        """The tokens after the first `count` of their texts, with keys from there on, and these tokens' packed indices.
+        A batch of fixed shape keeps all rows; the others attend to nothing.
+        """
         rows = [row for row, position in enumerate(self.positions.tolist()) if position >= count]
         part = self.some(rows)
         paths = [

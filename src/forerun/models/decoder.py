@@ -1,6 +1,6 @@
-"""One decoder for all families: how its weights are fetched, and what a pass over packed tokens gives.
+"""One decoder for all model families: its weights, and a forward pass over packed tokens.
 
-Families differ by declared values of ModelConfig only; machines by the backend that computes the layers.
+Families differ only by declared values of ModelConfig; machines by the backend that computes the layers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from forerun.models.shards.shard import WHOLE, Columns
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """The states of a pass at the taps asked for, each in a tensor of its own.
+    """The hidden states of a pass at the requested taps, one tensor per tap.
 
-    Those behind the final norm are normed by `norms` when they are looked at: most are not, where drafting rests. Where
-    a pass leaves all of them in one tensor, normed, that is `together`.
+    States after the final norm are normed by `norms` when they are read, since most are never needed. If a pass returns
+    all taps in one tensor, already normed, that is `together`.
     """
 
     states: Sequence[Float[Tensor, "total hidden"]]
@@ -49,7 +49,7 @@ class Tapped:
 
     @classmethod
     def joined(cls, passes: Sequence[Tapped]) -> Tapped:
-        """Those of several passes, one behind the other."""
+        """The states of several passes, concatenated."""
         if len(passes) == 1:
             return passes[0]
         wholes = [each.together for each in passes if each.together is not None]
@@ -58,7 +58,7 @@ class Tapped:
         return cls([torch.cat(tap) for tap in zip(*(each.states for each in passes), strict=True)], passes[0].norms)
 
     def rows(self, places: list[int] | None = None) -> Float[Tensor, "rows taps hidden"]:
-        """The states of the tokens at these places, of all where None."""
+        """The states of the tokens with these indices, of all tokens if None."""
         states = self.states
         if self.together is not None:
             together = self.together
@@ -77,7 +77,7 @@ class Tapped:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What a pass leaves: the residual stream behind the last layer that ran, and the taps asked for."""
+    """The result of a pass through layers: the residual stream after the last one, and the requested taps."""
 
     last: Float[Tensor, "total hidden"]
     tapped: Tapped | None
@@ -85,10 +85,10 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a pass gives: the logits asked for and the states of all tokens read, packed in the order of the reads.
+    """The result of a pass: the requested logits, and the hidden states of all tokens, packed in the order of the
+    reads.
 
-    On a GPU `hidden` lies where later passes write: who needs it for longer copies it. `span` is when the pass ran, if
-    it was launched before it was asked for.
+    On a GPU later passes overwrite `hidden`: copy it to keep it. `span` is when the pass ran, if it was launched ahead.
     """
 
     logits: Float[Tensor, "judged vocab"]
@@ -98,19 +98,19 @@ class States:
 
     @property
     def taps(self) -> Float[Tensor, "total taps hidden"] | None:
-        """The states of all tokens at the taps asked for."""
+        """The hidden states of all tokens at the requested taps."""
         return None if self.tapped is None else self.tapped.rows()
 
 
 class Decoder:
     """A decoder-only transformer over a PagedCache.
 
-    `take(name, shape)` yields each checkpoint tensor once, layer by layer; what it returns is packed and dropped, so
-    loading never holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the
-    embedding. With `quantize` the layers are of so many bits and the head is of 8; embedding, norms, attention and what
-    chooses experts are of `dtype`. Weights that `take_groups` yields are kept as they are stored. Under a `host` these
-    layers are read from its states: embedding and head are the host's own. A `head` goes before the checkpoint's. With
-    `ranks` layers and head are this one's share, and `whole_head` makes the one that drafters speak with.
+    `take(name, shape)` yields each checkpoint tensor once, layer by layer; each is packed and dropped, so loading never
+    holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the embedding.
+    `quantize` applies to the layers, and the head has 8 bits; embedding, norms, attention and routers have `dtype`.
+    Weights from `take_groups` keep their stored format. With a `host` the layers read its states, and use its embedding
+    and head. A `head` replaces the checkpoint's. With `ranks` layers and head are this rank's shard; `whole_head` makes
+    the whole head.
     """
 
     layers_alone: ClassVar[bool] = True  # whether a pass is embeddings, or states in their place, layers and a norm
@@ -165,31 +165,31 @@ class Decoder:
         self.executor = backend.executor(parts)
 
     def shared_head(self) -> Linear:
-        """The whole head, for drafters that speak with it: a copy of their own where ranks share it."""
+        """The whole output head, for drafters that use it: a separate copy if ranks share the head."""
         return self.head if self.whole_head is None else self.whole_head()
 
     @property
     def stream(self) -> torch.dtype:
-        """The number format of the residual stream, and of all states that passes give."""
+        """The dtype of the residual stream, and of all states that passes return."""
         return self.executor.stream
 
     @property
     def num_experts_read(self) -> int:
-        """Counts up in every pass: the experts of each layer that a token chose; none in dense layers."""
+        """Counters, updated by every pass: experts read in each layer; empty for dense models."""
         return self.executor.num_experts_read
 
     @property
     def cache_shape(self) -> dict[str, Any]:
-        """What a PagedCache for it is made of beside the number of tokens: of a rank's heads, where ranks share it."""
+        """The arguments of its PagedCache, except the number of tokens; with ranks, for this rank's heads."""
         c = self.ranks.shard.of(self.config) if self.ranks else self.config
         sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
         return {**sizes, "dtype": self.dtype, "device": self.embedding.device}
 
     def lower(self, num_layers: int) -> Decoder:
-        """The first layers under the same norm and head, as a decoder of its own: the same tensors, no copies.
+        """The first layers with the same norm and head, as a decoder that shares its tensors.
 
-        It computes what the whole decoder does up to there, to the bit, and reads and writes the first layers of the
-        same caches.
+        It gives the same bits as those layers of the whole decoder, and reads and writes the first layers of the same
+        caches.
         """
         part = copy(self)
         part.config = replace(self.config, layers=num_layers, windows=self.config.windows[:num_layers])
@@ -206,10 +206,10 @@ class Decoder:
         inputs: Float[Tensor, "total hidden"] | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """Read the batch through `layers` (all, unless told), from `inputs` (the embeddings, unless given).
+        """Run the batch through `layers` (default: all), from `inputs` (default: the embeddings).
 
-        Keys and values land in `batch.slots`. Taps: i is the residual stream entering layer i, num_layers the one
-        before the final norm, -1 the one behind it.
+        Keys and values are written to `batch.slots`. Taps: i is the residual stream entering layer i, num_layers the
+        one before the final norm, -1 the one after it.
         """
         x = (self.embedding[batch.tokens] if inputs is None else inputs).to(self.executor.stream)
         layers = range(len(self.layers)) if layers is None else layers
@@ -223,7 +223,7 @@ class Decoder:
         return Hidden(x, Tapped([kept[t] for t in taps], norms) if taps else None)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """Logits in float32 of the rows given: only those that are judged need be."""
+        """The logits in float32 of these rows of the residual stream."""
         return self.executor.logits(hidden)
 
 
@@ -235,7 +235,7 @@ def make_head(
     quantize: Quantization | None,
     ids: Int[Tensor, " ids"] | None = None,
 ) -> Linear:
-    """The output layer of all tokens, or of these alone: the embedding's numbers once more where the two are tied."""
+    """The output head for all tokens, or for these only; tied to the embedding where the model is."""
     c, rows = config, slice(None) if ids is None else ids
     name, shape = EMBEDDING if c.tied else HEAD, (c.vocab_size, c.hidden)
     groups = take_groups(name, shape) if take_groups is not None and not c.norm_bias else None

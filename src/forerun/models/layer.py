@@ -1,7 +1,6 @@
-"""Layer: the values that a decoder consists of, the same for every backend.
+"""Layer: the weights and settings of a decoder layer, the same for every backend.
 
-Here is what a layer holds; what is computed with it is each backend's (`backends/`), and how it is made of a
-checkpoint's tensors is decided in `packing.py`.
+The backends (`backends/`) compute it; `packing.py` makes it from a checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +28,12 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What mixes tokens. `qk_norm` are the gains of query heads, then key heads; `window` None sees everything.
+    """An attention block. `qk_norm` are the RMS norm gains of query heads, then key heads; `window` None: full
+    attention.
 
-    `sinks` are each query head's score of nothing. What is read is normed where there is a `norm`, and what is added
-    where there is an `out_norm`. `first_turn` is where this layer's table of rotations begins, `first_query_turn` where
-    that of queries does, if it is another. With `joint_norm` all query heads are normed as one, and all key heads.
+    `sinks` is an extra attention logit per query head, without a value. `norm` is applied to the input and `out_norm`
+    to the output, where present. `first_turn` is the start of this layer's rotary table, `first_query_turn` that of the
+    queries' if it differs. With `joint_norm` all query heads are normed as one vector, and all key heads.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -50,10 +50,9 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(activation(gate) * up)`; gate and up are one layer. Widths are padded with zeros to a multiple of LANES.
+    """`down(activation(gate) * up)`; gate and up are one linear layer. Widths are zero-padded to a multiple of LANES.
 
-    The activation is SiLU, GELU by tanh where it is `gelu`, or bounded where there is a `clamp`. Where it is `plain`
-    there is no up: all outputs of `gate_up` are activated.
+    The activation is SiLU, with `gelu` tanh-GELU, with `clamp` clamped SiLU. `plain`: no up projection.
     """
 
     gate_up: Linear
@@ -65,10 +64,10 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Which experts a token takes: the `active` of the largest logits, the lowest numbers among equals.
+    """Top-k routing: the `active` experts with the largest logits, lower indices first among equals.
 
-    A softmax over all `count` logits gives the weights or, where they are `normalised`, one over the chosen. A last
-    output of the layer behind the experts' is the gate of the MLP that all tokens take.
+    Their weights are a softmax over all `count` logits or, if `normalised`, over the chosen ones. An additional last
+    output of `linear` is the gate of the shared expert.
     """
 
     linear: Linear
@@ -79,29 +78,29 @@ class Router:
 
 @runtime_checkable
 class ExpertLayers(Protocol):
-    """One linear layer of every expert, which a backend multiplies in one go."""
+    """One linear layer of each expert, multiplied by the backend in one call."""
 
     def of(self, expert: int) -> Linear:
         """The layer of one expert."""
         ...
 
     def tile_rows(self, average: float) -> int:
-        """The rows of a tile where so many choose an expert on average."""
+        """Rows per tile if an expert has `average` rows on average."""
         ...
 
     def product(
         self, kernels: Any, x: Float[Tensor, "_ inputs"], pairs: Any, sharing: int
     ) -> Float[Tensor, "pairs outputs"]:
-        """Each pair's row of `x`, which `sharing` pairs have in common, by the expert that it chose."""
+        """The outputs of each (row, expert) pair; `sharing` consecutive pairs use the same row of `x`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """All experts of a layer as one, for a backend that multiplies them in one go.
+    """All experts of a layer, for a backend that multiplies them in one call.
 
-    `form` is one of them: all activate alike. `tiled`: larger tiles for more rows give the same bits. `num_read`, where
-    it is there, counts up in every pass the experts that rows chose, on the device.
+    `form` is one expert, whose activation all share. `tiled`: larger tiles for more rows give the same bits.
+    `num_read`, if present, accumulates the number of experts that were read, on the device.
     """
 
     gate_up: ExpertLayers
@@ -113,10 +112,10 @@ class StackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """What a layer adds behind its attention: `every` is taken by all tokens, experts by those that chose them.
+    """The MLP of a layer: `every` is applied to all tokens, experts to the tokens that are routed to them.
 
-    A dense layer has `every` alone, and no router. Norms are as those of Attention; what is `parallel` reads what
-    attention reads. Where experts are `stacked` there are no `experts`.
+    A dense layer has only `every`, and no router. Norms are as in Attention; with `parallel` the input is that of
+    attention. If experts are `stacked`, `experts` is empty.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -130,7 +129,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention, then a dense or sparse MLP, each added to the residual stream."""
+    """Attention, then a dense or mixture-of-experts MLP, each added to the residual stream."""
 
     attention: Attention
     mlp: Mlp
@@ -138,12 +137,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """How layers let in a token beside the state before it, as EAGLE's and MTP modules do (`Entry` in chain.cpp).
+    """How a token and the hidden state before it become the input of layers, as in EAGLE and MTP (`Entry` in
+    chain.cpp).
 
-    Token and state, each normed where there is a gain, are joined, the token first unless `state_first`. `map` makes
-    the residual stream of them, which attention then reads: normed, or as it is (`reads_stream`). Without a map
-    attention reads the two themselves, and the stream is the state: as it came, or normed (`normed_stream`). What the
-    layers make of it, behind `output_norm`, is the state before the next token.
+    Token embedding and state, each normed if there is a gain, are concatenated, the token first unless `state_first`.
+    `map` projects them to the residual stream, which attention reads normed, or as it is (`reads_stream`). Without a
+    map attention reads the concatenation, and the residual stream is the state, unchanged or normed (`normed_stream`).
+    The layers' output after `output_norm` is the state for the next token.
     """
 
     map: Linear | None
@@ -156,6 +156,6 @@ class StateEntry:
 
 
 def counters_of(layers: Sequence[Layer]) -> list[Int[Tensor, "1"]]:
-    """What layers count on the device: experts that rows chose, where they are multiplied as one."""
+    """The layers' on-device counters of experts that were read."""
     stacks = (layer.mlp.stacked for layer in layers)
     return [each.num_read for each in stacks if each is not None and each.num_read is not None]

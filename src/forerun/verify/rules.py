@@ -1,9 +1,9 @@
 """The three verification rules: follow, token and block.
 
-This file decides which guesses are accepted, and the law of the token that follows them. The rules are pure functions
-of tensors: the drawn tokens, the laws `p` and `q` and the uniforms are passed in, nothing synchronises with a device,
-and every function computes in the dtype of `p`. So the exactness proofs can enumerate these very functions in float64
-while requests are served in float32.
+This file decides which draft tokens are accepted, and the distribution of the token after them. The rules are pure
+functions of tensors: sampled tokens, the laws (probability distributions) `p` and `q` and the uniforms are arguments,
+nothing synchronises with a device, and every function computes in the dtype of `p`. So the exactness tests can
+enumerate these very functions in float64 while requests are served in float32.
 
 Laws are packed: `p` has one row per judged node, and `row[b, i]` is the row of node i of sequence b.
 """
@@ -22,11 +22,11 @@ from forerun.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one round makes final: the accepted path and the token after it. One tensor, so that it is fetched at once.
+    """The result of verification: the accepted path and the token after it, in one tensor, so that one copy fetches it.
 
-    `path` holds the accepted nodes from the root down, -1 beyond; `length` counts the accepted guesses (the root
-    is not one); `next_token` is the recovered token after a rejection, the bonus token after a full path. `ranked` are
-    the log-probabilities (`sampling.logprobs`) of the token after each node that was read, where that came along.
+    `path` holds the accepted nodes from the root down, then -1; `length` counts the accepted draft tokens (without the
+    root); `next_token` is the recovered token after a rejection, the bonus token after a full path. `ranked` are the
+    log-probabilities (`sampling.logprobs`) of the token after each node that was read, if they were computed.
     """
 
     packed: Int[Tensor, "batch verdict"]  # length, next token, path
@@ -37,7 +37,7 @@ class Verdict:
     def of(
         cls, path: Int[Tensor, "batch path"], length: Int[Tensor, " batch"], next_token: Int[Tensor, " batch"]
     ) -> Verdict:
-        """The verdict of these parts."""
+        """The verdict with these parts."""
         return cls(torch.cat([length[:, None], next_token[:, None], path], dim=1))
 
     @property
@@ -55,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """An accepted path whose next token is still to be drawn: `node` is where it stops."""
+    """An accepted path whose next token is still to be sampled: `node` is its last node."""
 
     path: Int[Tensor, "batch path"]
     length: Int[Tensor, " batch"]
@@ -64,12 +64,12 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class AcceptLaw:
-    """With what probability each node is accepted, and what is drawn where the walk stops.
+    """The acceptance probability of each node, and the distribution of the next token where the walk stops.
 
-    `accept[b, i]`, by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected), and the
+    `accept[b, i]`, by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected); the
     first failure stops the walk. By the block rule: the success probability of node i's own coin, and the deepest
-    success wins (`last_success`, which may differ by sequence), whatever failed before it. 0 for roots and padding,
-    which no coin accepts. `after[row[b, i]]` is the law of the token that follows if the walk stops at node i.
+    success wins (`last_success`, which may differ by sequence), whatever failed before it. 0 for roots and padding.
+    `after[row[b, i]]` is the law of the next token if the walk stops at node i.
     """
 
     accept: Float[Tensor, "batch nodes"]
@@ -79,10 +79,10 @@ class AcceptLaw:
 
 
 def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
-    """Accept the guesses that the target itself has drawn.
+    """Accept the draft tokens that the target itself has sampled.
 
-    `drawn[b, i]` is the target's own draw after node i, made without looking at the guesses below i. Lossless for any
-    draft and any way to choose its length, since the output is the target's own sample; no `q` is needed.
+    `drawn[b, i]` is the target's sample after node i, drawn without looking at the draft tokens below i. Lossless for
+    any draft and any choice of its length, since the output is the target's own sample; no `q` is needed.
     """
     match = tree.tokens == drawn.gather(1, tree.parents.clamp_min(0))
     walked = _descend(tree, match)
@@ -90,12 +90,12 @@ def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
 
 
 def token_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:
-    """Judge every guess on its own: speculative sampling, and recursive rejection without replacement on trees.
+    """Judge every draft token on its own: speculative sampling, and recursive rejection without replacement on trees.
 
-    A child t is accepted with probability min(1, P(t)/Q(t)); a rejection leaves P = norm([P - Q]+), and Q without t.
-    P starts as `p`, Q as `tree.q`. A child that was not drawn at random (`tree.q.row` -1, or no support left) has the
-    point mass at itself for its Q. Lossless if `tree.q` is the law that was drawn from.
-    Leviathan et al. 2211.17192, Chen et al. 2302.01318; trees: RSD, Jeon et al. 2402.14160.
+    A child t is accepted with probability min(1, P(t)/Q(t)); a rejection leaves P = norm([P - Q]+), and Q without t. P
+    starts as `p`, Q as `tree.q`. For a child that was not sampled (`tree.q.row` -1, or no support left) Q is the point
+    mass at itself. Lossless if the tokens were sampled from `tree.q`. Leviathan et al. 2211.17192, Chen et al.
+    2302.01318; trees: RSD, Jeon et al. 2402.14160.
     """
     offers = _offers(tree, p, row)
     left, q = p, offers.q
@@ -110,12 +110,12 @@ def token_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, 
 
 
 def block_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:
-    """Judge a chain as a whole, so that a bad guess may be saved by good ones after it.
+    """Judge a chain as a whole: a bad draft token may be accepted because of good ones after it.
 
-    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the coin of node i succeeds with
-    S_i / (S_i + 1 - w_i), S_i = sum [w_i p_i - q_i]+, or with w_i at the chain's end; the token after node i is drawn
-    from norm([w_i p_i - q_i]+). Chains only. Never accepts less than `token_law`, and lossless under the same
-    condition. Sun et al. 2403.10444, algorithm 2.
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the coin of node i succeeds with S_i / (S_i + 1 - w_i), S_i =
+    sum [w_i p_i - q_i]+, or with w_i at the chain's end; the token after node i is drawn from norm([w_i p_i - q_i]+).
+    Chains only. Never accepts less than `token_law`, and lossless under the same condition. Sun et al. 2403.10444,
+    algorithm 2.
     """
     assert tree.width == 1, f"block verification judges chains, not a tree of width {tree.width}"
     offers = _offers(tree, p, row)
@@ -136,9 +136,9 @@ def block_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, 
 
 
 def walk(tree: DraftTree, law: AcceptLaw, uniform: Float[Tensor, "batch nodes"]) -> Walk:
-    """Toss every node's coin and go down as far as the rule allows.
+    """Toss every node's coin and descend as far as the rule allows.
 
-    `uniform` lies in [0, 1): a chance of 0 is never taken, a chance of 1 always. Siblings are tried in draw order.
+    `uniform` lies in [0, 1): probability 0 never succeeds, probability 1 always. Siblings are tried in draw order.
     """
     success = (uniform < law.accept) & (tree.parents >= 0)
     if law.last_success is not False:  # on a chain an accepted node accepts all nodes before it
@@ -166,7 +166,7 @@ def _descend(tree: DraftTree, chosen: Bool[Tensor, "batch nodes"]) -> Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Offers:
-    """What each packed row offers: its children, by draw order, and the law they were drawn from."""
+    """For each packed row its children, in draw order, and the law that they were sampled from."""
 
     child: Int[Tensor, "rows width"]  # index into the flattened nodes; one past the end where there are fewer
     token: Int[Tensor, "rows width"]  # -1 where there are fewer

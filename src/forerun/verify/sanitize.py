@@ -1,16 +1,16 @@
-"""sanitize: turns any draft, however wrong, into a tree that cannot harm the round.
+"""sanitize: turns any draft, however wrong, into a valid tree within its budget.
 
-This file decides which guesses stay and whether the declared `q` is still trusted. After it no step meets a bad index,
-a NaN or a tree beyond its limits, whatever the drafter returned. Nothing synchronises with a device.
+This file decides which draft tokens stay and whether the declared `q` is still trusted. After it no step meets a bad
+index, a NaN or a tree beyond its limits, whatever the drafter returned. Nothing synchronises with a device.
 
-Where `q` is not trusted, `q.row` is set to -1 in the whole sequence. Each child's law is then the point mass at itself,
+If `q` is not trusted, `q.row` is set to -1 in the whole sequence. Each child's law is then the point mass at itself,
 and the rules are lossless for each fixed draft, hence for every way of making drafts (`follow`, in law). Whether `q`
-stays must not depend on the value of a guess, so:
+stays must not depend on the value of a draft token, so:
 
-- Cut by depth, by width, or (chains) by number: the limit was known before drawing; `q` stays.
+- Cut by depth, by width, or (chains) by number: the limit was known before sampling; `q` stays.
 - Cut by number in a tree: which siblings come late may depend on their values; `q` goes.
-- A token out of range, a repeated sibling, a bad parent, a wrong root: none of these can happen under an honest `q`,
-  so the guesses were not drawn from the declared law; `q` goes.
+- A token out of range, a repeated sibling, a bad parent, a wrong root: none of these can happen under an honest `q`, so
+  the tokens were not sampled from the declared law; `q` goes.
 - `q` with rows that are NaN, negative, not normalised or missing: `q` goes.
 
 A false `q` that is a valid law cannot be detected.
@@ -35,7 +35,7 @@ MASS_TOLERANCE = 1e-3  # float32 sums over 150 000 tokens stay well inside
 
 @runtime_checkable
 class Limit(Protocol):
-    """What one sequence may be offered: `draft.base.Budget` is one."""
+    """The bounds of one sequence's tree: `draft.base.Budget` is one."""
 
     @property
     def depth(self) -> int: ...
@@ -54,13 +54,13 @@ def sanitize(
     vocab: int,
     kernels: SamplingKernels | None = None,
 ) -> DraftTree:
-    """The harmless part of a draft: all invariants of DraftTree hold, and each sequence is within its limit.
+    """The valid part of a draft: all invariants of DraftTree hold, and each sequence is within its limit.
 
-    A guess that cannot stay becomes padding, together with all below it; the others keep their node indices. A draft
-    has a column for the root and one for each guess of the largest limit; what stands beyond is cut off. Declared
-    depth and width are held to, not trusted: what exceeds them goes. Tensors of the wrong kind, shape or batch leave
-    the roots alone. A clean draft comes back with the same values; `kernels` see
-    sooner that it is one, and what of it the host will want to know.
+    An invalid draft token becomes padding, together with all below it; the others keep their node indices. A draft has
+    a column for the root and one for each token of the largest limit; further columns are cut off. Nodes beyond the
+    declared depth and width are removed. If the tensors have a wrong type, shape or batch size, only the roots are
+    left. A valid draft is returned with the same values; `kernels` recognise it faster, and collect what the host needs
+    to know of it.
     """
     assert len(limits) == roots.shape[0], f"{len(limits)} limits for {roots.shape[0]} sequences"
     if not _well_formed(tree, roots):
@@ -106,7 +106,7 @@ def _seen_clean(
     bounds: tuple[int, int, int],
     kernels: SamplingKernels,
 ) -> list[HostTree] | None:
-    """What the host sees of trees with which nothing is to be done. Laws, and unseen guesses, are not judged here."""
+    """The host's view of trees that need no change; None if that is not known. Does not judge laws or unseen tokens."""
     tokens, parents = tree.tokens, tree.parents
     seen = tree.q is None and not tree.unseen
     packed = tokens.is_contiguous() and parents.is_contiguous() and roots.is_contiguous()
@@ -117,7 +117,7 @@ def _seen_clean(
 
 
 def _counts(tree: DraftTree, batch: int, columns: int) -> list[int] | None:
-    """What the host is told of guesses it has not seen: so many in each chain. Anything else it looks up itself."""
+    """The number of tokens in each chain of a draft that the host has not seen; None for any other draft."""
     if tree.known is None or not tree.unseen or len(tree.known) != batch or tree.width != 1:
         return None
     counts = [min(len(known.tokens), columns) - 1 for known in tree.known]
@@ -125,7 +125,7 @@ def _counts(tree: DraftTree, batch: int, columns: int) -> list[int] | None:
 
 
 def _unseen_chains(tree: DraftTree, roots: Int[Tensor, " batch"], counts: Sequence[int], vocab: int) -> DraftTree:
-    """The first `counts` guesses of each chain, up to the first that is none. By few kernels."""
+    """The first `counts` tokens of each chain, up to the first invalid one. Needs few kernel launches."""
     longest = max(counts)
     guesses, step = tree.tokens[:, 1 : 1 + longest], torch.arange(longest, device=roots.device)
     sound = (guesses >= 0) & (guesses < vocab) & (tree.parents[:, 1 : 1 + longest] == step)
@@ -136,7 +136,7 @@ def _unseen_chains(tree: DraftTree, roots: Int[Tensor, " batch"], counts: Sequen
 
 
 def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:
-    """Two integer matrices of one shape, a row per sequence and a root in each. Host knowledge only."""
+    """Whether these are two integer matrices of one shape, with a row per sequence. Needs no data from the device."""
     tokens, parents = tree.tokens, tree.parents
     kinds = tokens.dtype == parents.dtype == roots.dtype
     places = tokens.device == parents.device == roots.device
@@ -147,7 +147,7 @@ def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:
 def _sound(
     tokens: Int[Tensor, "batch nodes"], parents: Int[Tensor, "batch nodes"], vocab: int
 ) -> Bool[Tensor, "batch nodes"]:
-    """Guesses with nothing wrong of their own: a token in range, a parent that is earlier and no padding, no twin."""
+    """Tokens that are valid by themselves: in range, with an earlier parent that is no padding, not repeated."""
     node = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     sound = (tokens >= 0) & (tokens < vocab) & (parents >= 0) & (parents < node)
     above = torch.where(sound, parents, 0)
@@ -162,7 +162,7 @@ def _within(
     depth: int,
     width: int,
 ) -> tuple[Bool[Tensor, "batch nodes"], Bool[Tensor, "batch nodes"]]:
-    """(what stays, root included; what would but for the number of nodes)."""
+    """(nodes that stay, roots included; nodes that go only because of the limit on their number)."""
     node = torch.arange(sound.shape[1], device=sound.device).expand_as(sound)
     deepest, widest, most = bounds.unbind(1)
     rank = _num_equal_before(torch.where(sound, parents, -1 - node))
@@ -184,7 +184,7 @@ def _num_equal_before(keys: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch no
 def _believed(
     q: DraftLaw, parents: Int[Tensor, "batch nodes"], doubted: Bool[Tensor, " batch"], vocab: int
 ) -> DraftLaw | None:
-    """The declared law, taken back where it cannot be the one that was drawn from; None if it is no law at all."""
+    """The declared law, withdrawn for sequences that cannot have been sampled from it; None if it is malformed."""
     columns = parents.shape[1]
     if not _well_formed_law(q, parents, vocab):
         return None
@@ -204,7 +204,7 @@ def _believed(
 
 
 def _well_formed_law(q: DraftLaw, parents: Int[Tensor, "batch nodes"], vocab: int) -> bool:
-    """Shapes and kinds that `DraftLaw.dense` can read. Host knowledge only."""
+    """Whether `DraftLaw.dense` can read these shapes and dtypes. Needs no data from the device."""
     row, probs, ids = q.row, q.probs, q.ids
     rows_fit = row.ndim == 2 and row.shape[0] == parents.shape[0] and row.shape[1] >= parents.shape[1]
     probs_fit = probs.ndim == 2 and probs.is_floating_point() and probs.shape[0] > 0

@@ -1,4 +1,4 @@
-"""verify: turns the target's logits on a draft, with the round's draws, into a Verdict.
+"""verify: turns the target's logits for a draft tree into a Verdict.
 
 This file decides which rule judges a tree and with which noise. The engine computes the logits, and `accept` acts on
 the verdict.
@@ -31,13 +31,13 @@ def verify(
     rule: Verification,
     judge: TreeJudge | None = None,
 ) -> Verdict:
-    """Which guesses become final, and the token after them.
+    """Which draft tokens are accepted, and the token after them.
 
-    `logits` has one row per node that is read, batch-major, in node order. Sequences of which no guess was drawn from
-    a declared law (`tree.q`) are judged by `follow` under every rule, with the noise of plain decoding. `block` judges
-    chains; on trees it is `token`. Each sequence's verdict is the one that it would have alone. For `token` and `block`
-    the draws must have been made for rejection, since the drafter must not share the noise of its judge. `judge` does
-    what `follow` does with these draws in one call on a device, where it can.
+    `logits` has one row per node that is read, batch-major, in node order. Sequences without draft tokens sampled from
+    a declared `tree.q` are judged by `follow` under every rule, with the noise of plain decoding. `block` judges
+    chains; on trees it is `token`. Each sequence's verdict is independent of the others. For `token` and `block` the
+    draws must have been made for rejection, since drafter and verification must not share noise. `judge` does the same
+    as `follow` in one call on a device, where it can.
     """
     if rule != "coupled" and tree.tokens.device != draws.device:
         tree = tree.to(draws.device)
@@ -71,14 +71,14 @@ def verify(
 
 
 def follow_packed(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch verdict"]:
-    """`follow` as one tensor."""
+    """The verdict of `follow` as one tensor."""
     return follow(tree, drawn).packed
 
 
 def _accept_law(
     tree: DraftTree, p: Float[Tensor, "rows vocab"], at: PathState, row: Int[Tensor, "batch nodes"], rule: Verification
 ) -> AcceptLaw:
-    """The rule's law of each sequence, whatever stands beside it: `block` judges those that can only be chains."""
+    """The rule's AcceptLaw of each sequence, independent of the others: `block` judges those of width 1."""
     if rule == "block" and tree.width == 1:
         return block_law(tree, p, row)
     law = token_law(tree, p, row)
@@ -99,7 +99,7 @@ def _accept_law(
 def _drawn_where(
     wanted: Bool[Tensor, " batch"], logits: Float[Tensor, "rows vocab"], at: PathState, draws: Draws
 ) -> Int[Tensor, " rows"] | None:
-    """The target's own token after the nodes of these sequences; None where the host sees that there are none."""
+    """The target's sample after the nodes of these sequences; None if the host knows that there are none."""
     if not draws.on_host:  # to know which nodes these are it would be waited for
         return draws.draw(logits, at)
     nodes = torch.from_numpy(np.flatnonzero(wanted[at.row].numpy()))
@@ -112,7 +112,7 @@ def _drawn_where(
 def _coins(
     tree: DraftTree, draws: Draws, at: PathState, row: Int[Tensor, "batch nodes"]
 ) -> Float[Tensor, "batch nodes"]:
-    """Each node's coin: keyed by where its token would stand, and by the token, so that siblings do not share one."""
+    """Each node's uniform number, keyed by position and token, so that siblings have different ones."""
     above = row.gather(1, tree.parents.clamp_min(0))
     rows = len(at.row)
     home = torch.where(tree.valid, row, rows).flatten()

@@ -1,6 +1,6 @@
-"""Backend: what computes a model. The loader chooses one (choice.py); nothing outside asks which one it was.
+"""Backend: the interface of the code that computes a model. `choice.py` chooses one when a model is loaded.
 
-A backend makes linear layers of weights, and an `Executor` of a decoder's layers, which computes them as a whole.
+A backend makes linear layers from weights, and an `Executor` that runs a decoder's layers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Entered = Float[Tensor, "total inputs"]
 
 @dataclass(frozen=True, slots=True)
 class DecoderParts:
-    """Layers between a table of embeddings and a head; all linear layers are of one backend.
+    """The layers between an embedding table and a head; all linear layers are of one backend.
 
-    `norm` is the head's, None where its inputs are normed already. With an `entry` states are read beside tokens. Where
-    there are `ranks`, layers and head are this one's share, and the configuration is of all.
+    `norm` is the final norm, None if the head's inputs are normed already. With an `entry` layers read hidden states
+    with the tokens. With `ranks`, layers and head are this rank's shard; the configuration is the whole model's.
     """
 
     config: ModelConfig
@@ -48,11 +48,12 @@ class DecoderParts:
 
 @dataclass(frozen=True, slots=True)
 class ChainStarts:
-    """Where the chains of these `starts` begin and where in the cache they go.
+    """Where the chains of these `starts` begin, and their places in the cache.
 
-    `slots` are the first slots of their sequences, `positions` where their first guesses stand. `logits` are those
-    after the roots, over `vocab_size` ids, and `states` those behind the roots, for layers with an entry; `head_ids`
-    the ids of a head over some of them. With `texts` that are read first, there are neither logits nor states yet.
+    `slots` are the first slots of their sequences, `positions` those of their first draft tokens. `logits` are those
+    after the roots, over `vocab_size` ids, and `states` the hidden states there, for layers with an entry; `head_ids`
+    the ids of a head over a reduced vocabulary. With `texts`, which are read first, logits and states are not known
+    yet.
     """
 
     starts: Sequence[Start]
@@ -73,10 +74,10 @@ ChainDrawer = Callable[[ChainStarts, PagedCache, Tensor | None], tuple[list[list
 
 @runtime_checkable
 class Executor(Protocol):
-    """A decoder's layers and head as one backend computes them; one pass at a time.
+    """Runs a decoder's layers and head on one backend; one pass at a time.
 
-    `stream` is the number format of the residual stream, `query_rule` how queries are grouped. `num_experts_read`
-    counts up in every pass: the experts of each layer that a token chose; none in dense layers.
+    `stream` is the dtype of the residual stream, `query_rule` how queries are grouped. `num_experts_read` are counters,
+    updated by every pass: the experts read in each layer; empty for dense models.
     """
 
     stream: torch.dtype
@@ -88,38 +89,38 @@ class Executor(Protocol):
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
     ) -> Stream:
-        """The stream behind these layers, of `x`, which stays as it is. Keys and values go to the cache.
+        """Returns the residual stream `x` after these layers; `x` is not changed. Keys and values go to the cache.
 
         The first layer's attention reads `x`, normed, or `read` as it is.
         """
         ...
 
     def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
-        """Put into the cache the keys and values that the attention of every layer makes of `read`, as it is."""
+        """Write to the cache the keys and values that every layer's attention computes from `read`, as it is."""
         ...
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """The head's, in float32, of rows of the stream."""
+        """The logits in float32 of these rows of the residual stream."""
         ...
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
-        """Rows of the stream behind an RMS norm, as chains that are drawn by this executor have them."""
+        """These rows of the residual stream after an RMS norm, with the bits that `chain_drawer` gives."""
         ...
 
     def lower(self, num_layers: int) -> Executor:
-        """The first layers under the same norm and head; the same tensors, no copies."""
+        """The first layers with the same norm and head; they share the tensors."""
         ...
 
     def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
-        """What draws and reads whole chains in a call, with or without states; None where these draws have no such."""
+        """The function that generates whole chains in one call; None if there is none for these draws."""
         ...
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """One way to compute on one device. `name` says for a reader what computes: "AMX kernels", or "torch, AVX512".
+    """One way to compute on one device. `name` is shown to users: "AMX kernels", or "torch, AVX512".
 
-    `arithmetic` is what the last bits of results depend on beside the name, versions and the number format.
+    `arithmetic` lists what else the last bits of results depend on, beside name, versions and dtype.
     """
 
     @property
@@ -129,22 +130,21 @@ class Backend(Protocol):
     def arithmetic(self) -> str: ...
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-        """A layer, packed: of so many bits, or in the weight's own format."""
+        """A packed linear layer: quantized, or in the weight's dtype."""
         ...
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
-        """A layer of weights in groups, as they are; inputs are rounded to 8 bits."""
+        """A linear layer of weights quantized in groups, as stored; inputs are rounded to 8 bits."""
         ...
 
     def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts | None:
-        """All experts of a layer as one, for rows of `dtype`, where this backend multiplies them so; None where it asks
-        each of them."""
+        """All experts of a layer, for inputs of `dtype`; None if this backend runs experts one by one."""
         ...
 
     def capped(self, head: Linear, limit: float) -> Linear:
-        """A layer whose outputs are softly bounded: `limit` times the tanh of what `head` gives over it, in float32."""
+        """A layer with soft-capped outputs: `limit` * tanh(`head`(x) / `limit`), in float32."""
         ...
 
     def executor(self, parts: DecoderParts) -> Executor:
-        """These layers, as a whole, over a cache in their norms' format."""
+        """An Executor of these layers, over a cache in the dtype of their norms."""
         ...
