@@ -1,8 +1,8 @@
-"""AsyncLLM: the front door for event loops, over an engine in a thread of its own.
+"""AsyncLLM: the interface for event loops, with the engine in a separate thread.
 
-This file decides how requests of event loops reach the engine and how their deltas come back: a thread of its own steps
-the engine, in turn with other threads (`engine/driver.py`), and puts deltas into one outbox per request. An event loop
-is woken once for all that a round has brought: each time, it takes the interpreter, for which the engine then waits.
+That thread steps the engine, in turn with other threads (`engine/driver.py`), and puts deltas into one outbox per
+request. An event loop is woken once per round for all its deltas: each wake-up takes the interpreter lock, and the
+engine waits for it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
-    """Many requests at once from event loops: the engine runs in a thread of its own and batches them.
+    """Many requests at once from event loops: the engine runs in a separate thread and batches them.
 
     Use it as `async with AsyncLLM(llm) as front:`, or call `close`; later requests raise EngineClosed. The LLM may be
     used at the same time. An error in a request's own code is raised to that request alone, even an exit or a
-    cancellation; an error of the engine is raised to the requests with which rounds fail (RoundFailed). If the engine
-    cannot go on at all, the reason is raised to every request under way. No request is left waiting.
+    cancellation; an error of the engine is raised to the requests whose rounds fail (RoundFailed). If the engine cannot
+    continue at all, the reason is raised to every running request. No request is left waiting.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -64,7 +64,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Stop the engine's thread; requests under way get EngineClosed."""
+        """Stop the engine's thread; running requests raise EngineClosed."""
         self.closing = True
         self.bell.put(None)
         self.thread.join()
@@ -113,7 +113,7 @@ class AsyncLLM:
         tenant: str = "",
         **words: object,
     ) -> RequestOutput:
-        """The answer to one conversation; the options of the template are those of ChatOptions."""
+        """The answer to one conversation; the template options are those of ChatOptions."""
         check_words(words, AsyncLLM.chat, REQUEST_WORDS)
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
@@ -126,7 +126,7 @@ class AsyncLLM:
         return self.llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests without any."""
+        """The sampling parameters of requests without any."""
         return self.llm.get_default_sampling_params()
 
     async def follow(
@@ -135,7 +135,7 @@ class AsyncLLM:
         """Give the sequences of one or more requests to the engine's thread and yield their deltas.
 
         They are cancelled together when the generator is closed, or when one of them fails. `on_finish` is called in
-        the event loop for each that the engine has finished, however long its deltas wait to be read.
+        the event loop for each sequence that the engine has finished, even if its deltas are still unread.
         """
         reader, key = DeltaReader(sequences), sequences[0].request_id
         request_ids = frozenset(sequence.request_id for sequence in sequences)
@@ -157,26 +157,26 @@ class AsyncLLM:
             self.part(key)
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
-        """Raise an error to whoever follows these sequences, which cancels them."""
+        """Raise an error to the reader of these sequences, which cancels them."""
         outbox = self.outboxes.get(sequences[0].request_id)
         if outbox is not None:
             self.send([(outbox, error)])
 
     def part(self, key: int) -> None:
-        """Cancel the requests of an outbox, as far as they are not finished, and forget it."""
+        """Cancel the unfinished requests of an outbox, and remove it."""
         outbox = self.outboxes.pop(key, None)
         if outbox is not None:
             self.llm.driver.jobs.append(self.llm.driver.cancelling(outbox.request_ids))
             self.bell.put(None)
 
     def run(self) -> None:
-        """The engine's thread: run jobs and rounds until it is closed or the engine cannot go on."""
+        """The engine's thread: run jobs and rounds until it is closed or the engine cannot continue."""
         end: BaseException = EngineClosed("this AsyncLLM was closed while the request ran.")
         error = attempt(self.drive)
         self.shut(end if error is None else error)
 
     def drive(self) -> None:
-        """Make rounds while there is work, and wait while there is none."""
+        """Run rounds while the engine has work, and wait otherwise."""
         driver = self.llm.driver
         while not self.closing:
             if not (driver.jobs or driver.engine.has_work or self.news):  # in this order: news come before work ends
@@ -186,7 +186,7 @@ class AsyncLLM:
             self.send([self.news.popleft() for _ in range(len(self.news))])
 
     def send(self, news: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
-        """Give news to their outboxes, in the event loops of these; a request whose loop is closed is cancelled."""
+        """Put deltas into their outboxes, in the event loops of these; a request whose loop is closed is cancelled."""
         by_loop = defaultdict(list)
         for outbox, each in news:
             by_loop[outbox.loop].append((outbox, each))
@@ -198,7 +198,7 @@ class AsyncLLM:
                     self.part(outbox.key)
 
     def shut(self, end: BaseException) -> None:
-        """Refuse further requests and tell those under way why, before anything that may raise."""
+        """Refuse further requests and tell running ones the reason, before anything that may raise."""
         with self.gate:
             self.end, outboxes = end, dict(self.outboxes)
         self.send([*self.news, *((outbox, end) for outbox in outboxes.values())])
@@ -208,10 +208,10 @@ class AsyncLLM:
 
 
 class DeltaQueue(asyncio.Queue[Delta | BaseException]):
-    """What is to be told to one reader, in an event loop. Others have their turn even where much is there already."""
+    """The pending deltas of one reader in an event loop. Reading yields to other tasks even if deltas are pending."""
 
     async def get(self) -> Delta | BaseException:
-        """The next, once it is there."""
+        """The next delta, when there is one."""
         if not self.empty():
             await asyncio.sleep(0)
         return await super().get()
@@ -219,7 +219,7 @@ class DeltaQueue(asyncio.Queue[Delta | BaseException]):
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """Where the deltas of some requests go: a queue of the event loop that waits for them."""
+    """The destination of some requests' deltas: a queue of the event loop that reads them."""
 
     loop: asyncio.AbstractEventLoop
     news: DeltaQueue
@@ -229,7 +229,7 @@ class Outbox:
     finished: set[int] = field(default_factory=set)  # sequences
 
     def take(self, news: Delta | BaseException) -> None:
-        """Take a delta or an error in, in the event loop."""
+        """Receive a delta or an error, in the event loop."""
         self.news.put_nowait(news)
         if isinstance(news, Delta) and news.finish_reason is not None and news.seq_id not in self.finished:
             self.finished.add(news.seq_id)  # after an interrupt the last delta may come twice
@@ -237,6 +237,6 @@ class Outbox:
 
 
 def take_all(news: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
-    """Take in what came for outboxes of one event loop, in that loop."""
+    """Receive the deltas for outboxes of one event loop, in that loop."""
     for outbox, each in news:
         outbox.take(each)

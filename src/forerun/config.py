@@ -34,18 +34,17 @@ def require_whole(name: str, value: object, least: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` guesses where `width` > 1.
+    """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` draft tokens if `width` >
+    1.
 
-    A depth of "auto", the default, drafts as far as measured gain and cost say it pays in each round, and not at all
-    where it does not; with `auto=True` a number is the most that it may be. Alone it is the depth of every round.
+    A depth of "auto", the default, drafts in each round as far as measured gain and cost justify, or not at all; with
+    `auto=True` a number is the maximum. Otherwise a number is the depth of every round.
 
-    The guesses of a tree are chosen in every round, by how likely they are; with `tree` its shape is fixed, and depth,
-    width and nodes are those of that shape. `drafter` names a member of the engine's drafter; None leaves the
-    choice to the engine.
+    The nodes of a tree are chosen in every round, by probability; with `tree` its shape is fixed, and depth, width and
+    nodes are those of that shape. `drafter` names a member of the engine's mix; None leaves the choice to the engine.
 
-    `depth` is at most 256, `width` at most 256. More `nodes` than a tree of that depth and width can have mean all of
-    them, and None means `width` guesses for every depth; a tree has at most 512 nodes. Raises InvalidRequest naming
-    the field.
+    `depth` and `width` are at most 256. More `nodes` than a tree of that depth and width can have mean all of them, and
+    None means `width` times the depth; a tree has at most 512 nodes. Raises InvalidRequest naming the field.
     """
 
     depth: int = AUTO  # type: ignore[assignment]  # the number that stands for it is set below
@@ -82,7 +81,7 @@ class Speculation:
         return AUTO if self.auto else self.depth
 
     def nodes_within(self, depth: int) -> int:
-        """The most guesses that a tree of this kind has at `depth`: no more than fit its depth and width."""
+        """The greatest number of draft tokens of such a tree at `depth`."""
         if self.width == 1:
             return min(depth, depth if self.nodes is None else self.nodes)
         asked = min(depth * self.width, MOST_NODES) if self.nodes is None else self.nodes
@@ -95,7 +94,7 @@ class Speculation:
         return room
 
     def _take_shape(self, tree: object) -> None:
-        """Set what a static tree settles; what was given must not say otherwise."""
+        """Take depth, width and nodes from a static tree; values given by the user must agree."""
         if not isinstance(tree, StaticTree):
             raise refusal("speculation.tree", tree, "use a StaticTree; StaticTree.load reads a file")
         settled = {"depth": tree.depth, "width": tree.width, "nodes": len(tree.paths)}
@@ -124,13 +123,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the engine batches and verifies.
+    """Options of batching and verification.
 
-    `max_num_seqs` sequences are read at once, `chunk_tokens` prompt tokens at most in one pass; with "auto" so few that
-    short prompts, which wait for the pass, do not wait for long. `verification` is
-    "coupled" (the same seed gives the same tokens as plain decoding), or "token" or "block" (the same law, drawn
-    with rejection; more accepted at high temperatures). With a `prefix_cache` texts of a tenant that begin alike are
-    read once, as far as memory allows; it changes no answer.
+    `max_num_seqs` is the batch size, `chunk_tokens` the greatest number of prompt tokens in one pass; "auto" adapts it
+    so that short prompts do not wait long for a pass. `verification` is "coupled" (the same seed gives the same tokens
+    as plain decoding), or "token" or "block" (the same distribution, by rejection sampling; accepts more at high
+    temperatures). With `prefix_cache` common prefixes of a tenant's texts are read once, if memory allows; it changes
+    no answer.
     """
 
     max_num_seqs: int = 16

@@ -1,9 +1,9 @@
-"""Guard: the place where the engine's work is attempted, and every exception that it raises is caught.
+"""Guard: runs the engine's work and catches every exception that it raises.
 
-A round runs code that is not forerun's: processors of requests, drafters of users. It also needs memory that the
-machine may not have. A round that raises must end only the request at fault, and nobody may be left waiting, so the
-engine attempts its work here and then decides what happens to which request. In a round only the call of a request's
-own code (`sampling/transforms.py`) catches every exception too.
+A round runs code that is not forerun's: logits processors of requests, drafters of users. It also needs memory that the
+machine may not have. A round that raises must end only the request that caused it, and nobody may be left waiting, so
+the engine runs its work here and then decides what happens to which request. Within a round only the call of a
+request's own code (`sampling/transforms.py`) catches every exception too.
 
 Interrupts are not caught. Python raises them in the main thread only, between any two instructions, and they are meant
 for the caller. In other threads no caller would receive them, so there they are treated as errors.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 
 def attempt(work: Callable[[], object]) -> BaseException | None:
-    """Do the work and return the error that it raised, or None. Interrupts of the main thread go through."""
+    """Run the work and return the error that it raised, or None. Interrupts of the main thread are raised."""
     try:
         work()
     except BaseException as error:
@@ -27,7 +27,7 @@ def attempt(work: Callable[[], object]) -> BaseException | None:
 
 
 def no_interrupt(error: BaseException) -> BaseException:
-    """The error itself, unless it may be the user's Ctrl-C, which is raised again: it is nobody's fault."""
+    """The error itself, unless it may be the user's Ctrl-C, which is raised again."""
     if isinstance(error, KeyboardInterrupt) and in_main_thread():
         raise error
     return error

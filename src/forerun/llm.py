@@ -1,6 +1,6 @@
-"""LLM: the front door of the library.
+"""LLM: the main class of the library.
 
-This file decides how a model, its drafter, the memory plan and the engine are put together, and who steps the engine.
+This file puts a model, its drafter, the memory plan and the engine together, and decides which thread steps the engine.
 """
 
 from __future__ import annotations
@@ -65,19 +65,18 @@ class LLM:
 
     `model` is a Hugging Face folder, a hub id, a bundled name, or a ModelSpec; `tokenizer`, `revision`, `dtype`,
     `quantize`, `kernels`, `device`, `one_gemm` and `tensor_parallel_size` are fields of ModelSpec and described there.
-    `draft` turns
-    speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the default of
-    requests: True, a depth, False, or a Speculation. `speculative_config` says both in vLLM's form. Memory is planned
-    for contexts of `max_model_len` tokens and `max_num_seqs` sequences at once, within `memory_bytes` or the share
-    `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. One pass reads at most
-    `chunk_tokens` tokens of prompts; "auto" is what a server takes, so that short prompts do not wait for long ones.
-    Where texts of a tenant begin alike, the beginning is read once, and kept while there is free memory in the plan,
-    unless `prefix_cache` is False; answers are the same to the bit. `threads` sets torch's thread count for the
-    process. `seed` makes the seeds of requests without one repeatable. `generation_config` says where requests without
-    parameters take them from: "auto" is the model's own generation_config.json, a folder is that folder's, and "none"
-    stands for SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is False or `progress`
-    gets the reports instead. Other keywords of vLLM's LLM are accepted where their values ask for what forerun does
-    anyway; any other value raises InvalidRequest, and any other keyword UnknownKeyword.
+    `draft` turns speculation on: a specification such as "ngram" or "model:DIR", or a Drafter. `speculation` is the
+    default of requests: True, a depth, False, or a Speculation. `speculative_config` sets both in vLLM's form. Memory
+    is planned for contexts of `max_model_len` tokens and batches of `max_num_seqs` sequences, within `memory_bytes` or
+    the share `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. One pass
+    reads at most `chunk_tokens` prompt tokens; "auto", for servers, limits them so that short prompts do not wait for
+    long ones. Common prefixes of a tenant's texts are read once, and cached while there is free memory in the plan,
+    unless `prefix_cache` is False; answers have the same bits. `threads` sets torch's thread count for the process.
+    `seed` makes the seeds of requests without one repeatable. `generation_config` is the source of default sampling
+    parameters: "auto" is the model's generation_config.json, a folder is that folder's, and "none" means
+    SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is False or `progress` gets the
+    reports instead. Other keywords of vLLM's LLM are accepted with values that mean forerun's own behaviour; any other
+    value raises InvalidRequest, and any other keyword UnknownKeyword.
     """
 
     generation_defaults = GenerationDefaults()  # what the model's own file says, if it counts
@@ -146,7 +145,7 @@ class LLM:
         self._log_start()
 
     def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> RequestChecker:
-        """What checks this model's requests."""
+        """The checker of this model's requests."""
         return RequestChecker(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
@@ -159,13 +158,13 @@ class LLM:
         )
 
     def _calibrate(self, engine: Engine, models: str, report: ProgressCallback) -> None:
-        """Let the controller begin with what rounds of these models take on this machine, and forecast the gain."""
+        """Measure the times of rounds on this machine for the controller, and predict the gain."""
         key, params = f"{models} {engine.options} {Machine.here()}", self.generation_defaults.params()
         engine.controller = controller = calibrate(engine, self.requests, params, key, report)
         self.forecasts = forecasts(controller.costs, controller.drafters, engine.options.max_num_seqs)
 
     def _log_start(self) -> None:
-        """Tell the log what was started: the plan for who wants to know, and what is not as it was asked for."""
+        """Log the memory plan, and anything that differs from what was requested."""
         logger.info("%r, fingerprint %s", self, self.fingerprint)
         for line in self.plan.lines():
             logger.info("%s", line)
@@ -191,7 +190,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the models and their caches. Requests under way, and all later ones, get EngineClosed."""
+        """Free the models and their caches. Running and later requests raise EngineClosed."""
         self.drafter = None
         self.driver.close()
         gc.collect()  # decoders refer to themselves, and their memory is wanted now
@@ -203,7 +202,7 @@ class LLM:
 
     @property
     def options(self) -> EngineOptions:
-        """How the engine batches and verifies."""
+        """The engine's options of batching and verification."""
         return self.engine.options
 
     @property
@@ -213,7 +212,7 @@ class LLM:
 
     @property
     def drafter_names(self) -> Seq[str]:
-        """The names of what drafts; several for a mix."""
+        """The names of the drafters; several for a mix."""
         return self.requests.drafter_names
 
     def get_tokenizer(self) -> Tokenizer:
@@ -221,7 +220,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests without any, as `generation_config` decided them; a fresh copy."""
+        """The parameters of requests without any, from `generation_config`; a fresh copy."""
         return self.generation_defaults.params()
 
     def generate(
@@ -238,9 +237,9 @@ class LLM:
         """Answer all prompts, in order, with one set of parameters for all of them or one for each.
 
         A prompt is text, a list or array of token ids, {"prompt": text} or {"prompt_token_ids": ids}. All are checked
-        before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn
-        from answers use those of a `tenant` for that tenant only. `progress` is called with the share that is done;
-        without it a bar is shown on a terminal, unless `use_tqdm` is False. Raises InvalidRequest, naming the field.
+        before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn from
+        answers use those of a `tenant` for that tenant only. `progress` is called with the finished fraction; without
+        it a bar is shown on a terminal, unless `use_tqdm` is False. Raises InvalidRequest, naming the field.
         """
         check_words(words, LLM.generate, REQUEST_WORDS)
         answers = self.ask(requests_of(prompts, sampling_params, speculation, tenant))
@@ -268,8 +267,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many, in order; the rest is as in `generate`.
 
-        A conversation is a list of messages such as {"role": "user", "content": text}. The options of the template are
-        those of ChatOptions.
+        A conversation is a list of messages such as {"role": "user", "content": text}. The template options are those
+        of ChatOptions.
         """
         check_words(words, LLM.chat, REQUEST_WORDS)
         options = ChatOptions(
@@ -297,19 +296,19 @@ class LLM:
     ) -> Iterator[Delta]:
         """One request's deltas, one per round. Closing the iterator cancels the request.
 
-        Until the first token `progress` is called with the share of the prompt that is read.
+        Until the first token `progress` is called with the fraction of the prompt that was read.
         """
         sequences = self.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
         return self.deltas(sequences, progress)
 
     def ask(self, requests: Seq[Request]) -> Answers:
-        """The requests, checked, with places for their answers; nothing runs yet."""
+        """Check the requests and make their sequences, and the collector of their answers; nothing runs yet."""
         return Answers([(request, self.requests.sequences(request)) for request in requests], self.fingerprint)
 
     def deltas(self, sequences: Seq[Sequence], progress: ProgressCallback | None = None) -> Iterator[Delta]:
         """Step the engine until these sequences are finished, and yield their deltas.
 
-        A step advances all running sequences, other streams of this LLM too; their deltas are kept for their readers.
+        A step advances all running sequences, those of other streams too; their deltas are kept for their readers.
         Streams may be read in any number of threads: one of them steps the engine for all (`engine/driver.py`). Ctrl-C
         ends the stream that the main thread is reading; the others lose no token.
         """
@@ -322,7 +321,7 @@ class LLM:
 
 
 def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
-    """The ModelSpec of a model and the other fields, in their order; fields that are not given are the model's."""
+    """The ModelSpec of a model with these fields, in their order; fields that are not given are the model's."""
     changes = {
         field.name: value
         for field, value in zip(fields(ModelSpec)[1:], load, strict=True)
@@ -332,7 +331,7 @@ def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
 
 
 def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
-    """The defaults that `generation_config` chooses."""
+    """The default sampling parameters that `generation_config` selects."""
     if choice in NO_DEFAULTS:
         return GenerationDefaults()
     if choice == "auto":
@@ -344,7 +343,7 @@ def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
 
 
 def apply_limits(threads: int | None, max_model_len: int | None, memory_bytes: int | None) -> None:
-    """Set torch's number of threads. Raises InvalidRequest for limits that are no whole numbers or out of range."""
+    """Set torch's number of threads. Raises InvalidRequest unless it is a whole number in range."""
     limits = (("threads", threads, 1), ("max_model_len", max_model_len, 2), ("memory_bytes", memory_bytes, 0))
     for name, value, least in limits:
         if value is not None:
@@ -356,7 +355,7 @@ def apply_limits(threads: int | None, max_model_len: int | None, memory_bytes: i
 
 
 def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
-    """The plan of a specification, of a drafter that is there already, or of none."""
+    """The DraftPlan of a specification, of a Drafter object, or of no drafter."""
     if isinstance(draft, str):
         return plan_drafter(draft, context)
     lacking = [part for part in vars(Drafter) if not (part.startswith("_") or draft is None or hasattr(draft, part))]

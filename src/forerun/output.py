@@ -1,7 +1,6 @@
 """Results: the answer to a finished request, and its metrics.
 
-This file decides how the deltas of a request's samples are joined. Both front doors use it, so that an answer is the
-same from either.
+This file joins the deltas of a request's samples. LLM and AsyncLLM both use it, so their answers are the same.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from forerun.sampling.logprobs import TokenLogprobs
 class RequestMetrics(Counts):
     """The metrics of one request, over all of its samples.
 
-    `first_token_s` and `total_s` are the seconds from the request's arrival until its reader was given the first and
-    the last token; time spent waiting for a place in the batch counts. `num_cached_tokens` of the prompt were known
-    already, and not read for the first sample.
+    `first_token_s` and `total_s` are the seconds from the request's arrival until its reader got the first and the last
+    token; waiting for a place in the batch counts. `num_cached_tokens` of the prompt were found in the prefix cache,
+    for the first sample.
     """
 
     first_token_s: float = math.nan
@@ -34,7 +33,7 @@ class RequestMetrics(Counts):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all samples over the whole time, the reading of the prompt included."""
+        """Tokens of all samples over the total time, prefill included."""
         return self.num_emitted / self.total_s if self.total_s else 0.0
 
 
@@ -42,8 +41,8 @@ class RequestMetrics(Counts):
 class CompletionOutput:
     """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length".
 
-    `logprobs` and their sum, `cumulative_logprob`, are given if they were asked for. Two answers are equal whatever the
-    `origins` of their tokens: how far a round is drafted depends on how long rounds take.
+    `logprobs` and their sum, `cumulative_logprob`, are present if requested. Equality ignores the `origins` of tokens:
+    how far a round is drafted depends on measured times.
     """
 
     index: int
@@ -60,8 +59,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not.
 
-    `prompt` is None where token ids alone were given. Two outputs are equal if prompt tokens and answers
-    are equal; `request_id`, the form of the prompt and `metrics` do not count.
+    `prompt` is None if only token ids were given. Two outputs are equal if prompt tokens and answers are equal;
+    `request_id`, the form of the prompt and `metrics` are ignored.
     """
 
     request_id: str = field(compare=False)
@@ -90,7 +89,7 @@ class CollectedSample:
         self.deltas.append(delta)
 
     def count_into(self, counts: Counts) -> None:
-        """Add what became of the sample's guesses."""
+        """Add the sample's counts of draft tokens."""
         counts.pace.join(self.sequence.pace)
         for delta in self.deltas:
             if delta.outcome is not None:
@@ -116,7 +115,7 @@ class CollectedSample:
 
 
 class Answers:
-    """The answers of running requests, in the order of the requests. Times count from its construction."""
+    """Collects the answers of running requests, in the order of the requests. Times start at its construction."""
 
     def __init__(self, requests: Seq[tuple[Request, Seq[Sequence]]], fingerprint: str) -> None:
         self.requests = requests
@@ -137,7 +136,7 @@ class Answers:
         self.num_finished += delta.finish_reason is not None
 
     def counts(self) -> Counts:
-        """What became of the guesses of all samples so far."""
+        """The counts of draft tokens of all samples so far."""
         counts = Counts()
         for answer in self.answers.values():
             answer.count_into(counts)

@@ -1,4 +1,4 @@
-"""Request: a prompt and everything that is asked about its answer, as one frozen value.
+"""Request: a prompt and all options of its answer, as one frozen value.
 
 This file decides which forms a prompt may have, and turns each into text or token ids. `engine/request_check.py`
 decides whether a model can serve the request.
@@ -39,10 +39,10 @@ Prompt = str | Seq[SupportsIndex] | Array | Mapping[str, Any]
 class Request:
     """A prompt, with its sampling parameters, its speculation and its tenant.
 
-    `prompt` is text and `prompt_token_ids` are tokens; where both are there the tokens count, and the text is what they
-    were made from. `sampling_params` None stands for the model's defaults, `speculation` None for the engine's. Answers
-    to one `tenant` are used to draft for that tenant only. With `draft_details` every delta tells what was drafted.
-    The text shows the special tokens `shown_special_ids` even where `skip_special_tokens` hides all others.
+    `prompt` is text and `prompt_token_ids` are tokens; if both are given the tokens are used, and the text is their
+    source. `sampling_params` None means the model's defaults, `speculation` None the engine's. Answers to one `tenant`
+    are used to draft for that tenant only. With `draft_details` every delta lists the draft tokens. The text shows the
+    special tokens `shown_special_ids` even if `skip_special_tokens` hides all others.
     """
 
     prompt: str | None = None
@@ -61,7 +61,7 @@ class Request:
         speculation: SpeculationOption = None,
         tenant: str = "",
     ) -> Request:
-        """The request for a prompt in any of its forms. Raises InvalidRequest for what is no prompt."""
+        """The request for a prompt in any of its forms. Raises InvalidRequest for anything else."""
         text, ids = parsed(prompt)
         return cls(text, sampling_params, speculation, tenant, ids)
 
@@ -86,7 +86,7 @@ def requests_of(
 
 
 def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
-    """One prompt or many, as a list of prompts. A value that is no prompt is passed on and refused later, by name."""
+    """One prompt or many, as a list of prompts. Invalid values are passed on and refused later, by name."""
     batch = plain(prompts)
     many = isinstance(batch, Seq) and not isinstance(batch, str | bytes)
     if not many or (batch and all(is_number(item) for item in batch)):
@@ -105,7 +105,7 @@ def parsed(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
 
 
 def parsed_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
-    """The text and the token ids of a prompt that names its parts; None for the one that is not there."""
+    """The text and the token ids of a prompt given as a dict; None for a missing one."""
     fields = {key: value for key, value in prompt.items() if value is not None}
     for key in fields:
         if key not in PROMPT_KEYS:
@@ -129,7 +129,7 @@ def token_ids(values: object) -> tuple[int, ...]:
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a whole number of Python's, numpy's or torch's."""
+    """Whether this is an integer of Python, numpy or torch."""
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,8 +1,7 @@
-"""Draws: the sampling of one round for all sequences, shared by the target and every drafter.
+"""Draws: the sampling of one round for all sequences, used by the target and every drafter.
 
-This file decides how logits become a law, and how a law and keyed noise become tokens. All methods are pure: they take
-packed nodes (`PathState`), give one result per node, and keep no state. `verify` judges what was drawn, and
-`accept.stop` decides where a text ends.
+This file decides how logits become a law (probabilities), and how a law and keyed noise become tokens. All methods are
+pure: they take packed nodes (`PathState`), give one result per node, and keep no state.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ __all__ = ["Children", "Draws", "HostChildren", "PathState", "RowSampling"]
 
 
 class Draws:
-    """The sampling of a round: its sequences' parameters, and their noise.
+    """The sampling state of a round: its sequences' parameters, and their noise.
 
-    `num_ids` is the number of ids the tokenizer has: padding ids above are never drawn. `rejection` is for the
-    verification modes `token` and `block`: drafters then draw with noise of their own. `level` tells the levels of
-    a cascade apart, which share no noise in those modes. `kernels` make coupled draws faster, not different.
+    `num_ids` is the number of ids the tokenizer has: padding ids above are never sampled. `rejection` is for the
+    verification modes `token` and `block`: drafters then use separate noise. `level` distinguishes the levels of a
+    cascade, which share no noise in those modes. `kernels` speed up coupled sampling, with the same results.
     """
 
     def __init__(
@@ -62,19 +61,19 @@ class Draws:
 
     @classmethod
     def of_tables(cls, transforms: Transforms, keys: Int[Tensor, " batch"]) -> Draws:
-        """Coupled draws whose rows are known by tensors alone: their transforms' tables, and `row_keys`."""
+        """Coupled draws for rows given as tensors: their transforms' tables, and `row_keys`."""
         draws = cls((), transforms.vocab, device=keys.device, num_ids=transforms.num_ids)
         draws.transforms, draws._keys[Purpose.COUPLED] = transforms, keys
         return draws
 
     @cached_property
     def tables(self) -> RoundTables:
-        """What its transforms read, on the host."""
+        """The tables that its transforms use, on the host."""
         return RoundTables(self.rows, self.vocab)
 
     @cached_property
     def transforms(self) -> Transforms:
-        """From logits to what is drawn from."""
+        """The transforms of logits: penalties, biases, temperature, filters."""
         return Transforms.of(self.tables, self.num_ids, self.device)
 
     @cached_property
@@ -93,14 +92,14 @@ class Draws:
 
     @property
     def greedy(self) -> Sequence[bool]:
-        """Which sequences are greedy, as host values in batch order."""
+        """Which sequences are greedy, on the host, in batch order."""
         return [row.params.greedy for row in self.rows]
 
     def within(self, places: Sequence[int], tails: Sequence[Sequence[int]]) -> Draws:
-        """A round inside this one: these of its rows, as they would be with `tails` committed, one level down.
+        """The draws of a cascade's lower members: these rows as they would be with `tails` committed, one level down.
 
-        It is what a cascade's lower members draw with. Coupled noise is that of this round's positions. In rejection
-        modes it shares no noise with this round, with other rounds inside it, or with those inside any other.
+        Coupled noise is that of the same positions. In rejection modes it shares no noise with this round, with other
+        rounds inside it, or with those inside any other.
         """
         rows = [self.rows[place] for place in places]
         inner = Draws(
@@ -134,14 +133,14 @@ class Draws:
         return PathState(row, drawn, self.root_positions[row] + 1 + (drawn >= 0).sum(1), known)
 
     def advance(self, at: PathState, parents: Int[Tensor, " new"], tokens: Int[Tensor, " new"]) -> PathState:
-        """New nodes: `tokens[i]` drawn after node `parents[i]` of `at`. The old states stay as they are."""
+        """The states of new nodes: `tokens[i]` drawn after node `parents[i]` of `at`, which does not change."""
         row, position, drawn = at.row[parents], at.position[parents], at.drawn[parents]
         end = position - self.root_positions[row] - 1
         drawn = torch.cat([drawn, torch.full_like(tokens, -1)[:, None]], dim=1)
         return PathState(row, drawn.scatter(1, end[:, None], tokens[:, None]), position + 1)
 
     def foresee(self, depth: int) -> None:
-        """Make the noise of paths of `depth` guesses at once, cheaper than level by level; unless kernels make it."""
+        """Compute the noise of paths of `depth` tokens at once, cheaper than level by level; no effect with kernels."""
         if self.row_laws is not None and not self.rejection:
             return
         purpose, levels = (Purpose.DRAFT, depth) if self.rejection else (Purpose.COUPLED, depth + 1)
@@ -151,19 +150,19 @@ class Draws:
             self._noise.prepare(absorb(self.row_keys(purpose)[row], position))
 
     def probs(self, logits: Logits, at: PathState) -> Logits:
-        """The law of the token after each node, all transforms applied; float32, or float64 for float64.
+        """The probabilities of the token after each node, all transforms applied; float32, or float64 for float64.
 
-        Temperature 0 is the point mass at the largest transformed logit, the lowest id among equals. By softmax, whose
-        bits do not depend on other rows as those of `exp` do.
+        Temperature 0 is the point mass at the largest transformed logit, the lowest id among equals. Computed by
+        softmax, whose bits do not depend on other rows as those of `exp` do.
         """
         return self._probs(*self._transformed(logits, at), at)
 
     def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """The target's own token after each node: the largest of transformed logits plus the position's noise.
 
-        A function of logits, path, parameters, seed and position alone: what plain decoding draws there. Exactly
-        law-distributed (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id. -1 where there is
-        no law: logits with NaN, or nothing above -inf.
+        A function of logits, path, parameters, seed and position alone: the token of plain decoding there. Distributed
+        exactly by the law (the Gumbel-max trick); greedy rows get no noise; ties go to the lowest id. -1 if there is no
+        law: logits with NaN, or all -inf.
         """
         shaped, narrowed = self._transformed(logits, at)
         tokens = self._chosen(shaped, narrowed, at, Purpose.COUPLED)
@@ -171,13 +170,13 @@ class Draws:
         return torch.where(reached > -math.inf, tokens, -1)[:, 0]  # of a row with NaN the largest is NaN
 
     def scores(self, logits: Logits, at: PathState) -> Logits:
-        """What `draw` takes the largest of: transformed logits, and the position's noise unless the row is greedy."""
+        """The scores of which `draw` takes the largest: transformed logits, plus noise unless the row is greedy."""
         return self._scores(*self._transformed(logits, at), at, Purpose.COUPLED)
 
     def recover(self, law: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """A token from each log-law (need not be normalised): recovered and bonus tokens of the rejection modes.
 
-        -1 where there is no law, as in `draw`.
+        -1 if there is no law, as in `draw`.
         """
         tokens = self._drawn(law, at, Purpose.RECOVER)
         return torch.where(law.gather(1, tokens) > -math.inf, tokens, -1)[:, 0]
@@ -187,12 +186,12 @@ class Draws:
         return uniform(self._keys_at(at, Purpose.ACCEPT), tokens)
 
     def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
-        """A drafter's `width` guesses after each node, under the round's noise.
+        """A drafter's `width` draft tokens after each node, under the round's noise.
 
-        Coupled: the largest perturbed logits, under the very noise the target will draw with. Rejection modes: drawn
-        without replacement from the drafter's own law, with noise of this round alone. Greedy rows: the largest
-        logits. Logits may be anything, NaN and infinities included; tokens are in range or -1. One guess without its
-        `survival` costs the least.
+        Coupled: the largest perturbed logits, under the very noise that the target will use. Rejection modes: sampled
+        without replacement from the drafter's own law, with noise of this round alone. Greedy rows: the largest logits.
+        Logits may be anything, NaN and infinities included; tokens are in range or -1. One token without its `survival`
+        costs the least.
         """
         shaped, narrowed = self._transformed(logits, at, guessing=True)
         law = self._probs(shaped, narrowed, at).nan_to_num(nan=0.0) if self.rejection else None
@@ -218,9 +217,9 @@ class Draws:
     def offer(
         self, logits: Logits, rows: Sequence[int], paths: Sequence[Sequence[int]], width: int, *, survival: bool = True
     ) -> HostChildren:
-        """What `children` gives after these guesses behind the roots of `rows`, on the host.
+        """`children` of the nodes after these draft tokens of `rows`, on the host.
 
-        The very tokens; by compiled kernels survival is the same only up to rounding.
+        The tokens are identical; with compiled kernels survival agrees up to rounding only.
         """
         laws = self._laws_for(logits)
         if self.kernels is None or laws is None or self.rejection:
@@ -246,10 +245,10 @@ class Draws:
     def verdict(
         self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
     ) -> Int[Tensor, "batch verdict"] | None:
-        """What `follow` says of the tokens that `draw` gives; None where there are no compiled kernels for it.
+        """`follow` with the tokens of `draw`, by compiled kernels; None if there are none for it.
 
-        Per row the accepted length, the next token and the path; only draws on accepted paths are made. `drawn` tells
-        the tokens of some nodes, UNKNOWN in the place of others, and is changed.
+        Per row the accepted length, the next token and the path; only nodes on accepted paths are sampled. `drawn` has
+        known tokens of some nodes, UNKNOWN for others, and is changed.
         """
         laws = self._laws_for(logits)
         if self.kernels is None or laws is None:
@@ -265,7 +264,7 @@ class Draws:
             self._draw_undecided(tree, logits, drawn)
 
     def _draw_undecided(self, tree: DraftTree, logits: Logits, drawn: array[int]) -> None:
-        """Have torch draw what is marked so, one node of a row at most."""
+        """Sample with torch the nodes that are marked so, one per row at most."""
         nodes = [i for i, token in enumerate(drawn) if token == UNDECIDED]
         paths = tree.path_tokens().flatten(0, 1)[nodes].tolist()
         rows = [node // tree.tokens.shape[1] for node in nodes]
@@ -294,24 +293,24 @@ class Draws:
     def _masks(
         self, rows: Sequence[int], paths: Sequence[Sequence[int]], logits: Logits
     ) -> Int[Tensor, "nodes words"] | None:
-        """What grammars allow behind these guesses; None where no row has one."""
+        """The grammars' token masks after these draft tokens; None if no row has a grammar."""
         if not self.constrained:
             return None
         return masks_of(self.rows, list(zip(rows, paths, strict=True)), logits.shape[1])
 
     def _laws_for(self, logits: Logits) -> RowLaws | None:
-        """How rows draw from these logits by compiled kernels, which compute in float32."""
+        """The rows' laws for compiled kernels, which compute in float32."""
         return None if logits.dtype == torch.float64 else self.row_laws
 
     @cached_property
     def row_laws(self) -> RowLaws | None:
-        """What compiled kernels need for coupled draws; None where there are none."""
+        """The rows' laws for coupled sampling by compiled kernels; None if there are none."""
         if self.kernels is None:
             return None
         return row_laws(self.rows, self.host_keys(Purpose.COUPLED), self.num_ids, self.kernels.slack)
 
     def _transformed(self, logits: Logits, at: PathState, *, guessing: bool = False) -> tuple[Logits, Logits]:
-        """Logits as greedy rows and as sampled rows want them: before and after temperature and filters."""
+        """Logits for greedy rows and for sampled rows: before and after temperature and filters."""
         shaped = self.transforms.shape(logits, at, guessing=guessing)
         return shaped, shaped if self.transforms.all_greedy else self.transforms.narrow(shaped, at)
 
@@ -319,7 +318,7 @@ class Draws:
         return self._choose(at, lambda: all_on_largest(shaped), lambda: softmax(narrowed))
 
     def _choose(self, at: PathState, greedy: Callable[[], Tensor], sampled: Callable[[], Tensor]) -> Tensor:
-        """One of two by each node's row; what no row wants is not computed."""
+        """Select one of two by each node's row; unneeded ones are not computed."""
         if not self.transforms.any_greedy:
             return sampled()
         if self.transforms.all_greedy:
@@ -327,7 +326,7 @@ class Draws:
         return torch.where(self.transforms.greedy_nodes(at), greedy(), sampled())
 
     def _scores(self, shaped: Logits, narrowed: Logits, at: PathState, purpose: Purpose) -> Logits:
-        """What a draw takes the largest of: perturbed by the purpose's noise where the row is not greedy."""
+        """The scores of a draw: with the purpose's noise unless the row is greedy."""
         return self._choose(at, lambda: shaped, lambda: narrowed + self._noise.rows(self._keys_at(at, purpose)))
 
     def _chosen(self, shaped: Logits, narrowed: Logits, at: PathState, purpose: Purpose) -> Int[Tensor, "nodes 1"]:
@@ -349,7 +348,7 @@ class Draws:
         return self._keys[purpose]
 
     def host_keys(self, purpose: Purpose) -> list[int]:
-        """`row_keys` as the host has them, of 64 bits without a sign."""
+        """`row_keys` on the host, as unsigned 64-bit integers."""
         return [self._row_key(row, purpose, round_) for row, round_ in zip(self.rows, self.rounds, strict=True)]
 
     def _row_key(self, row: RowSampling, purpose: Purpose, round_: int) -> int:
@@ -376,7 +375,7 @@ def row_laws(rows: Sequence[RowSampling], keys: Sequence[int], num_ids: int, sla
 
 
 def row_law(row: RowSampling, key: int, kept: list[object]) -> CRowLaw:
-    """How one row draws; what it points to is added to `kept`. Only torch can call a request's own processors."""
+    """The law of one row for compiled kernels, which cannot call processors; what it points to is added to `kept`."""
     p = row.params
     law = CRowLaw(
         key,

@@ -42,7 +42,7 @@ QUIET = -math.log(-math.log1p(-(_NUM_LOUD + 0.5) * 2.0**-32))
 
 
 class Purpose(IntEnum):
-    """What a draw is for: no two purposes share noise."""
+    """The purpose of a draw: no two purposes share noise."""
 
     COUPLED = 0  # the target's own token, and a drafter's guess at it: keyed by position alone
     DRAFT = 1  # rejection modes from here on: keyed by the round's root position too
@@ -68,7 +68,7 @@ def coupled_key(seed: int, sample: int) -> int:
 
 
 def absorb(keys: Int[Tensor, " rows"], words: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """What `mix` would give with one more word, for many keys at once (int64, the same bits read as signed)."""
+    """The result of `mix` with one more word, for many keys at once (int64, the same bits read as signed)."""
     if keys.device.type == "cpu":  # in a third of the time: a round asks for a few keys again and again
         x = (keys.numpy() ^ words.numpy()).view(np.uint64) + np.uint64(_GOLDEN)
         x = (x ^ x >> 30) * np.uint64(_MIX1)

@@ -122,15 +122,15 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the law is the point mass at the largest logit."""
+        """Whether sampling is greedy: the point mass at the largest logit."""
         return self.temperature < GREEDY_BELOW
 
     def resolve_seed(self) -> int:
-        """64 bits: the seed asked for, else fresh random ones (report them, so that the answer can be repeated)."""
+        """64 bits: the given seed, or else fresh random ones (report them, so that the answer can be repeated)."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
 
     def check_vocabulary(self, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:
-        """Raise InvalidRequest where a field does not fit a tokenizer of `vocab_size` ids, or leaves none to draw."""
+        """Raise InvalidRequest if a field does not fit a tokenizer of `vocab_size` ids, or excludes all of them."""
         for name in ("logit_bias", "banned_tokens", "stop_token_ids"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
