@@ -32,13 +32,17 @@ ROUNDED_ROWS = (1, 32, 64, 128, 512)
 LANES = 128
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prefetch:
-    """Asks for weights; `share` of MEGABYTES, of every row its beginning or the first rows whole."""
+    """Asks for weights; `share` of MEGABYTES, of every row its beginning or the first rows whole.
+
+    `under_way`: whether the stream has work that the other one does not wait for yet.
+    """
 
     share: float
     of_every_row: bool
     stream: Any
+    under_way: bool = False
 
     def begin(self, weight: Tensor, megabytes: int) -> None:
         """Launch the kernel that asks for the beginning of this matrix; without a stream nothing is launched."""
@@ -55,6 +59,13 @@ class Prefetch:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             prefetch[(-(-count // LANES),)](weight.data_ptr(), count, stride, size, LANES=LANES, num_warps=4)
+        self.under_way = True
+
+    def join(self) -> None:
+        """Let the current stream wait for what was asked for; a capture has to end with one stream."""
+        if self.under_way:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.under_way = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,7 @@ class Ahead:
     megabytes: int = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.prefetch.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.prefetch.stream)
+        self.prefetch.join()
         result = self.linear(x)
         if self.following is not None:
             self.prefetch.begin(self.following, self.megabytes)
@@ -126,7 +136,10 @@ def fresh(runner: GraphRunner) -> tuple[Callable[[], object], Tensor]:
     runner.graphs.captured = {}
     logits = runner.read([Read(0, [5], judged=[0])]).logits.clone()
     runner.drop([0])
-    again = replays(runner) or (lambda: None)
+    again = replays(runner)
+    if again is None:
+        assert not runner.graphs.enabled, "the pass could not be captured"
+        return (lambda: None), logits
     runner.graphs.captured |= {(*key, len(kept)): graph for key, graph in kept.items()}  # whose tensors stay
     return again, logits
 

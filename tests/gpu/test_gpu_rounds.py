@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.test_chains_ahead import drafts_of, taken
 from engine.test_fixed_heads import TRAINED, Uneven
 from forerun import LLM, Grammar, SamplingParams
 from forerun.accept.outcome import Outcome, Stats
@@ -18,7 +19,8 @@ from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.backends.gpu import capture
 from forerun.models.backends.gpu.ahead import PassAhead
 from forerun.models.backends.gpu.capture import Graphs, KeptShapes
-from forerun.models.backends.gpu.chain_graph import ChainShape
+from forerun.models.backends.gpu.chain_graph import ChainGraph
+from forerun.models.backends.gpu.chain_tables import ChainShape
 from forerun.models.backends.gpu.fixed import Inputs, Layout
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.verdicts import VerdictGraph, VerdictShape
@@ -155,6 +157,20 @@ def test_passes_that_are_begun_ahead_are_taken_and_change_no_token(monkeypatch: 
     assert len(taken) > 30
 
 
+@pytest.mark.parametrize("draft", ["eagle", "eagle-1", "mtp", "mtp-of-3"])
+def test_chains_that_are_begun_ahead_are_those_that_are_drawn_later(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guess by guess, where answers end early too; the others' chains stay theirs."""
+    params = [SamplingParams(temperature=i / 2, seed=i, max_tokens=60, stop=["."] * (i % 2)) for i in range(4)]
+    found = taken(monkeypatch)
+    begun = drafts_of(make(TARGET, spelled(draft), speculation=4, one_gemm=True), monkeypatch, params)
+    assert all(found)
+    assert len(found) > 10
+    monkeypatch.setattr(ChainGraph, "begin", lambda *_: None)
+    assert begun == drafts_of(make(TARGET, spelled(draft), speculation=4, one_gemm=True), monkeypatch, params)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_one_gemm_logits_are_the_same_bits_for_any_grouping(target_dir: Path, dtype: str) -> None:
     runner = make(target_dir, dtype=dtype, one_gemm=True).engine.runner
@@ -222,6 +238,12 @@ def test_one_synchronisation_per_round(
     assert waits_of(llm, params) == {1}
 
 
+def runners_of(llm: LLM) -> list[GraphRunner]:
+    """The target's, and the drafter's where it has one of its own."""
+    runners = [llm.engine.runner, getattr(llm.drafter, "runner", llm.engine.runner)]
+    return [runner for runner in runners if isinstance(runner, GraphRunner)]
+
+
 def waits_of(llm: LLM, params: SamplingParams) -> set[int]:
     """How often the host waited in the rounds that answer these prompts."""
     for prompt in PROMPTS:
@@ -237,7 +259,8 @@ def waits_of(llm: LLM, params: SamplingParams) -> set[int]:
                 llm.engine.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        begun = runner.ahead is not None  # which waits for an event, of which torch does not warn
+        chains = [graph for each in runners_of(llm) for graph in each.chain_graphs.values()]
+        begun = any(each.ahead for each in (runner, *chains))  # which waits for an event, of which torch does not warn
         counts.add(begun + sum("called a synchroniz" in str(w.message) for w in found))
     return counts
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.config import Speculation
+from forerun.device import Download
 from forerun.errors import WrongTarget
+from forerun.models.chains import JudgedChains
 from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
@@ -216,6 +218,16 @@ class StateDrafter(Drafter, Protocol):
 def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) -> int:
     """`StateDrafter.adoptable` of any drafter: one without taps needs no states, so nothing is read again for it."""
     return cast(StateDrafter, drafter).adoptable(text, most, salt) if drafter.taps else most
+
+
+def begin_next(drafter: Drafter, judged: JudgedChains) -> Download | None:
+    """Let a drafter begin the next draft on a device that has judged its last one, before the host knows the verdict.
+
+    The verdict on its way to the host, in front of the tokens of the judged trees; None where it begins nothing, as
+    drafters without such a method do. What it begins is taken by the next `propose`, if that asks for the same.
+    """
+    begin = getattr(drafter, "begin_next", None)
+    return None if begin is None else begin(judged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from forerun.config import EngineOptions
 from forerun.control.controller import Controller, FixedDepth, Load
 from forerun.control.measured import MeasuredDepth
 from forerun.device import Download
-from forerun.draft.base import Budget, Draft, Drafter
+from forerun.draft.base import Budget, Draft, Drafter, begin_next
 from forerun.engine.constrained import constrained_tree, forced_chains
 from forerun.engine.prefixes import Prefixes
 from forerun.engine.reading import News, RoundRow, TargetPass, begun_rows, drawn_tokens, num_begun, resumable
@@ -30,6 +30,7 @@ from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
 from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
+from forerun.models.chains import JudgedChains
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -157,7 +158,7 @@ class Engine:
         reading = self.read(plan, draft)
         clock.mark(reading.states.span)
         verdict = verify(draft.tree, reading.node_logits(), plan.draws, self.options.verification, self.runner.judge)
-        if (arriving := self.read_ahead(plan, verdict)) is not None:
+        if (arriving := self.begin_next(plan, reading, verdict)) is not None:
             verdict = replace(verdict, arriving=arriving)
         deltas, rows = self.accept(reading, verdict)
         self.record(plan, draft, rows, clock)
@@ -258,14 +259,22 @@ class Engine:
         states = self.runner.read([row.read() for row in rows], taps, drawn, begun)
         return TargetPass(rows, states, tree.tokens if tree.unseen else None)
 
-    def read_ahead(self, plan: RoundPlan, verdict: Verdict) -> Download | None:
-        """Let a device begin the next round's pass, if it will read what this verdict draws; the verdict on its way."""
-        if not self.runner.draws_unseen or (self.drafter is not None and not self.rests):
+    def begin_next(self, plan: RoundPlan, reading: TargetPass, verdict: Verdict) -> Download | None:
+        """Let a device begin the next round while the host makes this one final: its pass where nothing is drafted,
+        else its chains. The verdict on its way; None where the next round may be another one, and nothing is begun."""
+        others = plan.num_prompt_tokens or plan.constrained or verdict.ranked is not None
+        if not self.runner.draws_unseen or others:
             return None
-        others = plan.num_prompt_tokens or plan.constrained or self.scheduler.waiting or verdict.ranked is not None
-        if others or any(row.sequence.room < 2 for row in plan.drawing):
+        if self.drafter is None or self.rests:
+            if self.scheduler.waiting or any(row.sequence.room < 2 for row in plan.drawing):
+                return None
+            taps = self.drafter.taps if self.drafter else ()
+            return self.runner.read_ahead(plan.draws.seq_ids, verdict.packed, taps)
+        states = reading.states.tapped
+        if reading.drawn is None or states is None:
             return None
-        return self.runner.read_ahead(plan.draws.seq_ids, verdict.packed, self.drafter.taps if self.drafter else ())
+        guesses = [row.num_nodes - 1 for row in reading.rows]
+        return begin_next(self.drafter, JudgedChains(plan.draws, reading.drawn, guesses, verdict.packed, states.rows()))
 
     def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.

@@ -116,6 +116,21 @@ class HeadsAhead:
     places: MaskedPlaces | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class JudgedChains:
+    """A round whose chains a device has judged, as it knows it before the host does.
+
+    `nodes` are the tokens of each row's tree, the root first, `num_guesses` how many of them are guesses; `verdict` is
+    `Verdict.packed`. `features` are the target's states after all of these nodes, row by row.
+    """
+
+    draws: Draws
+    nodes: Int[Tensor, "batch nodes"]
+    num_guesses: Sequence[int]
+    verdict: Int[Tensor, "batch verdict"]
+    features: Float[Tensor, "total taps hidden"]
+
+
 @runtime_checkable
 class IdExchange(Protocol):
     """How a model's ids and the target's are exchanged: guesses are drawn and told as the target's."""

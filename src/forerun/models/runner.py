@@ -25,7 +25,7 @@ from forerun.cache.paged import PagedCache
 from forerun.device import Download
 from forerun.models.backends.base import ChainStarts
 from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
-from forerun.models.chains import Chains, HeadsAhead, IdExchange, Start, UnreadTexts
+from forerun.models.chains import Chains, HeadsAhead, IdExchange, JudgedChains, Start, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree
@@ -231,6 +231,13 @@ class Runner:
         self, seq_ids: Sequence[int], verdict: Int[Tensor, "batch verdict"], taps: Sequence[int] = ()
     ) -> Download | None:
         """Begin the pass over the token that each of these sequences has drawn, behind its root; None but on a GPU."""
+        return None
+
+    def begin_chains(
+        self, judged: JudgedChains, starts: Sequence[Start], ids: IdExchange, texts: UnreadTexts
+    ) -> Download | None:
+        """Begin the chains of the round behind a judged one, where each row's text are the root and guesses of that;
+        None but on a GPU."""
         return None
 
     def draw_chains(

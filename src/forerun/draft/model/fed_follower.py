@@ -31,6 +31,7 @@ class FedFollower(Follower):
 
     rereads: ClassVar[bool] = False
     draws_behind_text: bool = False
+    drawn: Sequence[Start] = ()  # the chains that the last draft drew behind text, guess by guess
     least_text: ClassVar[int] = 1  # tokens of each row that a call has to read before it draws behind them
 
     def observe(self, news: Committed) -> None:
@@ -75,6 +76,7 @@ class FedFollower(Follower):
 
         On a device more is read first but for its last token, so that a new row does not hold up the others.
         """
+        self.drawn = []
         if not self.draws_behind_text or draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
             return None
         if self.runner.draws_unseen:
@@ -94,10 +96,11 @@ class FedFollower(Follower):
             for row in rows
         ]
         started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
-        read = self.unread_texts(reads)
-        chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, self.heads_ahead(rows))
+        read, heads = self.unread_texts(reads), self.heads_ahead(rows)
+        chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, heads)
         self.pass_s += time.perf_counter() - started_s
         if chains is not None:
+            self.drawn = starts if heads is None else []
             self.keep_ends(reads, read)
             for read_text in reads:
                 self.states.drop(read_text.seq_id, len(read_text.tokens))

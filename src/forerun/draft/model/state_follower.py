@@ -10,6 +10,7 @@ Which states a model reads, and which of its outputs a guess hands to the next o
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
+from forerun.device import Download
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.models.chains import IdExchange, Start, UnreadTexts, joined
+from forerun.models.chains import IdExchange, JudgedChains, Start, UnreadTexts, joined
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
 
@@ -100,8 +102,28 @@ class StateFollower(FedFollower, ABC):
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.spread(logits))
 
+    def begin_next(self, judged: JudgedChains) -> Download | None:
+        """Let a device draw the next chains behind what it has accepted of the last ones; the verdict on its way.
+
+        None, with nothing begun, where these are not the last ones.
+        """
+        starts = self.drawn
+        if not starts or [start.seq_id for start in starts] != [judged.draws.seq_ids[start.row] for start in starts]:
+            return None
+        if any(s.depth != judged.num_guesses[s.row] or s.seq_id not in self.runner.cache for s in starts):
+            return None
+        firsts = [*itertools.accumulate((1 + count for count in judged.num_guesses), initial=0)]
+        features = [judged.features[firsts[start.row] : firsts[start.row + 1]] for start in starts]
+        features = [judged.features] if len(starts) == len(judged.num_guesses) else features
+        reads = [Read(start.seq_id, [0] * (start.depth + 1)) for start in starts]
+        return self.runner.begin_chains(judged, starts, self.ids, self.texts_of(reads, features))
+
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        runner, features = self.runner, self.before_fusing(reads, self.states.of(reads))
+        return self.texts_of(reads, self.states.of(reads))
+
+    def texts_of(self, reads: Sequence[Read], features: Sequence[Float[Tensor, "_ taps hidden"]]) -> UnreadTexts:
+        """Texts with the target's states."""
+        runner, features = self.runner, self.before_fusing(reads, features)
         dtype = runner.decoder.stream if runner.draws_unseen else torch.float32
         roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
         return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.of_guess)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,86 +21,39 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.blocks import OutOfBlocks
-from forerun.cache.paged import PagedCache
-from forerun.device import HostArray, PackedTables, upload
-from forerun.models.backends.gpu.capture import Graphs, KeptShapes
-from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout, Shape, run_pass
-from forerun.models.backends.gpu.ops import Ops
-from forerun.models.backends.gpu.verdicts import fixed_steps, holds, in_parts, row_sizes
-from forerun.models.chains import Chains, Foreseen, HeadsAhead, IdExchange, MaskedPlaces, Start, UnreadTexts
-from forerun.models.decoder import Decoder, States
+from forerun.device import Download, HostArray, PackedTables, upload
+from forerun.models.backends.gpu.ahead import CHAINS_PAUSE, ChainsAhead
+from forerun.models.backends.gpu.capture import KeptShapes
+from forerun.models.backends.gpu.chain_tables import (
+    LEAST_TEXT,
+    Buffers,
+    ChainShape,
+    ReadingRunner,
+    below_of,
+    lay_out_steps,
+    set_by_verdict,
+    sources_of,
+)
+from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, run_pass
+from forerun.models.backends.gpu.verdicts import fixed_steps, in_parts, kinds_of, row_sizes
+from forerun.models.chains import (
+    Chains,
+    Foreseen,
+    HeadsAhead,
+    IdExchange,
+    JudgedChains,
+    MaskedPlaces,
+    Start,
+    UnreadTexts,
+)
+from forerun.models.decoder import States
 from forerun.models.rows import half_step, power_of_two
 from forerun.models.runner import Read, Tail
 from forerun.sampling.draws import Draws
 from forerun.sampling.noise import Purpose, signed
-from forerun.sampling.tables import RoundTables, Steps
+from forerun.sampling.tables import RoundTables
 from forerun.sampling.transforms import PathState, Transforms
 from forerun.tree import HostTree
-
-LONGER = 1.5  # how many times its depth a round may be padded to, rather than that another graph is captured
-FEW_ROWS = 16  # take a drafter as long as one
-LEAST_TEXT = 16  # tokens
-
-
-class ChainShape(NamedTuple):
-    """The sizes of a graph: rows, depth, the tables of its transforms, and tokens of text that are read before."""
-
-    rows: int
-    depth: int
-    steps: Steps
-    text: int = 0
-
-    def holds(self, other: ChainShape) -> bool:
-        """Whether chains of another shape fit, without too much padding."""
-        rows, text = max(FEW_ROWS, PADDED * other.rows), max(LEAST_TEXT, PADDED * other.text) if other.text else 0
-        fits = other.rows <= self.rows <= rows and other.depth <= self.depth <= LONGER * other.depth
-        return fits and other.text <= self.text <= text and holds(self.steps, other.steps)
-
-    def size(self) -> tuple[int, int, Steps]:
-        """What takes least comes first."""
-        return self.rows * self.depth, self.text, self.steps
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """The tensors of one graph: what chains begin with, and tables that are filled in one copy.
-
-    These are the transforms' by name (`RoundTables.arrays`), each chain's `keys`, `positions` and root (`begins`),
-    those of each pass, and by row of the round its root (`roots`), the number of its chain (`chains`) and how deep that
-    is (`depths`), 0 without one. Chains begin with `given` logits, or states of heads, or with `text` beside the
-    target's states, `features`; masked `places` are read behind it. Layers below read roots and guesses in passes of
-    their own.
-    """
-
-    packed: PackedTables
-    passes: Sequence[Inputs]
-    given: Float[Tensor, "rows numbers"] | None
-    text: Inputs | None
-    features: Float[Tensor, "text *features"] | None
-    places: Inputs | None = None
-    below: Sequence[Inputs] = ()
-
-
-@runtime_checkable
-class ReadingRunner(Protocol):
-    """What of a GraphRunner is used here."""
-
-    decoder: Decoder
-    cache: PagedCache
-    ops: Ops
-    graphs: Graphs
-    tails: dict[int, Tail]
-    spare_slot: int
-    most_keys: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]: ...
-
-    def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None: ...
-
-    def drop(self, seq_ids: Sequence[int]) -> None: ...
 
 
 class ChainGraph:
@@ -112,6 +63,8 @@ class ChainGraph:
         self.runner = runner
         self.ids = ids
         self.buffers = KeptShapes[ChainShape, Buffers](runner.graphs)
+        self.ahead: ChainsAhead | None = None
+        self.pause = 0  # rounds until chains are launched ahead again
 
     @torch.inference_mode()
     def draw(
@@ -132,8 +85,7 @@ class ChainGraph:
             return None
         unread: Sequence[Sequence[int]] = [()] * len(starts) if texts is None else texts.tokens
         order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
-        drafted = [draws.rows[starts[i].row] for i in order]
-        rows = draws.tables if drafted == draws.rows else RoundTables(drafted, self.ids.vocab_size)
+        rows = self.tables_of(draws, [starts[i] for i in order])
         steps, depth = rows.steps._replace(masks=0), starts[order[0]].depth
         most = half_step(depth) if heads is None else depth  # there are no more heads, perhaps
         shape = self.shape_of(ChainShape(len(draws.rows), most, steps, sum(map(len, unread))))
@@ -141,25 +93,23 @@ class ChainGraph:
             return None
         runner, seq_ids = self.runner, [start.seq_id for start in starts]
         places = None if heads is None else heads.places
-        ahead = [s.depth - 1 if heads is None else 0 for s in starts] if places is None else map(len, places.tokens)
-        counts = [len(text) + count for text, count in zip(unread, ahead, strict=True)]
+        steps_of = [s.depth - 1 if heads is None else 0 for s in starts] if places is None else map(len, places.tokens)
+        counts = [len(text) + count for text, count in zip(unread, steps_of, strict=True)]
+        lengths = [runner.length(seq_id) for seq_id in seq_ids]
         if not self.reserve(starts, counts, below := below_of(texts)):
             return None
-        buffers = self.buffers_of(shape, texts, heads)
-        arrays = self.arrays(buffers, draws, starts, order, unread, places)
-        if below is not None:
-            arrays |= lay_out_steps(below, "below", buffers.below, [starts[i] for i in order])
-        buffers.packed.fill(rows.arrays(shape.steps) | arrays)
-        if buffers.given is not None and logits is not None:
-            in_order = order == [*range(len(starts))]
-            ordered = logits if in_order else logits[upload(order, torch.long, runner.device)]
-            runner.graphs.put_logits(ordered, buffers.given)
-        elif buffers.given is not None and heads is not None and heads.states is not None:
-            torch.stack([heads.states[i] for i in order], out=buffers.given[: len(starts)])
-        if buffers.features is not None and texts is not None:
-            torch.cat(list(texts.features), out=buffers.features[: sum(map(len, texts.features))])
-        key = shape, self.ids, draws.num_ids
-        nodes, ends = runner.graphs.run(key, lambda: self.body(shape, buffers, draws.num_ids, texts, heads))
+        begun = self.take(draws, starts, unread, lengths)
+        if begun is not None:
+            nodes, ends = begun
+            runner.tails |= {seq_id: Tail(0) for seq_id in seq_ids}  # which hold the texts that were read
+        else:
+            buffers = self.buffers_of(shape, texts, heads)
+            arrays = self.arrays(buffers, draws, starts, order, unread, places)
+            if below is not None:
+                arrays |= lay_out_steps(below, "below", buffers.below, [starts[i] for i in order])
+            buffers.packed.fill(rows.arrays(shape.steps) | arrays)
+            self.give(buffers, order, logits, heads)
+            nodes, ends = self.run(shape, buffers, draws.num_ids, texts, heads)
         if texts is not None:
             runner.keep(seq_ids, [range(len(text) - (below is not None)) for text in unread])
         if below is not None:
@@ -172,6 +122,83 @@ class ChainGraph:
         trees = [HostTree.unseen(depth_of.get(row, 0)) for row in range(len(draws.rows))]
         num_read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1 and texts is None and heads is None}
         return Chains(trees, num_read, nodes=nodes[:, : len(trees), : 1 + depth].clone())
+
+    def tables_of(self, draws: Draws, starts: Sequence[Start]) -> RoundTables:
+        """What the transforms of these chains read, in their order."""
+        drafted = [draws.rows[start.row] for start in starts]
+        return draws.tables if drafted == draws.rows else RoundTables(drafted, self.ids.vocab_size)
+
+    def give(
+        self,
+        buffers: Buffers,
+        order: Sequence[int],
+        logits: Float[Tensor, "starts vocab"] | None,
+        heads: HeadsAhead | None,
+    ) -> None:
+        """Set what chains begin with, in their order: logits, or states of heads."""
+        if buffers.given is not None and logits is not None:
+            in_order = order == [*range(len(order))]
+            ordered = logits if in_order else logits[upload(order, torch.long, self.runner.device)]
+            self.runner.graphs.put_logits(ordered, buffers.given)
+        elif buffers.given is not None and heads is not None and heads.states is not None:
+            torch.stack([heads.states[i] for i in order], out=buffers.given[: len(order)])
+
+    @torch.inference_mode()
+    def begin(self, judged: JudgedChains, starts: Sequence[Start], texts: UnreadTexts) -> Download | None:
+        """Launch chains behind what a verdict accepts of the chains of these starts, all as deep as the deepest.
+
+        All their nodes are read as text. What was refused lies behind the chains' own tokens, which no row of them sees
+        and which the chains overwrite. None, with nothing done, where tables depend on the tokens themselves, there is
+        no room, or too many chains were in vain.
+        """
+        self.pause = max(0, self.pause - 1)
+        runner, draws, seq_ids = self.runner, judged.draws, [start.seq_id for start in starts]
+        depth = max(start.depth for start in starts)
+        rows, lengths = self.tables_of(draws, starts), [runner.length(seq_id) for seq_id in seq_ids]
+        edits, masks, *_ = kinds_of(rows.steps)
+        if self.pause or edits or masks or max(lengths) + 2 * depth > runner.window:
+            return None
+        deepest = [start._replace(depth=depth) for start in starts]
+        shape = self.shape_of(ChainShape(len(draws.rows), half_step(depth), rows.steps, sum(map(len, texts.tokens))))
+        if shape is None or not self.reserve(starts, [2 * depth] * len(starts), None):
+            return None
+        arriving = Download(torch.cat([judged.verdict, judged.nodes], dim=1))
+        buffers = self.buffers_of(shape, texts, None)
+        arrays = self.arrays(buffers, draws, deepest, range(len(starts)), texts.tokens, None, ahead=True)
+        buffers.packed.fill(rows.arrays(shape.steps) | arrays)
+        set_by_verdict(buffers, judged, starts, runner.device)
+        nodes, ends = self.run(shape, buffers, draws.num_ids, texts, None)
+        slots = {seq_id: runner.cache.start(seq_id) for seq_id in seq_ids}
+        self.ahead = ChainsAhead(judged, deepest, lengths, slots, arriving, nodes, ends, runner.graphs.num_runs)
+        runner.drop(seq_ids)
+        return arriving
+
+    def take(
+        self, draws: Draws, starts: Sequence[Start], unread: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None] | None:
+        """What `begin` has launched, if it is what is asked for and is still there; None where it has to be made."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return None
+        slots = [self.runner.cache.start(start.seq_id) for start in starts]
+        there = ahead.num_runs == self.runner.graphs.num_runs and slots == [ahead.slots.get(s.seq_id) for s in starts]
+        rows = ahead.rows_for(draws, starts, unread, lengths) if there else None
+        if rows is None:
+            self.pause = CHAINS_PAUSE
+            return None
+        depths = {start.row: start.depth for start in starts}
+        at, last = upload([rows, [depths.get(i, 0) for i in range(len(rows))]], torch.long, self.runner.device)
+        inside = torch.arange(ahead.nodes.shape[2], device=at.device) <= last[:, None]
+        return torch.where(inside, ahead.nodes[:, at], -1), None if ahead.ends is None else ahead.ends[at]
+
+    def run(
+        self, shape: ChainShape, buffers: Buffers, num_ids: int, texts: UnreadTexts | None, heads: HeadsAhead | None
+    ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
+        """What `body` gives over tables that are filled, replayed."""
+        if buffers.features is not None and texts is not None:
+            torch.cat(list(texts.features), out=buffers.features[: sum(map(len, texts.features))])
+        key = shape, self.ids, num_ids
+        return self.runner.graphs.run(key, lambda: self.body(shape, buffers, num_ids, texts, heads))
 
     def reserve(self, starts: Sequence[Start], counts: Sequence[int], below: ReadingRunner | None) -> bool:
         """Make room for so many tokens of each, and for roots and guesses below; False where there is none."""
@@ -195,15 +222,20 @@ class ChainGraph:
         order: Sequence[int],
         unread: Sequence[Sequence[int]],
         places: MaskedPlaces | None,
+        ahead: bool = False,
     ) -> dict[str, HostArray | Sequence[int]]:
-        """The tables of all steps: where tokens lie is known before they are."""
+        """The tables of all steps: where tokens lie is known before they are.
+
+        Chains that are launched `ahead` begin behind the first token of each text, or as many further as `advance` says
+        by then, which only the device knows.
+        """
         deepest_first, keys = [starts[i] for i in order], draws.host_keys(Purpose.COUPLED)
         chains, depths = np.zeros((2, len(buffers.packed.lines["depths"])), dtype=np.int64)
         for chain, start in enumerate(deepest_first):
             chains[start.row], depths[start.row] = chain, start.depth
         arrays: dict[str, HostArray | Sequence[int]] = {
             "keys": [signed(keys[start.row]) for start in deepest_first],
-            "positions": [draws.root_places[start.row] + 1 for start in deepest_first],
+            "positions": [draws.root_places[start.row] + 1 + ahead for start in deepest_first],
             "begins": [draws.rows[start.row].tokens[-1] for start in deepest_first],
             "roots": [row.tokens[-1] for row in draws.rows],
             "chains": chains,
@@ -211,8 +243,11 @@ class ChainGraph:
         }
         runner, block_size, spare_slot = self.runner, self.runner.cache.blocks.block_size, self.runner.spare_slot
         if buffers.text is not None:
-            reads = [Read(s.seq_id, text, judged=[len(text) - 1]) for s, text in zip(starts, unread, strict=True)]
+            ends = [0 if ahead else len(text) - 1 for text in unread]
+            reads = [Read(s.seq_id, text, judged=[end]) for s, text, end in zip(starts, unread, ends, strict=True)]
             layout, lasts = runner.lay_out(reads)
+            for start in starts if ahead else ():
+                runner.tails[start.seq_id] = Tail(0, [-1], [0])
             if buffers.below:
                 layout.sources = sources_of(unread, order, buffers.text.shape.rows)
             judged = [lasts[i] for i in order] if buffers.text.shape.judged else []
@@ -264,7 +299,7 @@ class ChainGraph:
             num_guesses = rows * heads.places.num_guesses(shape.depth)
             passes["places"] = Shape(power_of_two(rows * count), 0, num_guesses, keys)
         sizes = row_sizes(rows, shape.steps, vocab)
-        names = "keys", "positions", "begins", "roots", "chains", "depths"
+        names = "keys", "positions", "begins", "roots", "chains", "depths", "advance"
         sizes |= dict.fromkeys(names, ((rows,), np.dtype(np.int64)))
         sizes |= {name: ((Inputs.size_of(each),), np.dtype(np.int32)) for name, each in passes.items()}
         packed = PackedTables(sizes, device, self.buffers.buffer)
@@ -289,16 +324,17 @@ class ChainGraph:
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
         """All steps: tokens and parents of the round's rows, and what layers made of their texts. Tensor code alone."""
         tables, logits, states, ends = buffers.packed.tables, buffers.given, None, None
-        below = below_of(texts)
+        below, advance = below_of(texts), tables["advance"]
         if buffers.text is not None and buffers.features is not None and texts is not None:
             buffers.text.states = texts.fuse(buffers.features)
             if below is not None:
                 of_roots = states_below(below, buffers.below[0], self.ids.own(tables["begins"]))
                 together = torch.cat([buffers.text.states, of_roots])
                 buffers.text.states = together[buffers.text.columns["sources"]]
-            passed = self.read(buffers.text)
+            text = buffers.text.judged_later(advance) if texts.begins_chains else buffers.text
+            passed = self.read(text)
             if texts.begins_chains:
-                logits, states = self.ids.spread(passed.logits), passed.hidden[buffers.text.judged]
+                logits, states = self.ids.spread(passed.logits), passed.hidden[text.judged]
                 ends = None if texts.roots is None else states[tables["chains"]]
         foreseen = self.foresee(shape, buffers, logits, heads)
         transforms = Transforms(shape.steps, lambda: tables, self.ids.vocab_size, num_ids)
@@ -310,11 +346,11 @@ class ChainGraph:
                 path = torch.cat([tables["begins"][:, None], drawn.clamp_min(0)], dim=1)
                 logits = heads.logits(foreseen, path)
             assert logits is not None, "chains begin with logits, text or heads"
-            at = PathState(row, drawn, tables["positions"] + level)
+            at = PathState(row, drawn, tables["positions"] + advance + level)
             guesses = likeliest(draws, logits, at)
             drawn = torch.cat([drawn, guesses], dim=1)
             if level < len(buffers.passes):
-                step, tokens = buffers.passes[level], self.ids.own(guesses[:, 0]).clamp_min(0)
+                step, tokens = buffers.passes[level].moved(advance), self.ids.own(guesses[:, 0]).clamp_min(0)
                 step.columns["tokens"].copy_(tokens)
                 if below is not None:
                     step.states = states_below(below, buffers.below[1 + level], tokens)
@@ -339,43 +375,10 @@ class ChainGraph:
         return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
 
 
-def below_of(texts: UnreadTexts | None) -> ReadingRunner | None:
-    """The runner of the layers below, which is of the same kind as the one above it."""
-    return None if texts is None else cast("ReadingRunner | None", texts.below)
-
-
 def states_below(below: ReadingRunner, step: Inputs, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
     """What the layers below make of these tokens, one of each chain."""
     step.columns["tokens"].copy_(tokens)
     return run_pass(below.decoder, below.ops, step, below.cache).hidden
-
-
-def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_features: int) -> list[int]:
-    """Where the states of all tokens are: those of texts are packed, and behind `num_features` are those of the roots
-    that texts end with, in the order of the chains."""
-    chains, sources, first = {i: chain for chain, i in enumerate(order)}, list[int](), 0
-    for i, text in enumerate(texts):
-        end = first + len(text) - 1
-        sources += [*range(first, end), num_features + chains[i]]
-        first = end
-    return sources
-
-
-def lay_out_steps(
-    runner: ReadingRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[Start]
-) -> dict[str, HostArray]:
-    """The tables of passes that read a token of each chain, as many as its depth says, by the names of these passes."""
-    arrays = {}
-    if steps:
-        reads = [Read(start.seq_id, [0], judged=[0] if steps[0].shape.judged else []) for start in deepest_first]
-        layout, judged = runner.lay_out(reads)
-        numbers = steps[0].numbers(layout, judged, runner.cache.blocks.block_size, runner.spare_slot)
-        for level, step in enumerate(steps):
-            num_left = sum(start.depth > level for start in deepest_first)
-            arrays[f"{name} {level}"] = step.later(numbers, level, num_left, runner.spare_slot)
-        for start in deepest_first:
-            runner.tails[start.seq_id].grow(None, start.depth - 1)
-    return arrays
 
 
 def nodes_of(

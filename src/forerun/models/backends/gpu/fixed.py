@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -156,6 +157,20 @@ class Inputs:
             first = self.judged_from + self.shape.judged + row * self.shape.path
             numbers[first : first + len(path)] = array("i", path)
         return np.frombuffer(numbers, np.int32)
+
+    def moved(self, steps: Int[Tensor, " rows"]) -> Inputs:
+        """A copy whose rows stand so many tokens later, each by its own; it shares the tensor of tokens."""
+        moved, width = copy(self), max(ALIGNED, self.shape.rows)
+        table = self.flat[self.SLOTS * width : (self.PREFIXES + 1) * width].view(3, width)[:, : self.shape.rows] + steps
+        names = [self.COLUMNS[number] for number in range(self.SLOTS, self.PREFIXES + 1)]
+        moved.columns = self.columns | dict(zip(names, table.to(torch.int32), strict=True))
+        return moved
+
+    def judged_later(self, steps: Int[Tensor, " judged"]) -> Inputs:
+        """A copy in which other rows are judged: each so many rows behind."""
+        moved = copy(self)
+        moved.judged = self.judged + steps.to(torch.int32)
+        return moved
 
     def later(self, numbers: HostArray, steps: int, rows: int, spare_slot: int) -> HostArray:
         """Numbers of chains of one token each, as they are so many steps later, when only the first `rows` go on."""

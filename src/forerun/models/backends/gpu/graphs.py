@@ -27,7 +27,7 @@ from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.fixed import LEAST_PATH, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph
-from forerun.models.chains import Chains, HeadsAhead, IdExchange, Start, UnreadTexts
+from forerun.models.chains import Chains, HeadsAhead, IdExchange, JudgedChains, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States, Tapped
 from forerun.models.layer import counters_of
 from forerun.models.rows import few_rows, power_of_two
@@ -158,11 +158,20 @@ class GraphRunner(Runner):
         read; None for layers that read states of which the text was read before. A drafter's ids are its own.
         """
         assert not states, "a graph leaves no states"
-        if before is not None:
-            return None
+        return None if before is not None else self.chains_of(ids).draw(draws, starts, logits, texts, heads)
+
+    def begin_chains(
+        self, judged: JudgedChains, starts: Sequence[Start], ids: IdExchange, texts: UnreadTexts
+    ) -> Download | None:
+        """Launch the chains behind what a verdict accepts of these; the verdict on its way to the host, which that does
+        not delay. The next `draw_chains` takes them if it asks for the same."""
+        return self.chains_of(ids).begin(judged, starts, texts)
+
+    def chains_of(self, ids: IdExchange) -> ChainGraph:
+        """The graphs of chains whose ids are exchanged so."""
         if ids not in self.chain_graphs:
             self.chain_graphs[ids] = ChainGraph(self, ids)
-        return self.chain_graphs[ids].draw(draws, starts, logits, texts, heads)
+        return self.chain_graphs[ids]
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
         return self.graphs.run(None, lambda: self.decoder.logits(hidden))
