@@ -260,7 +260,9 @@ def waits_of(llm: LLM, params: SamplingParams) -> set[int]:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         chains = [graph for each in runners_of(llm) for graph in each.chain_graphs.values()]
-        begun = any(each.ahead for each in (runner, *chains))  # which waits for an event, of which torch does not warn
+        begun = runner.ahead is not None or any(
+            graph.ahead is not None for graph in chains
+        )  # torch does not warn of it
         counts.add(begun + sum("called a synchroniz" in str(w.message) for w in found))
     return counts
 
