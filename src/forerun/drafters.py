@@ -1,8 +1,7 @@
-"""All drafters by their names: from a specification to the plan of a drafter, and to what it is called.
+"""The table of all drafters by name: from a specification to a drafter's plan and its label.
 
-This module decides which names exist: one table, `PLANNERS`. What their arguments mean is decided where each drafter
-is defined. Wherever numbers measured with a drafter are shown, a widened checkpoint has the name of its source, and is
-called widened.
+Which names exist is decided by one table, `PLANNERS`; what their arguments mean, where each drafter is defined. Reports
+show a widened checkpoint under the name of its source, marked as widened.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from forerun.models.loading import checkpoint_label
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
-    """The drafter that the specification `text` spells.
+    """The plan of the drafter that the specification `text` names.
 
-    Raises UnknownDrafter for what does not parse, exist or fit together, VocabularyMismatch for a drafter whose
-    tokens cannot be compared with the target's, and ModelError for a checkpoint that cannot be used.
+    Raises UnknownDrafter if it does not parse, exist or fit together, VocabularyMismatch for a drafter whose tokens
+    cannot be compared with the target's, and ModelError for a checkpoint that cannot be used.
     """
     return plan(parse_spec(text), context)
 
 
 def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """The drafter of a parsed specification; raises what `plan_drafter` raises."""
+    """The plan of a parsed specification; raises the errors of `plan_drafter`."""
     planner = PLANNERS.get(spec.name)
     if planner is None:
         near = nearest(spec.name, PLANNERS)

@@ -1,7 +1,7 @@
-"""What is known of a drafter before it is loaded: what it needs, and how to build it.
+"""The plan of a drafter before it is loaded: the memory that it needs, and how to build it.
 
-This module decides what a plan says. Each drafter's file makes the plan of its own specification; `forerun/drafters.py`
-has the table of them. Memory is planned between planning and building, so planning loads no weights.
+Each drafter's file makes the plan of its own specification; `forerun/drafters.py` has the table of them. Memory is
+planned between planning and building, so planning loads no weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The target and its tokenizer, for which drafters are planned with the target's options."""
+    """The target that drafters are planned for, and its tokenizer."""
 
     target: Blueprint
     tokenizer: Tokenizer
@@ -37,15 +37,15 @@ BuildJudge = Callable[[CacheTokens, ProgressCallback | None, Runner], Judge]
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A drafter that was found and checked but not loaded, with the facts that planning memory needs.
+    """A drafter that was found and checked but not loaded, with the numbers that the memory plan needs.
 
-    `models` has an entry for every model that it loads, by the name of the model's cache. `build` loads them, given the
-    tokens that each of these caches may hold, and the loaded target, whose weights and cache it may share, and whose
-    positions are the longest text: the drafter is then for engines on that runner alone. A cache of 0 tokens gives a
-    drafter that never drafts. `fingerprint` tells its weights apart from others; nothing for a drafter without any.
-    `build_judge` loads it as one that can judge others in a cascade; None where it cannot. `remembered_bytes` is what
-    it wants to remember at most in host memory, by name; `build` gets what is granted, together with the tokens.
-    `num_members` is how many drafters may share one tree.
+    `models` has an entry for every model that it loads, by the name of the model's KV cache. `build` loads them, given
+    how many tokens each of these caches may hold, a progress callback, and the loaded target, whose weights and cache
+    the drafter may share and whose positions limit the text: it then works only in engines on that runner. A cache of 0
+    tokens gives a drafter that never drafts. `fingerprint` identifies its weights; empty without weights. `build_judge`
+    loads it as one that can judge others in a cascade; None if it cannot. `remembered_bytes` is the host memory that it
+    wants for past texts, by name; `build` gets the granted size together with the tokens. `num_members` is the number
+    of drafters that may share one tree.
     """
 
     models: Mapping[str, ModelMemory]
@@ -56,7 +56,7 @@ class DraftPlan:
     num_members: int = 1
 
     def renamed(self, taken: Collection[str]) -> DraftPlan:
-        """This plan, with unused names for its caches, because one checkpoint may serve twice."""
+        """This plan with unused cache names, because one checkpoint may be used twice."""
         names = {name: free_name(name, taken) for name in (*self.models, *self.remembered_bytes)}
 
         def own(cache_tokens: CacheTokens) -> CacheTokens:
@@ -76,7 +76,7 @@ PlanMember = Callable[[DraftSpec, DraftContext], DraftPlan]
 
 
 def member_plans(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> list[DraftPlan]:
-    """The plans of the drafters that this one is made of, none of whose caches share a name."""
+    """The plans of this drafter's members, with distinct cache names."""
     plans: list[DraftPlan] = []
     for member in spec.members:
         taken = [name for other in plans for name in (*other.models, *other.remembered_bytes)]
@@ -95,17 +95,17 @@ def joined_plans(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """The name, numbered where it is taken."""
+    """The name, with a number if it is taken."""
     numbered = (f"{name} ({i})" for i in itertools.count(2))
     return name if name not in taken else next(each for each in numbered if each not in taken)
 
 
 def refuse_members(spec: DraftSpec) -> None:
-    """For drafters that are not made of others."""
+    """Raise UnknownDrafter if the specification has members: for drafters that are not made of others."""
     if spec.members:
         refuse(spec, f"it takes no list of drafters; write {spec.name} alone")
 
 
 def refuse(spec: DraftSpec, fix: str) -> NoReturn:
-    """The error for a drafter's argument, with the form that it should have."""
+    """Raise UnknownDrafter for a drafter's argument, with the form that it should have."""
     raise UnknownDrafter(f"drafter {str(spec)!r}: {fix}")

@@ -50,11 +50,11 @@ ANY_SURVIVAL = 1e-9  # what survives with less would not be missed: for members 
 
 
 class MixDrafter:
-    """Drafts with whichever of `members` a row's budget names: by its place among them, or behind them for all merged.
+    """Drafts with whichever of `members` a row's budget names: by its index, or one past the last for all merged.
 
-    A merged tree's budget has room for them all: each member is asked for an equal part of its width, its whole depth
-    and its whole number of guesses. What guesses survive with, where a member does not say so, is learned from what
-    came true of its merged ones, by depth; the outlook tells that, from which follows what a member alone would give.
+    A merged tree's budget has room for all: each member gets an equal part of its width, its whole depth and its whole
+    number of nodes. If a member gives no survival, it is estimated by depth from its past results in merged trees; the
+    outlook reports these, from which the gain of a member alone follows.
     """
 
     def __init__(self, members: Sequence[Drafter], names: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class MixDrafter:
         self.came_true: dict[int, dict[int, tuple[int, int]]] = {}  # what came of them, by sequence and member
 
     def observe(self, news: Committed) -> None:
-        """All members observe, with the states that they read, and their guesses are compared with the final text."""
+        """All members observe, with the states that they read; their draft tokens are compared with the final text."""
         for member in self.members:
             columns = [self.taps.index(tap) for tap in member.taps]
             features = None if news.features is None or not columns else news.features[:, columns]
@@ -84,11 +84,11 @@ class MixDrafter:
             self.accepted[drafter].count(own_runs)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """What every member can follow."""
+        """The smallest answer of all members."""
         return min(adoptable(member, text, most, salt) for member in self.members)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """What those members say to whom the budgets give rows."""
+        """The drafts of the members whose rows have a budget, joined."""
         self.guessed.clear()
         self.came_true.clear()
         drafts: dict[int, Draft] = {}
@@ -122,7 +122,7 @@ class MixDrafter:
         )
 
     def share(self, drafter: int, budget: Budget) -> Budget:
-        """What of a row is a member's to draft."""
+        """A member's share of a row's budget."""
         if budget.depth and budget.drafter == len(self.members):
             width, least = max(1, budget.width // len(self.members)), max(budget.min_survival, ANY_SURVIVAL)
             return replace(budget, drafter=0, width=width, min_survival=least)
@@ -131,7 +131,7 @@ class MixDrafter:
         return replace(budget, drafter=0) if drafter else budget
 
     def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
-        """One row: what its member guessed, or the best of what all did."""
+        """One row: its member's draft, or the merged draft of all."""
         if budget.depth == 0:
             return mixed_root(draws.rows[row].tokens[-1], -1)
         if budget.drafter < len(self.members):
@@ -141,11 +141,11 @@ class MixDrafter:
         return merge(grown, budget)
 
     def chances(self, drafter: int) -> list[float]:
-        """What guesses of a member that does not say so survive with, by depth."""
+        """Estimated survival of a member's draft tokens by depth, if it gives none itself."""
         return list(accumulate(self.accepted[drafter].rates(), operator.mul))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """As far as any member can go, as far behind as any is; and what each of them says, and did when merged."""
+        """The greatest limit and unread text of all members; and each member's outlook and results when merged."""
         each = [self.outlook_of(drafter, seq_ids) for drafter in range(len(self.members))]
         return Outlook(
             unread=[max(row) for row in zip(*(outlook.unread for outlook in each), strict=True)],
@@ -155,7 +155,7 @@ class MixDrafter:
         )
 
     def outlook_of(self, drafter: int, seq_ids: Sequence[int]) -> Outlook:
-        """What one member says, with what came of its guesses in the last round."""
+        """One member's outlook, with the results of its draft tokens in the last round."""
         outlook = self.members[drafter].outlook(seq_ids)
         if not self.came_true:
             return outlook
@@ -171,8 +171,7 @@ class MixDrafter:
 
 
 def harmless(draft: Draft, draws: Draws, budgets: Sequence[Budget]) -> Draft:
-    """A member's draft within the budgets that it was given, known to the host; without estimates of another shape, and
-    without a `resume` for guesses that had to be changed."""
+    """A member's draft within its budgets, on the host, without estimates of a wrong shape or an invalid `resume`."""
     proposed, survival, resume = draft.tree, draft.survival, draft.resume
     safe = sanitize(proposed, draws.roots_tokens.to(proposed.tokens.device), budgets, draws.vocab, draws.kernels)
     if survival is not None and (len(survival) != len(safe.tokens) or survival.shape[1] < safe.tokens.shape[1]):
@@ -201,20 +200,20 @@ def trees_of(draft: Draft, drafter: int, chances: Sequence[float]) -> list[HostT
 
 
 def mixed_root(root: int, drafter: int) -> HostTree:
-    """A tree of a mix before its first guess: who drafts it, -1 for all or none."""
+    """A tree of a mix with its root only: who drafts it, -1 for all or none."""
     return HostTree([root], [-1], survival=[1.0], drafters=[drafter])
 
 
 def add_guess(tree: HostTree, token: int, parent: int, survival: float, drafter: int) -> int:
-    """Append a guess; its number. It survives with no more than its parent, and with nothing if that is unknown."""
+    """Append a draft token; returns its number. Its survival is at most its parent's, 0 if unknown."""
     tree.drafters.append(drafter)
     return tree.add(token, parent, min(max(survival, 0.0), tree.survival[parent]) if survival == survival else 0.0)
 
 
 def merge(trees: Sequence[HostTree], budget: Budget) -> HostTree:
-    """The likeliest paths of all trees, within the budget's depth, width and number of guesses; all have one root.
+    """The most likely paths of all trees, within the budget's depth, width and nodes; all have one root.
 
-    The likeliest come first. Among equals what comes first is what stands first in the trees, and in the first of them.
+    The most likely come first; ties keep the order of the trees and of their nodes.
     """
     whole, below = union(trees)
     merged = mixed_root(whole.tokens[0], -1)
@@ -236,9 +235,9 @@ def merge(trees: Sequence[HostTree], budget: Budget) -> HostTree:
 
 
 def union(trees: Sequence[HostTree]) -> tuple[HostTree, list[dict[int, int]]]:
-    """All paths, each of them once, and the children of each node by their tokens.
+    """All paths, each once, and the children of each node by token.
 
-    A path survives with what the most confident says, and counts as guessed by the first who guessed it.
+    A path has the greatest survival that any member gives it, and counts for the first member that proposed it.
     """
     whole, below = mixed_root(trees[0].tokens[0], -1), list[dict[int, int]]([{}])
     for tree in trees:
@@ -258,7 +257,7 @@ def union(trees: Sequence[HostTree]) -> tuple[HostTree, list[dict[int, int]]]:
 
 
 def came_true(tree: HostTree, tokens: Sequence[int]) -> tuple[int, int]:
-    """How many guesses stood on the way of what was said, and how many of them were right."""
+    """How many draft tokens were judged along the final text, and how many were right."""
     node, right = 0, 0
     for token in tokens:
         below = [child for child, parent in enumerate(tree.parents) if parent == node]
@@ -272,9 +271,9 @@ def came_true(tree: HostTree, tokens: Sequence[int]) -> tuple[int, int]:
 
 
 def together(draws: Draws, rows: Sequence[HostTree], parts: Mapping[int, Draft], width: int) -> Draft:
-    """The rows as one draft: those of one member with its law, as it gave it, and with what need not be read again.
+    """The rows as one draft: those of one member with its law, and with its `resume`.
 
-    Which rule judges them hangs on the width, so that must follow from budgets, and not from what was drawn.
+    The rule that judges them depends on the width, so the width must follow from budgets, not from sampled tokens.
     """
     tree = DraftTree.of_hosts(rows, width).to(draws.device)
     columns, members = tree.tokens.shape[1], [row.drafters[0] for row in rows]
@@ -287,7 +286,7 @@ def together(draws: Draws, rows: Sequence[HostTree], parts: Mapping[int, Draft],
 
 
 def laws(draws: Draws, rows: Sequence[HostTree], parts: Mapping[int, Draft], columns: int) -> DraftLaw | None:
-    """The members' laws side by side, each for the rows that it was declared for."""
+    """The members' laws packed together, each for the rows that it was declared for."""
     declared = {drafter: part.tree.q for drafter, part in parts.items() if part.tree.q is not None}
     if not declared:
         return None
@@ -327,7 +326,7 @@ def plan_mix(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftP
 
 
 def member_names(spec: DraftSpec) -> list[str]:
-    """What the members of `mix[A,B,...]` are called. Raises UnknownDrafter for what is no mix."""
+    """The names of the members of `mix[A,B,...]`. Raises UnknownDrafter for anything else."""
     if len(spec.members) < 2:
         refuse(spec, "a mix has two members or more, as in mix[ngram,model:DIR]")
     if any(member.name == spec.name for member in spec.members):

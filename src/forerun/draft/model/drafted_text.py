@@ -1,7 +1,7 @@
 """DraftedText: the state of one sequence in a drafter that is a model.
 
-This module decides how the tokens that were read behind the kept text are numbered and found again, and which part of a
-text stays when its end turns out to be different.
+This module numbers the tokens that were read after the kept text and finds them again, and decides which part of a text
+stays if its end turns out to be different.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from forerun.models.runner import Read
 
 @dataclass(slots=True)
 class DraftedText:
-    """One sequence as the drafter knows it; how much of its text the cache holds is the runner's to say.
+    """One sequence as the drafter knows it; the runner knows how much of its text is in the cache.
 
-    Texts of the same `salt` may share what was read of a common beginning; None forbids it.
+    Texts of the same `salt` may share cached prefixes; None forbids it.
 
-    `tail` finds what was read behind the kept text, right or wrong: (parent node, token) -> node, numbered as the
-    runner does; parent -1 is the kept text itself. A `lost` sequence is not drafted: its text found no room, and the
-    target's states, from which it is read, are shown only once.
+    `tail` finds the draft tokens that were read after the kept text: (parent node, token) -> node, numbered as by the
+    runner; parent -1 is the kept text. A `lost` sequence is not drafted: its text found no room in the cache, and the
+    target's states, from which it would be read, come only once.
     """
 
     text: list[int] = field(default_factory=list)
@@ -45,11 +45,11 @@ class DraftedText:
         return self.tail.setdefault((parent, token), len(self.tail))
 
     def append(self, token: int) -> None:
-        """Number a token behind the tail's last node."""
+        """Number a token after the tail's last node."""
         self.add(len(self.tail) - 1, token)
 
     def settle(self) -> None:
-        """Number the tail nodes that were read unseen."""
+        """Number the tail nodes that were read before the host knew them."""
         if self.pending is not None:
             for node, token in enumerate(self.pending(), start=len(self.tail)):
                 self.tail[node - 1, token] = node
@@ -61,7 +61,7 @@ class DraftedText:
         return self.text[first:] + root
 
     def rewrite(self, first: int, tokens: Sequence[int]) -> int:
-        """Replace text and root from token `first` on; how much of the text before the root stays as it was."""
+        """Replace text and root from token `first` on; returns how much of the text before the root is unchanged."""
         text = self.text
         if self.root is not None:
             text.append(self.root)
@@ -73,12 +73,12 @@ class DraftedText:
         return min(kept, len(text))
 
     def clear(self, count: int = 0) -> None:
-        """Forget the tail but for its first nodes."""
+        """Drop all but the first nodes of the tail."""
         self.tail = dict([*self.tail.items()][:count])
         self.pending = None
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The tail's nodes that spell the longest possible beginning of `tokens`."""
+        """The tail's nodes for the longest possible prefix of `tokens`."""
         path: list[int] = []
         for token in tokens:
             node = self.tail.get((path[-1] if path else -1, token))
@@ -88,14 +88,14 @@ class DraftedText:
         return path
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many of the tail's first nodes are a chain that begins as `tokens` do."""
+        """How many of the tail's first nodes are a chain that is a prefix of `tokens`."""
         path = self.path(tokens)
         return next((i for i, node in enumerate(path) if node != i), len(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A sequence's final text from token `first` on, its root the last; what is before `first` stays."""
+    """A sequence's final text from token `first` on, with the root last; the text before `first` stays."""
 
     seq_id: int
     first: int
@@ -103,9 +103,9 @@ class Revision:
 
 
 class DraftRow(NamedTuple):
-    """A sequence to be drafted within `budget`. `late` are final tokens that are not part of its text, the root last.
+    """A sequence to be drafted within `budget`. `late` are final tokens after its recorded text, the root last.
 
-    `guesses` are those of another drafter that this one judges: they are read behind the root.
+    `guesses` are another drafter's tokens that this one judges: they are read after the root.
     """
 
     seq_id: int
@@ -116,7 +116,7 @@ class DraftRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RootPass:
-    """A pass as far as there was room: what was read, which rows are left, and the logits asked for."""
+    """A pass as far as the cache had room: what was read, which rows are left, and the requested logits."""
 
     reads: Sequence[Read]
     rows: list[DraftRow]
@@ -124,7 +124,7 @@ class RootPass:
 
 
 def number_guesses(texts: Mapping[int, DraftedText], ids: IdExchange, chains: Chains, starts: Sequence[Start]) -> None:
-    """Number the guesses that were read into the tails of these texts; unseen ones when the host has seen them."""
+    """Number the draft tokens that were read into these texts' tails; unseen ones when the host knows them."""
     if chains.guesses is None:
         for start in starts:
             read = chains.trees[start.row].tokens[1 : 1 + chains.num_read.get(start.seq_id, 0)]

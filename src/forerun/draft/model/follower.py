@@ -1,10 +1,10 @@
-"""Follower: what every drafter does that is a model, whatever the model reads.
+"""Follower: the common part of all drafters that are models, whatever their models read.
 
-This module decides what is read and when: committed text lazily, when a sequence is drafted again; guesses one level at
-a time. The keys and values of accepted guesses are kept, so that a round usually starts with the root and at most one
-token more. Lack of memory makes drafts shallower and is never an error. It also decides in which way guesses grow: as
-chains, by one call of the runner or step by step, or as trees. The drafters decide what goes into their models, and
-whose text and memory it is; the runner decides where tokens lie in the cache.
+This module decides what is read and when: committed text lazily, when a sequence is drafted again; draft tokens level
+by level. Keys and values of accepted draft tokens stay in the KV cache, so a round usually starts with the root and at
+most one more token. A full cache makes drafts shallower and is never an error. It also chooses how drafts are
+generated: chains by one call of the runner or step by step, or trees. Subclasses decide what goes into their models,
+and which cache they use; the runner decides where tokens lie in the cache.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out t
 class Follower:
     """Follows the target's sequences with a runner, and drafts with it.
 
-    `rereads`: whether the runner's cache is the drafter's own, and a text can be read once more after its keys and
-    values were given up. One that reads the target's states is a `FedFollower`.
+    `rereads`: whether the runner's cache belongs to the drafter, so that a text can be read again after its keys and
+    values were evicted. `FedFollower` is the variant that reads the target's states.
     """
 
     names: tuple[str, ...]
@@ -60,22 +60,23 @@ class Follower:
         drawn: DeviceTokens | None = None,
         features: Float[Tensor, "total taps hidden"] | None = None,
     ) -> States:
-        """One pass over these tokens; `features` are the states after those of final text, for who reads them.
+        """One pass over these tokens; `features` are the target's states after those of final text, for models that
+        read them.
 
-        Raises OutOfBlocks, with nothing changed, where there is no room.
+        Raises OutOfBlocks, with nothing changed, if the cache is full.
         """
         return self.runner.read(reads, drawn=drawn)
 
     def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts hidden"] | None:
-        """The states that the guesses behind these roots are read beside; None where tokens are read alone."""
+        """The target's states that go with the tokens after these roots; None if the model reads tokens alone."""
         return None
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """The draft as it is handed over, of the sequences that were `granted` a budget; their tails stay read."""
+        """The final draft of the sequences that were `granted` a budget; their tails stay in the cache."""
         return draft
 
     def observe(self, news: Committed) -> None:
-        """Remember what became final; guesses that it confirms stay read."""
+        """Record the final tokens; draft tokens that they confirm stay in the cache."""
         for i, (seq_id, tokens, root) in enumerate(news.rows()):
             if seq_id not in self.sequences:
                 self.sequences[seq_id] = DraftedText(salt=news.salts[i] if news.salts else None)
@@ -87,7 +88,7 @@ class Follower:
         self.confirm(news.seq_ids)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
-        """Keep of the tails what the texts confirm, and forget the rest."""
+        """Commit the part of each tail that the text confirms, and drop the rest."""
         kept, paths = [], []
         for seq_id in seq_ids:
             drafted = self.sequences[seq_id]
@@ -102,18 +103,18 @@ class Follower:
             self.runner.keep(kept, paths)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """As much as it holds of the text, read or not; all where it could not follow the text in any case."""
+        """As much as its cache holds of the text; all of it if it could not follow the text in any case."""
         if most > self.window or not self.runner.cache.can_reserve([NO_SEQUENCE], [most]):
             return most
         return self.states.known(text[:most], salt, self.beginning(text[:most], salt).num_tokens)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
-        """How much of a text's beginning the cache holds."""
+        """Length of the cached prefix of a text."""
         others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
         return longest_beginning(self.runner.cache, text, salt, others)
 
     def begin(self, seq_id: int, most: int | None = None) -> None:
-        """Begin the row of a text that has none with what the cache holds of it, of its first `most` tokens at most."""
+        """Start the row of a new text with its cached prefix, at most its first `most` tokens."""
         drafted, cache = self.sequences[seq_id], self.runner.cache
         if seq_id not in cache:
             beginning = self.beginning(drafted.text[:most], drafted.salt)
@@ -121,7 +122,7 @@ class Follower:
             self.states.drop(seq_id, num_known)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """A tree per sequence, grown from the model's logits; the root alone where text or memory is full."""
+        """A tree per sequence, grown from the model's logits; the root alone if its context or the cache is full."""
         self.pass_s = 0.0
         rows = self.draft_rows(draws.seq_ids, budgets, tail)
         self.cut_tails(rows)
@@ -136,7 +137,7 @@ class Follower:
         return replace(draft, pass_s=self.pass_s + draft.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
-        """The guesses behind the roots."""
+        """The draft tokens after the roots."""
         chains = self.draw_chains(draws, granted, logits)
         if chains is not None:
             return Draft(chains.tree(draws), chains.survival())
@@ -149,14 +150,13 @@ class Follower:
         return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
 
     def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
-        """Chains by one call of the runner that reads the final text before them too; None where there is none."""
+        """Chains by one call of the runner that also reads the unread text; None if there is no such call."""
         return None
 
     def draw_chains(
         self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
     ) -> Chains | None:
-        """Chains by one call of the runner, or on a device where the host does not see them; None where they grow as
-        trees do."""
+        """Chains by one call of the runner, or unseen on a device; None if they have to grow level by level."""
         unseen = self.runner.draws_unseen and not any(row.params.logits_processors for row in draws.rows)
         priced = any(budget.min_survival for budget in granted.values())
         if any(budget.width > 1 for budget in granted.values()) or (
@@ -175,7 +175,7 @@ class Follower:
     def draw_at_once(
         self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
     ) -> Chains | None:
-        """The chains by one call of the runner, whose draws count with its passes; None where it has none for them."""
+        """Chains by one call of the runner, timed as its passes; None if it has no such call for them."""
         before, started_s = self.behind_roots(starts), time.perf_counter()
         if self.taps and before is None:  # what guesses are read beside is computed step by step
             return None
@@ -184,15 +184,15 @@ class Follower:
         return chains
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
-        """Reads one more guess of each chain, which only the device knows; None where there is no room."""
+        """Read one more token of each chain, known to the device only; None if the cache is full."""
         return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.own(drawn.tokens))))
 
     def logits(self, states: States | None) -> Tensor | None:
-        """Those of a pass, over the target's ids."""
+        """The logits of a pass, over the target's ids."""
         return None if states is None else self.ids.spread(states.logits)
 
     def draft_rows(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
-        """The sequences to be drafted, their depths cut to what nodes, the model's context and the cache allow."""
+        """The sequences to be drafted, with depths limited by nodes, the model's context and the cache."""
         late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         rows = []
         for seq_id, budget in zip(seq_ids, budgets, strict=True):
@@ -205,36 +205,35 @@ class Follower:
         return rows
 
     def late(self, seq_id: int) -> Sequence[int] | None:
-        """The final tokens that are not part of a sequence's text, its root; None where it cannot be drafted."""
+        """The final tokens after a sequence's recorded text, i.e. its root; None if it cannot be drafted."""
         drafted = self.sequences.get(seq_id)
         return None if drafted is None or drafted.root is None else [drafted.root]
 
     @property
     def window(self) -> int:
-        """The longest text that can be read."""
+        """The longest text that the model can read."""
         return self.runner.window
 
     def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
-        """The deepest draft behind the text and `late`; its last guess need not be read."""
+        """The greatest depth after the text and `late`; the last draft token need not be read."""
         highest = max([drafted.highest, *late])
         if drafted.lost or highest >= self.ids.num_own:  # its vocabulary may be the smaller one
             return 0
         return max(0, self.window + 1 - len(drafted.text) - len(late))
 
     def unread(self, seq_id: int) -> list[int]:
-        """The final text, up to its root, that the cache does not hold."""
+        """The final text before the root that is not in the cache."""
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
     def num_unread(self, seq_id: int) -> int:
-        """How many tokens that is; 0 where it will not be read."""
+        """Number of unread tokens; 0 if they will never be read."""
         drafted = self.sequences[seq_id]
         return 0 if drafted.lost else len(drafted.text) - self.runner.length(seq_id)
 
     def catch_up(self, rows: list[DraftRow], left_unread: int, spared: int = 0) -> list[DraftRow]:
-        """Read and keep final text, in chunks, until no more than so much is unread; the rows that had room. So many
-        tokens at a text's end are not read.
-
-        A text without a row begins with what the cache holds of it, be it what another of these rows has just read.
+        """Prefill final text, in chunks, until at most `left_unread` tokens are unread; the last `spared` are not read.
+        Returns the rows that fit the cache. A new text starts with its cached prefix, which may be what another of
+        these rows has just read.
         """
         rows = [row for row in rows if not self.sequences[row.seq_id].lost]
         while behind := [row.seq_id for row in rows if self.num_unread(row.seq_id) > left_unread]:
@@ -245,7 +244,7 @@ class Follower:
         return rows
 
     def is_coming(self, seq_id: int, others: Sequence[int]) -> bool:
-        """Whether a text without a row begins as one of those that are being read, and goes on so for a while."""
+        """Whether the prefix of a new text is just being read for another row."""
         drafted = self.sequences[seq_id]
         if not others or drafted.salt is None or seq_id in self.runner.cache:
             return False
@@ -255,7 +254,7 @@ class Follower:
 
     @torch.inference_mode()
     def read_text(self, rows: list[DraftRow], seq_ids: Sequence[int], spared: int = 0) -> list[DraftRow]:
-        """Read and keep a chunk of these sequences' text, which are among the rows; the rows that had room."""
+        """Prefill a chunk of these sequences' text; returns the rows for which the cache had room."""
         reads, left = [], CHUNK_TOKENS
         for seq_id in seq_ids:
             unread = self.unread(seq_id)
@@ -270,9 +269,9 @@ class Follower:
         return passed.rows
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """Read what is left of the text, the roots, and guesses to be judged.
+        """Read the rest of the text, the roots, and another drafter's tokens to be judged.
 
-        Gives the rows that had room, and the logits after their roots and guesses.
+        Returns the rows for which the cache had room, and the logits after their roots and tokens.
         """
         reads = []
         for row in rows:
@@ -289,7 +288,7 @@ class Follower:
         return passed
 
     def read_fitting(self, reads: list[Read], rows: list[DraftRow], of_text: bool = False) -> RootPass:
-        """Read as much as there is room for: idle sequences lose their K, V first, then the youngest are left out."""
+        """Read as many rows as fit: idle sequences are evicted first, then the youngest rows are left out."""
         active = {row.seq_id for row in rows}
         while reads:
             states = self.read(reads, active, features=joined(self.states.of(reads)) if of_text and self.taps else None)
@@ -312,7 +311,7 @@ class Follower:
         drawn: DeviceTokens | None = None,
         features: Tensor | None = None,
     ) -> States | None:
-        """One pass; None where there is no room even after all sequences outside `active` lost their K, V."""
+        """One pass; None if the cache is full even after evicting all sequences outside `active`."""
         idle = [s for s in self.sequences if s not in active and s in self.runner.cache] if self.rereads else []
         while True:
             started_s = time.perf_counter()
@@ -326,9 +325,9 @@ class Follower:
                 self.pass_s += time.perf_counter() - started_s
 
     def cut_tails(self, rows: Sequence[DraftRow]) -> None:
-        """Forget guesses that were neither confirmed nor refuted, but for those that these texts go on with.
+        """Drop draft tokens that were neither confirmed nor rejected, except those with which these texts continue.
 
-        A root is always read, for its logits; a tail that may branch begins where the kept text ends.
+        A root is always read, for its logits; a tail that may branch starts where the kept text ends.
         """
         for row in rows:
             self.sequences[row.seq_id].settle()
@@ -342,9 +341,9 @@ class Follower:
             self.sequences[row.seq_id].clear(count)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Give up these sequences' K, V; their text stays known and is read again when they are drafted again.
+        """Evict these sequences from the cache; their text is kept and read again when they are drafted again.
 
-        What a row held stays in the cache as long as there is room, where the text may be shared.
+        If the text may be shared, its blocks stay in the prefix cache while there is room.
         """
         for seq_id in seq_ids:
             drafted = self.sequences.get(seq_id)
@@ -356,13 +355,13 @@ class Follower:
                 drafted.clear()
 
     def lose(self, seq_id: int) -> None:
-        """Stop drafting a sequence whose text found no room, until it is forgotten and observed from its start."""
+        """Stop drafting a sequence whose text did not fit, until it is forgotten and observed from its start."""
         self.release([seq_id])
         self.states.drop(seq_id)
         self.sequences[seq_id].lost = True
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Text to be read before the next draft, and how far context and cache reach."""
+        """Number of unread tokens, and the depth that context and cache allow."""
         unread, limit = [], []
         for seq_id in seq_ids:
             late = self.late(seq_id)
@@ -371,7 +370,7 @@ class Follower:
         return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop text, keys and values of these sequences; unknown ones are ignored."""
+        """Drop text and cache of these sequences; unknown ones are ignored."""
         self.release(seq_ids)
         for seq_id in seq_ids:
             self.states.drop(seq_id)

@@ -1,13 +1,12 @@
-"""Growing drafts from a model's logits, level by level, for many sequences with different budgets.
+"""Generates draft trees from a model's logits, level by level, for many sequences with different budgets.
 
 `grow` grows the trees of a round together: each level is one pass of the model over the nodes of all sequences. A chain
-is a tree of width 1. A model with a cache reads the nodes behind the roots (`LevelReader`); heads and blocks say in one
-computation what follows any guesses of theirs, and need not read anything first. `tree_shape.py` decides which nodes
-get children.
+is a tree of width 1. A draft model reads the nodes after the roots (`LevelReader`); heads and blocks compute the logits
+after any of their tokens at once, without reading them. `tree_shape.py` decides which nodes get children.
 
-`unseen_chains` draws and reads chains on a device, none of whose tokens the host sees. The host lays out every step
-before it knows any token: budgets alone decide where chains end, so slots, positions and tables need no tokens. The
-tokens stay on the device, from one step's draw to the next step's read and on to the target's pass.
+`unseen_chains` generates chains on a device without the host seeing any token. Budgets alone decide where chains end,
+so the host can prepare slots, positions and tables of all steps in advance. The tokens stay on the device, from one
+step's sampling to the next step's pass and on to the target's pass.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
 class NodeToExpand(NamedTuple):
-    """A node about to get children of these ranks, and its tree and row in the round."""
+    """A node about to get children of these ranks, with its tree and row in the round."""
 
     row: int
     node: int
@@ -41,7 +40,7 @@ class NodeToExpand(NamedTuple):
     growing: GrowingTree
 
     def path(self) -> list[int]:
-        """The guesses that lead to it."""
+        """The draft tokens from the root down to it."""
         return self.growing.along(self.growing.tree.tokens, self.node)
 
 
@@ -59,13 +58,13 @@ def grow(
     confidence: Confidence | None = None,
 ) -> Draft:
     """Grow one tree per sequence of `draws`; `logits` are those after the roots of the rows with a budget, in order.
-    None: they are read as those of other nodes are.
+    None: they are read like those of other nodes.
 
-    Trees keep within depth, width and nodes, and take at most depth - 1 further passes. Where guesses are judged by
-    equality a tree is the likeliest `nodes` paths there are, by survival under the round's noise, none below the least.
-    In rejection modes it carries the laws its guesses were drawn from. A width of 1 gives chains, and without a minimum
-    the draft tells no survival. `confidence` is a drafter's own estimate, for each of these nodes, of the chance that
-    its first child is accepted once it is; without it the law that children are drawn from stands for that.
+    Trees stay within depth, width and nodes, and take at most depth - 1 further passes. If draft tokens are judged by
+    equality a tree has the `nodes` most likely paths, by survival under the round's noise, above the minimum. In
+    rejection modes it carries the laws that its tokens were sampled from. Width 1 gives chains, and without a minimum
+    the draft has no survival. `confidence` is a drafter's own estimate, for each of these nodes, of the probability
+    that its first child is accepted; without it the law that children are sampled from is used.
     """
     coupled = not draws.rejection
     roots = [HostTree([row.tokens[-1]], [-1], survival=[1.0], law_rows=[-1]) for row in draws.rows]
@@ -85,7 +84,7 @@ def grow(
 
 
 def next_places(growing: Sequence[GrowingTree]) -> list[NodeToExpand]:
-    """The nodes that get children on the next level, with the places of each row together."""
+    """The nodes that get children on the next level, those of each row together."""
     return [
         NodeToExpand(row, node, ranks, each)
         for row, each in enumerate(growing)
@@ -101,7 +100,7 @@ def draw_level(
     confidence: Confidence | None,
     survival: bool,
 ) -> None:
-    """Draw the children for these places and add them to their trees."""
+    """Sample the children of these nodes and add them to their trees."""
     rows = [place.row for place in places]
     paths = [place.path() for place in places]
     width = 1 + max(place.ranks[-1] for place in places)
@@ -122,18 +121,18 @@ def draw_level(
 
 
 def with_first(chances: Sequence[float], first: float) -> list[float]:
-    """The chances of a node's children, the first's set to this; what that leaves the others share as before."""
+    """The probabilities of a node's children with the first set to this, the others scaled to the rest."""
     left = (1.0 - first) / (1.0 - chances[0]) if chances[0] < 1.0 else 0.0
     return [first, *(left * chance for chance in chances[1:])]
 
 
 def in_turn(ranks: Ranks) -> bool:
-    """Whether all that is drawn stays, so that rejection rules can judge one after the other by the law."""
+    """Whether all sampled tokens stay, so that rejection rules can judge them by the law."""
     return len(ranks) == 1 + ranks[-1]
 
 
 def assemble(draws: Draws, growing: Sequence[GrowingTree], laws: Sequence[Tensor], survival: bool) -> Draft:
-    """The trees as they stay; `laws` are the packed laws of the rejection modes."""
+    """The trees as one draft; `laws` are the packed laws of the rejection modes."""
     trees = [each.finished() for each in growing]
     tree = DraftTree.of_hosts(trees, max(each.budget.width for each in growing)).to(draws.device)
     if laws:
@@ -148,7 +147,7 @@ ReadAll = Callable[[Sequence[Read]], Tensor | None]  # the logits asked for; Non
 class LevelReader:
     """Reads nodes for `grow`, numbered as in the sequences' tails, whose last nodes are the roots.
 
-    Where there is no tail the root is the last token of the text that is kept, and its number -1.
+    Without a tail the root is the last token of the kept text, and its number is -1.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class LevelReader:
         self.numbers = {(row, 0): len(sequences[s].tail) - 1 for row, s in enumerate(seq_ids) if s in sequences}
 
     def __call__(self, places: Sequence[NodeToExpand]) -> Tensor | None:
-        """The logits after the nodes, in their order; None where the cache has no room for them."""
+        """The logits after the nodes, in their order; None if the cache is full."""
         guesses = self.ids.own_list([each.tree.tokens[node] for _, node, _, each in places])
         parents = [self.numbers[row, each.tree.parents[node]] for row, node, _, each in places]
         reads = []
@@ -188,7 +187,7 @@ ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logi
 def unseen_chains(
     draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"], read: ReadUnseen
 ) -> Chains:
-    """A chain for every start. One ends where its depth says, or where there is no room to read on."""
+    """A chain for every start. It ends at its depth, or where the cache has no room to read on."""
     batch, deepest = len(draws.rows), max(start.depth for start in starts)
     guesses = torch.full((batch, deepest), -1, dtype=torch.long, device=draws.device)
     counts, law_rows, greedy = [0] * batch, [[-1] * (1 + deepest) for _ in range(batch)], draws.greedy
@@ -230,7 +229,7 @@ DrawAtOnce = Callable[[Sequence[Start]], Chains | None]
 
 
 def places_of(granted: Mapping[int, Budget]) -> OfNextGuess:
-    """What gives the places of the next guesses among all that were granted, packed one sequence after the other."""
+    """A function that gives the places of the next draft tokens among all granted ones, packed by sequence."""
     firsts = dict(zip(granted, accumulate((b.depth for b in granted.values()), initial=0), strict=False))
     return lambda seq_ids, path: upload([firsts[s] + path.shape[1] - 1 for s in seq_ids], torch.long, path.device)
 
@@ -243,8 +242,9 @@ def grow_by_heads(
     draw: DrawAtOnce | None = None,
     confidence: OfNextGuess | None = None,
 ) -> Draft:
-    """Trees for these sequences whose guesses need no pass; on a device (`unseen`) chains that the host does not see,
-    where it need not. `confidence` is as in `grow`, and so are budgets; `pass_s` are in `logits_behind`."""
+    """Trees for these sequences by heads, without passes; on a device (`unseen`) chains that the host does not see,
+    where possible. `confidence` and budgets are as in `grow`; `pass_s` are in `logits_behind`.
+    """
     if unseen and (draft := unseen_by_heads(draws, granted, logits_behind, draw)) is not None:
         return draft
     taken_s = 0.0
@@ -273,9 +273,9 @@ def grow_by_heads(
 def unseen_by_heads(
     draws: Draws, granted: Mapping[int, Budget], logits_behind: OfNextGuess, draw: DrawAtOnce | None = None
 ) -> Draft | None:
-    """Chains whose guesses need no pass, drawn on a device, in one call of `draw` where that gives any; None where the
-    host has to see each of them: in trees, where a guess may be too unlikely to be made, and for requests with
-    processors of their own."""
+    """Chains by heads, sampled on a device in one call of `draw` if it can; None if the host has to see each token: in
+    trees, with a minimum survival, and for requests with logits processors.
+    """
     asked = granted.values()
     if any(budget.width > 1 or budget.min_survival for budget in asked):
         return None

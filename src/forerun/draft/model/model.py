@@ -1,8 +1,8 @@
-"""ModelDrafter: a smaller model as drafter, with a cache of its own.
+"""ModelDrafter: a draft model with its own KV cache.
 
-This module decides what is special about a whole model: it reads tokens, of the target's vocabulary or of its own, its
-text may be revised where a tokenizer has second thoughts, and it can judge another drafter's chains, which it reads
-like its own. `Follower` does the rest, and `draft/vocab/translate.py` plans it (`plan_model`).
+A draft model reads tokens, of the target's vocabulary or of its own. Its text may be revised if a tokenizer changes
+earlier tokens, and it can judge another drafter's chains. `Follower` does the rest, and `draft/vocab/translate.py`
+plans it (`plan_model`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelDrafter(Follower):
     """Drafts with a model of the target's tokenizer, or of one that shares tokens with it.
 
     `vocab_size` is the width of the target's logits: the drafter's are cut, or padded with -inf, to it. With `shared`
-    the text is told in the drafter's tokens, by `revise`, and only shared tokens are guessed.
+    the text comes in the drafter's tokens, by `revise`, and only shared tokens are drafted.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -32,7 +32,7 @@ class ModelDrafter(Follower):
         self.shared = shared
 
     def revise(self, revisions: Sequence[Revision]) -> None:
-        """Learn texts that are others than observed from some token on; what is still true stays read."""
+        """Replace texts from some token on; the unchanged part stays in the cache."""
         for revision in revisions:
             drafted = self.sequences.setdefault(revision.seq_id, DraftedText())
             kept = drafted.rewrite(revision.first, revision.tokens)
@@ -42,7 +42,7 @@ class ModelDrafter(Follower):
         self.confirm([revision.seq_id for revision in revisions])
 
     def judge(self, questions: Sequence[Question]) -> JudgeLogits:
-        """Its logits behind the roots and guesses; what earlier questions had it read is not read again."""
+        """The logits after the roots and guesses; tokens read for earlier questions are not read again."""
         self.pass_s = 0.0
         rooms = [self.room(self.sequences[q.seq_id], q.late) for q in questions]
         asked = {q.seq_id: i for i, (q, room) in enumerate(zip(questions, rooms, strict=True)) if room > len(q.guesses)}

@@ -1,9 +1,8 @@
-"""Which nodes of a tree that grows get children, and how many.
+"""The shape of a growing draft tree: which nodes get children, and how many.
 
-This module decides the shape in one of three ways. Where guesses are judged by equality any choice is exact, so the
-tree has the likeliest paths, chosen after drawing. Rejection rules need the law that every guess was drawn from, so
-there the number of children is fixed before they are drawn, from what was drawn before, and all stay. Or the budget
-names a shape.
+There are three ways. If draft tokens are judged by equality any choice is exact, so the tree has the most likely paths,
+chosen after sampling. Rejection rules need the law that every token was sampled from, so there the number of children
+is fixed before they are sampled, and all stay. Or the budget gives a fixed shape.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ FIRST: Ranks = range(1)
 
 @dataclass(slots=True)
 class GrowingTree:
-    """A tree while it is drawn, level by level, within a budget.
+    """A tree while it is grown, level by level, within a budget.
 
-    `coupled`: guesses are judged by equality, so that what was drawn may be left out. `ranks` say how many siblings
-    were drawn before a node.
+    `coupled`: draft tokens are judged by equality, so sampled ones may be left out. `ranks` is the number of siblings
+    sampled before a node.
     """
 
     budget: Budget
@@ -35,7 +34,7 @@ class GrowingTree:
     least: float = -1.0  # what survives with no more than this comes behind `budget.nodes` others
 
     def add(self, parent: int, rank: int, token: int, survival: float) -> None:
-        """Append a guess, given its survival on from its parent; unless it may be left out and would be in the end."""
+        """Append a draft token with its survival given its parent, unless it would be left out in the end."""
         tree = self.tree
         survival *= tree.survival[parent]
         if self.coupled and (survival <= self.least or survival < self.budget.min_survival):
@@ -55,7 +54,7 @@ class GrowingTree:
         return path[::-1]
 
     def extend(self) -> Mapping[int, Ranks]:
-        """Which of the nodes drawn since the last call get children, and of which ranks."""
+        """Which of the nodes sampled since the last call get children, and of which ranks."""
         first, self.decided, self.level = self.decided, len(self.tree.tokens), self.level + 1
         budget, survival = self.budget, self.tree.survival
         if self.level >= budget.depth:
@@ -67,7 +66,7 @@ class GrowingTree:
         return choose(self, [node for node in range(first, self.decided) if survival[node] >= budget.min_survival])
 
     def finished(self) -> HostTree:
-        """The tree without what does not stay; of a node that stays the parent does too, being no less likely."""
+        """The tree of the nodes that stay, each with its parent, which is at least as likely."""
         tree, num_nodes = self.tree, self.budget.nodes
         if not self.coupled or len(tree.tokens) - 1 <= num_nodes:
             return tree
@@ -76,12 +75,12 @@ class GrowingTree:
 
 
 def best_first(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
-    """All that could have children among the likeliest `budget.nodes` paths.
+    """All nodes that could have children among the most likely `budget.nodes` paths.
 
-    Survival never grows along a path. So a node that is not among the likeliest drawn so far never will be, nor will
-    its children; and those of the last among them come behind it. What is left is read in one pass, and after `depth`
-    passes nothing is: the likeliest drawn are then the likeliest of all. After EAGLE-2 (Li et al., 2024), whose levels
-    are of a fixed width, so that its trees are not always the best.
+    Survival never grows along a path. So a node that is not among the most likely sampled so far never will be, nor
+    will its children; and the children of the last among them come after it. The rest is read in one pass, and after
+    `depth` passes nothing is left: the most likely nodes sampled are then the most likely of all. After EAGLE-2 (Li et
+    al., 2024), whose levels have a fixed width, so that its trees are not always the best.
     """
     budget, survival = growing.budget, growing.tree.survival
     if len(survival) > budget.nodes:
@@ -91,7 +90,7 @@ def best_first(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks
 
 
 def settled(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
-    """An even share of the guesses left for each level to come, `width` of them for its likeliest node, and so on."""
+    """An equal share of the remaining nodes for each level to come, `width` of them for its likeliest node."""
     budget, survival = growing.budget, growing.tree.survival
     likely = sorted(fresh, key=lambda node: -survival[node])
     left = budget.nodes - (len(survival) - 1)

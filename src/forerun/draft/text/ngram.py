@@ -1,9 +1,9 @@
-"""Prompt lookup: guess that what followed the last few tokens before will follow them again.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last few tokens.
 
-This module decides which earlier place of a sequence's own text to copy from: the latest occurrence of the longest
-suffix, up to `max_n` tokens, that occurs earlier at all. It costs one dictionary entry per token and length. Its drafts
-are chains, and a function of the text alone, so there is no law to declare. How likely a guess is it learns by the
-length of the match: how often such matches were right before. After Saxena's prompt lookup decoding (2023).
+It copies after the latest occurrence of the longest suffix, up to `max_n` tokens, that occurs earlier in the sequence's
+own text. It costs one dictionary entry per token and length. Drafts are chains, and a function of the text alone, so
+there is no law to declare. Acceptance is estimated by the length of the match: how often matches of this length were
+right before. After Saxena's prompt lookup decoding (2023).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ FADING = 0.999  # what counts of other texts' matches after each further one
 
 @dataclass(slots=True)
 class Matches:
-    """How often a token was the one that followed the longest match before it, by the length of that match."""
+    """How often the token after the longest match was right, by the length of that match."""
 
     met: list[float]
     right: list[float]
 
     @classmethod
     def up_to(cls, max_n: int) -> Matches:
-        """None counted yet of any length up to this."""
+        """Empty counts for lengths up to this."""
         return cls([0.0] * (max_n + 1), [0.0] * (max_n + 1))
 
     def count(self, n: int, right: bool, fading: float = 1.0) -> None:
-        """One more match of n tokens."""
+        """Count one more match of n tokens."""
         self.met[n] = fading * self.met[n] + 1
         self.right[n] = fading * self.right[n] + right
 
     def rate(self, n: int, belief: float = BELIEF) -> float:
-        """How often a match of n tokens is right, starting from a belief."""
+        """How often a match of n tokens is right, with a prior belief."""
         return (self.right[n] + WEIGHT * belief) / (self.met[n] + WEIGHT)
 
 
 @dataclass(slots=True)
 class History:
-    """One sequence: what the target has read, the root after it, and where each n-gram of the text last ended."""
+    """One sequence: the tokens that the target has read, the root, and where each n-gram last ended."""
 
     matches: Matches
     text: list[int] = field(default_factory=list)
@@ -87,8 +87,8 @@ def lookup(
 class NgramDrafter:
     """Copies from the sequence's own text.
 
-    Where the copy runs into the end of the text it goes on with what it copied so far: the text repeats itself
-    with that period. Matches are of `min_n` to `max_n` tokens, the root included.
+    If the copy reaches the end of the text it continues with its own tokens: the text repeats itself with that period.
+    Matches are of `min_n` to `max_n` tokens, the root included.
     """
 
     taps: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class NgramDrafter:
         self.matches = Matches.up_to(max_n)  # of all texts: what is expected of a new one, but not what it is told
 
     def observe(self, news: Committed) -> None:
-        """Index what became final, and count the matches that were right, in O(1) per token and length."""
+        """Index the final tokens, and count the matches that were right, in O(1) per token and length."""
         for seq_id, tokens, root in news.rows():
             history = self.histories.get(seq_id)
             if history is None:
