@@ -124,13 +124,16 @@ class GraphRunner(Runner):
     ) -> Download | None:
         """Launch the pass in which each of these sequences reads the token that a verdict on its root alone has drawn.
 
-        The verdict on its way to the host, which that pass does not delay; None, with nothing done, where a token has
-        no room yet or too many passes were in vain. The next `read` takes the pass if it asks for the same.
+        The verdict on its way to the host, which that pass does not delay; None, with nothing done, where there is no
+        room or too many passes were in vain. The next `read` takes the pass if it asks for the same.
         """
         self.pause = max(0, self.pause - 1)
         lengths = [self.cache.length(seq_id) + 1 for seq_id in seq_ids]  # once the roots are kept
-        if self.pause or any(length % self.cache.blocks.block_size == 0 for length in lengths):
+        if self.pause or not self.cache.can_reserve(seq_ids, [1] * len(lengths)):
             return None
+        if any(length % self.cache.blocks.block_size == 0 for length in lengths):
+            self.cache.reserve(seq_ids, [1] * len(lengths))
+            self.cache.cut(seq_ids, [1] * len(lengths))  # the next `read` finds the same blocks, or the pass is in vain
         layout, arriving = Layout(self.tile), Download(verdict)
         for seq_id, length in zip(seq_ids, lengths, strict=True):
             layout.add([0], range(1), self.cache.start(seq_id), length)
