@@ -280,7 +280,9 @@ def test_a_model_without_a_law_for_one_sequence_ends_that_request_alone(
     first = next(culprit)
     broken.append(first.request_id)
     said = [*first.token_ids]
-    with pytest.raises(ModelOutputInvalid, match="NaN or no number at all: check that its files are whole") as caught:
+    with pytest.raises(
+        ModelOutputInvalid, match="contain NaN, or are all -inf: check that its files are complete"
+    ) as caught:
         said.extend(token for delta in culprit for token in delta.token_ids)
     assert isinstance(caught.value, ModelError)
     assert NUM_GOOD <= len(said) < 20

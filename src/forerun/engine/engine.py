@@ -1,7 +1,7 @@
-"""Engine: requests come and go, and rounds follow one another; a round on one page, from top to bottom.
+"""Engine: continuous batching; `Engine.round` is one round on one page, from top to bottom.
 
-`Engine.round` plans, drafts, reads, verifies and accepts, in methods of these names. What happens after an error is in
-`recovery.py`: a round that raises ends only the request at fault.
+A round plans, drafts, reads, verifies and accepts, in methods of these names. Errors are handled in `recovery.py`: an
+error in a round ends only the request that caused it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.device import Download
 from forerun.draft.base import Budget, Draft, Drafter, begin_next
 from forerun.engine.constrained import constrained_tree, forced_chains
 from forerun.engine.prefixes import Prefixes
-from forerun.engine.reading import News, RoundRow, TargetPass, begun_rows, drawn_tokens, num_begun, resumable
+from forerun.engine.reading import RoundRow, TargetPass, Unreported, drawn_tokens, num_resumed, partial_pass, resumable
 from forerun.engine.recovery import Recovery
 from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
@@ -39,15 +39,15 @@ from forerun.verify.sanitize import sanitize
 from forerun.verify.verify import verify
 
 MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
-UNTOLD_TOKENS = 128  # that passes read until a drafter that rests is told of them
+MAX_PENDING_TOKENS = 128  # an idle drafter is told of final tokens in batches of this size
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What a round reads: all rows, and those of them that draw a token, with their randomness.
+    """The rows that a round reads, and which of them sample a token (`drawing`), with their sampling state (`draws`).
 
-    `drafts`: whether anything may be drafted for them. `constrained`: whether a grammar has a say.
+    `drafts`: whether this round may draft. `constrained`: whether any request has a grammar.
     """
 
     rows: Seq[RowPlan]
@@ -55,15 +55,14 @@ class RoundPlan:
     draws: Draws
     drafts: bool
     constrained: bool
-    num_prompt_tokens: int  # read without being drawn from
+    num_prompt_tokens: int  # read without sampling
 
 
 class Engine:
-    """Generates many sequences at once. Not thread-safe: one thread steps it, submits and cancels.
+    """Generates many sequences at once. Not thread-safe: one thread calls `step`, `submit` and `cancel`.
 
-    `num_ids` is the number of real token ids; a padded vocabulary's further ones are never emitted. `draws` makes each
-    round's sampling: Draws, or something that draws in its place. `kernels` make a round on a CPU
-    faster, not different.
+    `num_ids` is the number of real token ids; vocabulary padding is never sampled. `draws` makes each round's sampling
+    state (tests and replays replace it). `kernels` speed up sampling on a CPU, with the same results.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Engine:
         self.runner = runner
         self.drafter = drafter
         self.drafter_name = "" if drafter is None else ", ".join(drafter.names)
-        self.controller = controller or MeasuredDepth()  # a drafter may come later
+        self.controller = controller or MeasuredDepth()  # also without a drafter, which may be set later
         self.options = options or EngineOptions()
         self.num_ids = num_ids
         self.draws = draws
@@ -88,7 +87,7 @@ class Engine:
         self.prefixes = Prefixes(runner.cache, lambda: self.drafter, self.options.prefix_cache)
         self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, ChunkSize.of(self.options, runner))
         self.active = ActiveSequences()
-        self.news, self.rests = News(), False  # what the drafter is to be told, which waits as long as it rests
+        self.pending, self.drafter_idle = Unreported(), False  # final tokens that the drafter was not told yet
         self.stats = Stats()
         self.recovery = Recovery(self)
 
@@ -105,14 +104,14 @@ class Engine:
     def submit(self, sequence: Sequence, on_delta: OnDelta | None = None) -> None:
         """Queue a sequence; its id must be new.
 
-        `on_delta` is called with each of its deltas, which `step` returns too. After an interrupt the last delta may
-        come twice, as the same object.
+        `on_delta` is called with each delta of the sequence; `step` returns the same deltas. After an interrupt the
+        last delta may come twice, as the same object.
         """
         self.active.add(sequence, on_delta)
         self.scheduler.submit(sequence)
 
     def cancel(self, request_id: int) -> None:
-        """Take a request's sequences out between rounds. Unknown and finished requests are ignored."""
+        """Remove a request's sequences between rounds. Unknown and finished requests are ignored."""
         recovery = self.recovery
         recovered = not recovery.unfinished or recovery.recover() is None
         if samples := self.active.samples_of(request_id):
@@ -129,11 +128,11 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One round: what each sequence that drew tokens gained. Empty while only prompts are read.
+        """Run one round; returns a delta for each sequence that sampled tokens. Empty if only prompts were read.
 
-        A round that raises before `active.decided` is assigned has no effect. After that it is final, and the next
-        step completes it if an interrupt comes between. An error ends only the request at fault; an interrupt of the
-        main thread (Ctrl-C) goes through to the caller.
+        An error before `active.decided` is assigned leaves the state unchanged. After the assignment the round is
+        final; if an interrupt follows, the next step completes it. An error ends only the request that caused it; an
+        interrupt of the main thread (Ctrl-C) is raised to the caller.
         """
         recovery = self.recovery
         if recovery.unfinished and (error := recovery.recover()) is not None:
@@ -151,7 +150,7 @@ class Engine:
         return deltas
 
     def round(self, plan: RoundPlan) -> list[Delta]:
-        """Make one round; what each sequence that drew tokens gained."""
+        """Run one round; returns a delta for each sequence that sampled tokens."""
         clock = RoundClock(plan.draws.device)
         draft = self.draft(plan)
         clock.mark()
@@ -165,7 +164,7 @@ class Engine:
         return deltas
 
     def plan(self, alone: Sequence | None = None, drafts: bool = True) -> RoundPlan:
-        """Which sequences are read, or one alone. Preempted sequences are forgotten by the drafter too."""
+        """Choose the sequences to read, or `alone` only. The drafter drops the state of preempted sequences."""
         rows, preempted = self.scheduler.plan(alone)
         assert rows, "unfinished sequences have something to read"
         self.forget(preempted)
@@ -181,7 +180,7 @@ class Engine:
         return RoundPlan(rows, drawing, draws, drafts, draws.constrained, sum(row.num_chunk for row in rows))
 
     def draft(self, plan: RoundPlan) -> Draft:
-        """Guesses for the drawing rows, where they were made; their roots alone where none are wanted or affordable."""
+        """Draft trees for the drawing rows. A row is its root alone where nothing can or should be drafted."""
         roots = [row.sequence.tokens[-1] for row in plan.drawing]
         tree = bare = DraftTree.of_roots(roots)
         draft = Draft(bare)
@@ -194,12 +193,12 @@ class Engine:
             if plan.constrained:
                 tree = constrained_tree(tree, plan.draws, forced)
             if draft.tree is not bare:
-                draft = self.matched(plan, draft, tree)
-        tree = tree.to(tree.tokens.device)  # as the host sees it
+                draft = self.with_tree(plan, draft, tree)
+        tree = tree.to(tree.tokens.device)  # sets `known`, the host's copy
         return draft if tree is draft.tree else replace(draft, tree=tree)
 
     def guess(self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]) -> tuple[Draft, DraftTree]:
-        """The draft, as far as the controller allows it beside `forced` tokens, and its tree as it is judged."""
+        """Ask the drafter for draft tokens, beside `forced` ones; returns the draft, and its tree clean and pruned."""
         seq_ids, controller = plan.draws.seq_ids, self.controller
         load = Load(
             seq_ids=seq_ids,
@@ -208,7 +207,7 @@ class Engine:
             num_prompt_tokens=plan.num_prompt_tokens,
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
-        self.rests = True
+        self.drafter_idle = True
         if controller.skips(load):
             return bare, bare.tree
         self.tell_drafter()
@@ -218,35 +217,35 @@ class Engine:
         budgets = controller.budgets(load, drafter.outlook(seq_ids), spare)
         if not any(budget.depth for budget in budgets):
             return bare, bare.tree
-        self.rests = False
+        self.drafter_idle = False
         draft = drafter.propose(plan.draws, budgets)
         safe = self.sanitized(draft.tree, plan, bare.tree, budgets)
         tree = controller.admit(replace(draft, tree=safe), load)
-        return draft, tree if tree is safe else tree.without_law()  # pruned after drawing: it has another law
+        return draft, tree if tree is safe else tree.without_law()  # pruned after sampling: `q` no longer holds
 
     def sanitized(self, tree: DraftTree, plan: RoundPlan, bare: DraftTree, budgets: Seq[Budget]) -> DraftTree:
-        """What a drafter gave as a tree of these roots within its budgets, whatever it was."""
+        """The drafter's tree made valid: with these roots and within its budgets, whatever the drafter returned."""
         rooted = tree if tree.sound else bare if tree.tokens.is_cpu else None
         roots = plan.draws.roots_tokens if rooted is None else rooted.tokens[:, 0]
         return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
 
-    def matched(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
-        """The draft with the tree that is judged. What an early exit has read for the target stays if it fits that."""
-        begun = [0] * len(plan.drawing)
+    def with_tree(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
+        """The draft with the tree to be verified. States that an early exit has computed stay only if they fit it."""
+        num_nodes = [0] * len(plan.drawing)  # read by an early exit
         if draft.resume is not None:
-            resumed = resumable(draft, tree, () if self.drafter is None else self.drafter.taps)
-            begun = num_begun(draft) if resumed else begun
-            draft = draft if resumed else replace(draft, resume=None)
+            resumes = resumable(draft, tree, () if self.drafter is None else self.drafter.taps)
+            num_nodes = num_resumed(draft) if resumes else num_nodes
+            draft = draft if resumes else replace(draft, resume=None)
         if draft.drafter is not None and (more := tree.tokens.shape[1] - draft.drafter.shape[1]):
-            draft = replace(draft, drafter=pad(draft.drafter, (0, more), value=-1))  # a constrained tree may have more
-        rows = zip(plan.draws.seq_ids, begun, strict=True)
-        left = [seq_id for seq_id, num in rows if not num and self.runner.cache.tail(seq_id)]
-        if left:
-            self.runner.drop(left)
+            draft = replace(draft, drafter=pad(draft.drafter, (0, more), value=-1))  # forced tokens are no drafter's
+        rows = zip(plan.draws.seq_ids, num_nodes, strict=True)
+        stale = [seq_id for seq_id, num in rows if not num and self.runner.cache.tail(seq_id)]
+        if stale:
+            self.runner.drop(stale)
         return replace(draft, tree=tree)
 
     def read(self, plan: RoundPlan, draft: Draft) -> TargetPass:
-        """The target's pass: prompt chunks, roots and guesses side by side."""
+        """Run the target's pass over prompt chunks, roots and draft tokens of all rows."""
         tree = draft.tree
         hosts = tree.host()
         if draft.drafter is not None:
@@ -255,17 +254,19 @@ class Engine:
         rows = RoundRow.of_plans(plan.rows, tree_of)
         taps = self.drafter.taps if self.drafter else ()
         drawn = drawn_tokens(rows, tree.tokens) if tree.unseen else None
-        begun = begun_rows(rows, draft) if draft.resume is not None else None
-        states = self.runner.read([row.read() for row in rows], taps, drawn, begun)
+        resumed = partial_pass(rows, draft) if draft.resume is not None else None
+        states = self.runner.read([row.read() for row in rows], taps, drawn, resumed)
         return TargetPass(rows, states, tree.tokens if tree.unseen else None)
 
     def begin_next(self, plan: RoundPlan, reading: TargetPass, verdict: Verdict) -> Download | None:
-        """Let a device begin the next round while the host makes this one final: its pass where nothing is drafted,
-        else its chains. The verdict on its way; None where the next round may be another one, and nothing is begun."""
-        others = plan.num_prompt_tokens or plan.constrained or verdict.ranked is not None
-        if not self.runner.draws_unseen or others:
+        """Start the next round on a GPU while the host makes this one final: its drafts, or its pass without drafts.
+
+        Returns this verdict's copy to the host, in progress; None if nothing is started.
+        """
+        more = plan.num_prompt_tokens or plan.constrained or verdict.ranked is not None
+        if not self.runner.draws_unseen or more:
             return None
-        if self.drafter is None or self.rests:
+        if self.drafter is None or self.drafter_idle:
             if self.scheduler.waiting or any(row.sequence.room < 2 for row in plan.drawing):
                 return None
             taps = self.drafter.taps if self.drafter else ()
@@ -277,7 +278,7 @@ class Engine:
         return begin_next(self.drafter, JudgedChains(plan.draws, reading.drawn, guesses, verdict.packed, states.rows()))
 
     def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
-        """Make the verdict final: K and V to the cache, tokens and stops to the sequences, the news to the drafter.
+        """Make the verdict final: update the KV cache, the sequences (tokens, stops) and the drafter.
 
         Everything is computed first; the host waits for the device once. The assignment of `active.decided` makes the
         round final.
@@ -285,7 +286,7 @@ class Engine:
         accepted = accept(verdict, [row.tree for row in reading.rows if row.tree], reading.drawn)
         reading.check_drawn(accepted)
         drawing = [row.sequence for row in reading.rows if row.tree]
-        # Grammars may raise here: they are asked before any sequence is told of the round, which has no effect then.
+        # Grammars may raise: they run before any sequence is changed, so that the round then has no effect.
         runs = iter([(run, s.completed_by(run.tokens)) for s, run in zip(drawing, accepted, strict=True)])
         deltas, outcomes, kept, places = [], [], [], []
         logits, num_ids = reading.states.logits, self.num_ids  # padding ids have no log-probabilities
@@ -303,34 +304,34 @@ class Engine:
             outcomes.append(delta.outcome)
             deltas.append(delta)
             places.append(len(sequence.tokens))
-            kept.append(row.accepting(run.nodes[: len(delta.token_ids)]))  # an end may cut a run short
+            kept.append(row.with_accepted(run.nodes[: len(delta.token_ids)]))  # a stop may cut the run short
         self.runner.keep([k.sequence.id for k in kept], [k.path for k in kept])
         self.active.decided = list(zip(places, deltas, strict=True))
         self.active.settle()
-        self.inform(kept, reading)
+        self.report(kept, reading)
         ended = [delta.seq_id for delta in deltas if delta.finish_reason is not None]
         if ended:
             self.tell_drafter()
             self.leave([self.active.sequences[seq_id] for seq_id in ended])
         return deltas, outcomes
 
-    def inform(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
-        """Count the tokens that were read, and tell the drafter what became final; later, as long as it rests."""
+    def report(self, kept: Seq[RoundRow], reading: TargetPass) -> None:
+        """Count the tokens that were read and report them to the drafter, less often while the drafter is idle."""
         if self.drafter is not None:
-            self.news.add(kept, reading.states.tapped)
+            self.pending.add(kept, reading.states.tapped)
         for k in kept:
             k.sequence.num_read += len(k.path)
-        if not self.rests or self.news.num_tokens >= UNTOLD_TOKENS:
+        if not self.drafter_idle or self.pending.num_tokens >= MAX_PENDING_TOKENS:
             self.tell_drafter()
 
     def tell_drafter(self) -> None:
-        """Tell the drafter what it was not told yet, also of sequences that end now."""
-        news, self.news = self.news, News()
+        """Report pending tokens to the drafter, including those of sequences that end now."""
+        news, self.pending = self.pending, Unreported()
         if self.drafter is not None and news.rows:
             self.drafter.observe(news.committed(self.options.prefix_cache))
 
     def record(self, plan: RoundPlan, draft: Draft, rows: list[RowOutcome], clock: RoundClock) -> None:
-        """Count the round, and let the controller and the size of chunks learn from its times."""
+        """Update the statistics; the controller and the chunk size learn from the round's times."""
         draft_s, draft_pass_s, pass_s, verdict_s = clock.times(draft.pass_s)
         usual = bool(rows) and not plan.num_prompt_tokens and not clock.captured
         plain_s = self.controller.plain_s(len(rows)) if usual and self.drafter is not None else None
@@ -349,7 +350,7 @@ class Engine:
                 row.sequence.pace.add(outcome.round_s, plain_s * result.num_emitted, result.num_emitted)
 
     def leave(self, sequences: Seq[Sequence]) -> None:
-        """Take sequences out and free their memory; it may be repeated."""
+        """Remove sequences and free their memory. It is safe to call this twice."""
         self.forget(sequences)
         self.runner.hand_over([sequence.id for sequence in sequences])
         for sequence in sequences:
@@ -358,26 +359,26 @@ class Engine:
             self.active.remove(sequence)
 
     def forget(self, sequences: Seq[Sequence]) -> None:
-        """Tell the drafter to drop these sequences. A drafter that cannot is switched off."""
+        """Tell the drafter to drop these sequences. If that raises, drafting is switched off."""
         drafter = self.drafter
         for sequence in sequences:
-            self.news.rows.pop(sequence.id, None)
-        if not self.news.rows:
-            self.news = News()  # with the states of those who are gone, and of a pass that an interrupt cut off
+            self.pending.rows.pop(sequence.id, None)
+        if not self.pending.rows:
+            self.pending = Unreported()  # states of removed sequences, or of an interrupted pass, are dropped too
         if drafter is not None and sequences:
             error = attempt(lambda: drafter.forget([sequence.id for sequence in sequences]))
             if error is not None:
                 self.disable_drafter(error)
 
     def disable_drafter(self, error: BaseException) -> None:
-        """Switch drafting off for good. Requests go on without it, slower and no less exact."""
+        """Switch drafting off for good. Requests continue with plain decoding and the same output."""
         if self.drafter is not None:
             log.warning("Drafting is switched off: the drafter %s failed.", self.drafter_name, exc_info=error)
-        self.drafter, self.controller, self.rests = None, FixedDepth(), False
+        self.drafter, self.controller, self.drafter_idle = None, FixedDepth(), False
 
 
 def guessing_room(row: RowPlan, forced: Seq[int]) -> int:
-    """How deep a drafter may guess for a row: as far as all guesses could still be emitted."""
+    """The greatest useful draft depth of a row: 0 during prefill, else one less than may still be emitted."""
     sequence = row.sequence
     slow = sequence.constraint is not None and sequence.constraint.slow
     return 0 if row.num_chunk or forced or slow else sequence.room - 1

@@ -1,7 +1,6 @@
-"""Reading: the target pass of a round, in terms of the round's rows.
+"""Reading: lays out the rows of a round for the target's pass, and finds their logits in its result.
 
-This file decides how a row's prompt chunk, root and guesses become one read, and where each one's logits are in the
-result of the pass.
+A row's prompt chunk, root and draft tokens become one `Read` for the runner.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from forerun.tree import DraftTree, HostTree
 
 
 class RoundRow(NamedTuple):
-    """One row of a round: a chunk of its unread tokens, then its tree where it draws a token.
+    """One row of a round: a chunk of unread tokens, followed by the draft tree if the row samples a token.
 
-    Its logits begin at row `first` of the pass's: those of `num_scored` tokens of the chunk, all or none, which are
-    wanted for the prompt's log-probabilities, then those of its nodes. What of it is final: the chunk and, once they
-    are known, the nodes that were `accepted`.
+    Its logits start at row `first` of the pass's logits: first those of `num_scored` chunk tokens (all of the chunk or
+    none), for the prompt's log-probabilities, then those of the tree's nodes. After verification `accepted` are the
+    nodes that became final; the chunk always does.
     """
 
     plan: RowPlan
@@ -43,7 +42,7 @@ class RoundRow(NamedTuple):
 
     @classmethod
     def of_plans(cls, plans: Seq[RowPlan], trees: Mapping[int, HostTree]) -> list[RoundRow]:
-        """The rows of a round, as they stand before the pass; `trees` are those of rows that draw, by sequence."""
+        """The rows of a round before the pass; `trees` maps sequence ids to the trees of rows that sample."""
         rows: list[RoundRow] = []
         first = 0
         for plan in plans:
@@ -54,21 +53,21 @@ class RoundRow(NamedTuple):
 
     @property
     def sequence(self) -> Sequence:
-        """The sequence that it is of."""
+        """The sequence of this row."""
         return self.plan.sequence
 
     @property
     def first_node(self) -> int:
-        """Where the logits of its nodes begin."""
+        """Row of the pass's logits at which those of the tree's nodes start."""
         return self.first + self.num_scored
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of its tree, the root included."""
+        """Number of nodes of its tree, the root included; 0 without a tree."""
         return len(self.tree.tokens) if self.tree else 0
 
     def read(self) -> Read:
-        """The read that the runner is asked for."""
+        """The row as a `Read` for the runner."""
         num_chunk = self.plan.num_chunk
         tokens = self.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
         judged = range(num_chunk - self.num_scored, len(tokens))
@@ -77,19 +76,19 @@ class RoundRow(NamedTuple):
         assert num_chunk == 0, "a sequence with unread text is not drafted"
         return Read(self.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
 
-    def accepting(self, nodes: Seq[int]) -> RoundRow:
-        """The row, with these nodes of its tree final."""
+    def with_accepted(self, nodes: Seq[int]) -> RoundRow:
+        """A copy of the row in which these nodes of its tree are final."""
         return RoundRow(self.plan, self.tree, self.first, self.num_scored, nodes)
 
     @property
     def path(self) -> Seq[int]:
-        """Numbers of the read's tokens that stay, in order."""
+        """Indices of the read's tokens that stay in the cache, in order."""
         num_chunk = self.plan.num_chunk
         return [*range(num_chunk), *(num_chunk + node for node in self.accepted)] if num_chunk else self.accepted
 
 
 def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
-    """Where the guesses among the tokens of all rows lie in the trees of those that have one."""
+    """Where the pass finds draft tokens that only the device knows: their places in the trees, by token of the pass."""
     source: list[int] = []
     first = 0
     for row in rows:
@@ -101,16 +100,16 @@ def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> Dev
 
 
 def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
-    """Whether the pass may go on where a drafter's stopped: every node is judged as proposed, and no tap was passed."""
+    """Whether the target's pass may continue above an early exit: the tree is as proposed, and no tap lies below."""
     resume, proposed = draft.resume, draft.tree
     if resume is None or any(0 <= tap < resume.layer for tap in taps):
         return False
     return torch.equal(proposed.tokens, tree.tokens) and torch.equal(proposed.parents, tree.parents)
 
 
-def num_begun(draft: Draft) -> list[int]:
-    """How many nodes of each row a drafter has read for the target: the first ones of its chain."""
-    assert draft.resume is not None, "nothing was read"
+def num_resumed(draft: Draft) -> list[int]:
+    """How many nodes of each row an early exit has read through the lower layers: the first nodes of its chain."""
+    assert draft.resume is not None, "no early exit has read anything"
     batch, columns = draft.tree.tokens.shape
     nodes: list[int] = draft.resume.nodes.tolist()
     counts = Counter(node // columns for node in nodes)
@@ -118,30 +117,30 @@ def num_begun(draft: Draft) -> list[int]:
     return [counts[row] for row in range(batch)]
 
 
-def begun_rows(rows: Seq[RoundRow], draft: Draft) -> PartialPass:
-    """What of the rows a drafter has read through the target's lower layers."""
-    assert draft.resume is not None, "a pass goes on where another one stopped"
-    of_trees = iter(num_begun(draft))
-    begun = [0 if row.tree is None else next(of_trees) for row in rows]
-    return PartialPass(draft.resume.layer, begun, draft.resume.hidden)
+def partial_pass(rows: Seq[RoundRow], draft: Draft) -> PartialPass:
+    """The part of the rows that an early exit has read through the target's lower layers."""
+    assert draft.resume is not None, "no early exit has read anything"
+    of_trees = iter(num_resumed(draft))
+    resumed = [0 if row.tree is None else next(of_trees) for row in rows]
+    return PartialPass(draft.resume.layer, resumed, draft.resume.hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """A pass that was made: its rows, in order, and what came of it."""
+    """The result of a pass: its rows, in order, and the target's states and logits."""
 
     rows: Seq[RoundRow]
     states: States
-    drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, where the host has not seen them
+    drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, if only the device knows them
 
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
-        """The logits of all trees' nodes, packed."""
+        """The logits of all trees' nodes, packed [nodes, vocab]."""
         if not any(row.num_scored for row in self.rows):
             return self.states.logits
         return torch.cat([self.states.logits[row.first_node : row.first_node + row.num_nodes] for row in self.rows])
 
     def check_drawn(self, runs: Seq[Accepted]) -> None:
-        """Raise RequestFailed for the first sequence that has no law for its next token; its logits say why."""
+        """Raise RequestFailed for the first sequence for which no token could be sampled, with the reason."""
         if all(run.tokens[-1] >= 0 for run in runs):
             return
         for row, run in zip((row for row in self.rows if row.tree), runs, strict=True):
@@ -151,15 +150,15 @@ class TargetPass:
 
 
 @dataclass(slots=True)
-class News:
-    """What became final in one round or several, and the drafter is still to be told, together."""
+class Unreported:
+    """Tokens that became final and were not reported to the drafter yet, of one round or several."""
 
-    rows: dict[int, tuple[Sequence, int, list[int]]] = field(default_factory=dict)  # by id: its first token, its states
+    rows: dict[int, tuple[Sequence, int, list[int]]] = field(default_factory=dict)  # by id: first token, tapped rows
     tapped: list[Tapped] = field(default_factory=list)
-    num_tokens: int = 0  # that the passes read
+    num_tokens: int = 0  # tokens of the passes so far, draft tokens included
 
     def add(self, kept: Seq[RoundRow], tapped: Tapped | None) -> None:
-        """Add the tokens of a pass that stay, which their sequences do not count as read yet, and its states."""
+        """Add the tokens of a pass that became final, and the states at the drafter's taps."""
         for row in kept:
             sequence = row.sequence
             _, _, states = self.rows.setdefault(sequence.id, (sequence, sequence.num_read, []))
@@ -169,7 +168,7 @@ class News:
             self.tapped.append(tapped)
 
     def committed(self, shared: bool) -> Committed:
-        """All of it; `shared`: whether texts of a tenant may share what is computed for them."""
+        """All pending tokens as one `Committed`; `shared`: whether texts of a tenant may share cached prefixes."""
         rows = list(self.rows.values())
         ends = [first + len(states) for _, first, states in rows]
         places = [place for _, _, states in rows for place in states]
@@ -186,11 +185,11 @@ class News:
 
 
 def undrawable(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
-    """Why no token can be drawn after a sequence: the model's fault, or what its request allows."""
-    behind = f"behind {len(sequence.tokens)} tokens of sequence {sequence.id}"
+    """Why no token can be sampled after a sequence: invalid logits, or a request that excludes every token."""
+    behind = f"after {len(sequence.tokens)} tokens of sequence {sequence.id}"
     if logits.isnan().any() or logits.isneginf().all():
         return ModelOutputInvalid(
-            f"the model's logits {behind} hold NaN or no number at all: check that its files are whole, or load it "
+            f"the model's logits {behind} contain NaN, or are all -inf: check that its files are complete, or load it "
             "with dtype 'float32'."
         )
-    return InvalidRequest("sampling_params", f"no token is left to draw {behind}: allow more of them.")
+    return InvalidRequest("sampling_params", f"the request excludes every token {behind}: allow more tokens.")
