@@ -1,8 +1,8 @@
 """The protocol of drafters.
 
-The engine tells a drafter what became final (`observe`) and asks it for guesses (`propose`). A drafter declares its
-needs as data, and no code asks which kind it is. Verification, scheduling, stop conditions and other requests' text are
-not visible to a drafter.
+The engine reports final tokens to a drafter (`observe`) and asks it for draft tokens, here also called guesses
+(`propose`). A drafter declares its needs as data, and no code asks which kind it is. Verification, scheduling, stop
+conditions and other requests' text are not visible to a drafter.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ AHEAD = 8  # guesses that `Outlook.expected` looks at: who drafts less far can e
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How far one sequence may be drafted this round; depth 0 means not at all.
+    """The limits of one sequence's draft in a round; depth 0 means no draft.
 
-    `depth` bounds a path's length, `width` the children of a node, `nodes` the guesses in all (the root not counted).
-    `drafter` picks one of a mix. A guess whose path survives with less than `min_survival` is not worth having, nor
-    is any below it; where a tree's shape must be fixed before it is drawn, such a guess may stay, without any below it.
-    With a minimum above 0 a drafter that can estimate survival gives it, for chains too. `shape` fixes the tree, with
-    its own depth, width and nodes; a drafter that cannot draft the shape stays within these.
+    `depth` bounds a path's length, `width` the children of a node, `nodes` the number of draft tokens (without the
+    root). `drafter` selects a member of a mix. Nodes whose survival (P of the path being accepted) is below
+    `min_survival` are not worth their time and should be left out; where a tree's shape must be fixed before sampling,
+    such a node may stay, without children. With a minimum above 0 a drafter that can estimate survival returns it, for
+    chains too. `shape` fixes the tree, with its own depth, width and nodes; a drafter that cannot draft the shape stays
+    within these.
     """
 
     depth: int
@@ -51,7 +52,7 @@ class Budget:
 
     @classmethod
     def of(cls, speculation: Speculation, depth: int | None = None) -> Budget:
-        """A request's speculation, cut to `depth`. Trees without a node count get `width` guesses for every depth."""
+        """A request's speculation as a budget, limited to `depth`; trees without a node count get `width` per depth."""
         depth = speculation.depth if depth is None else min(depth, speculation.depth)
         if speculation.tree is not None:
             tree = speculation.tree.cut(depth)
@@ -62,7 +63,7 @@ class Budget:
         return cls(min(depth, nodes), speculation.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merging(self, num_members: int) -> Budget:
-        """This budget for all members of a mix merged: the tree may be wider, so that all of them fit."""
+        """This budget for a merged tree of all members of a mix: wider, so that all of them fit."""
         return replace(self, drafter=num_members, width=num_members * self.width)
 
 
@@ -71,18 +72,17 @@ NO_DRAFT = Budget(depth=0)
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the target has just made final, prompt chunks and accepted tokens alike, packed over sequences.
+    """Tokens that became final, prompt chunks and accepted tokens alike, packed over sequences.
 
     Sequence `seq_ids[i]` gained `tokens[offsets[i]:offsets[i+1]]`, all read by the target; `roots[i]` is the token
-    after them, final too but not yet read. All `Committed.tokens` of a sequence, joined, and then its last root are the
-    sequence's text. Host lists: they come from the round's one synchronisation. `features[t]` is the target's state
-    after reading `tokens[t]`, at the drafter's declared taps. `tenants` gives the tenant of each text and `num_prompts`
-    the length of its prompt; both are empty where unknown.
+    after them, final too but not yet read. All `Committed.tokens` of a sequence, concatenated, and its last root are
+    the sequence's text. Lists on the host. `features[t]` is the target's state after reading `tokens[t]`, at the
+    drafter's declared taps. `tenants` is the tenant of each text and `num_prompts` the length of its prompt; both are
+    empty if unknown.
 
-    Texts of the same salt may share what was computed for their common beginning, in the caches of drafters too; None
-    among `salts`, and no salts at all, forbid it. `adopted` news are the beginnings of new sequences that the target
-    did not read, because it had read the same before: they have no features, and are no longer than the drafter said
-    that they may be (`StateDrafter`).
+    Texts with the same salt may share cached prefixes, in the caches of drafters too; None among `salts`, and no salts
+    at all, forbid it. With `adopted` the tokens are the cached prefixes of new sequences, which the target did not read
+    again: they have no features, and are no longer than the drafter allowed (`StateDrafter.adoptable`).
     """
 
     seq_ids: Sequence[int]
@@ -103,7 +103,7 @@ class Committed:
         ]
 
     def shown(self, drafter: str) -> Float[Tensor, "total taps hidden"]:
-        """The features. Raises WrongTarget, in the name of the drafter that needs them, where there are none."""
+        """The features. Raises WrongTarget, with the name of the drafter that needs them, if there are none."""
         if self.features is None:
             raise WrongTarget(
                 f"{drafter} reads the target's states, and is told text without them: build the drafter for the engine "
@@ -114,11 +114,11 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Early exit: the target's layers below `layer` have read these nodes, and need not do so again.
+    """Early exit: the target's layers below `layer` have already computed these nodes.
 
-    Their keys and values lie in the tails of the target's own cache, at the places of a chain, and nothing else does.
-    `nodes` are numbered through all trees (row times columns plus column), ascending: of each chain its first ones.
-    `hidden` are their states. Unlike guesses this is not checked: it is for a drafter that reads with the
+    Their keys and values lie in the tails of the target's own KV cache, at the places of a chain, and nothing else
+    does. `nodes` are indices into the flattened trees (row times columns plus column), ascending: of each chain its
+    first ones. `hidden` are their states. Unlike draft tokens this is not checked: it is for a drafter that uses the
     target's own runner. It holds for the tree as proposed; if the tree is changed, all of it is read again.
     """
 
@@ -129,10 +129,10 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What `propose` returns: the guesses, the drafter's estimates of them, the time that its own models' passes took.
+    """The result of `propose`: the draft trees, the drafter's estimates, and the time of its own models' passes.
 
-    A mix says in `drafter`, on the host, by number which of its drafters guessed each node, and at the root which one
-    drafted the row; -1 for none. `drafter_s` is how long each of its members took to draft.
+    A mix gives in `drafter`, on the host, the index of the member that proposed each node, and at the root the one that
+    drafted the row; -1 for none. `drafter_s` is each member's drafting time.
     """
 
     tree: DraftTree
@@ -145,12 +145,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A drafter's estimates before a round, made without computing: host numbers, one per sequence asked for.
+    """A drafter's estimates before a round, without tensor work: host numbers, one per requested sequence.
 
-    `expected` is how many of `AHEAD` guesses would be accepted. A mix adds what each of its members says, by name and
-    in order; MERGED is not among them. Of members whose guesses were merged in the last round, `came_true` has for each
-    row how many of their own were judged by its tokens and how many were right, along one path. `survival` is what each
-    further guess of the best draft adds to that, as far as the limit; empty where unknown.
+    `expected` is how many of `AHEAD` draft tokens would be accepted. A mix adds the outlook of each member, by name and
+    in order; MERGED is not among them. For members whose drafts were merged in the last round, `came_true` has for each
+    row how many of their tokens were judged and how many were right, along one path. `survival` is what each further
+    token of the best draft adds to `expected`, up to the limit; empty if unknown.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first
@@ -164,11 +164,11 @@ class Outlook:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses continuations of sequences. One file per kind, in `draft/text`, `model` or `many`, or in `heads/`.
+    """Proposes continuations of sequences. One file per kind, in `draft/text`, `model` or `many`, or in `heads/`.
 
-    `taps` names the target states it reads: i is the residual stream entering layer i, which is what layer i - 1
-    leaves, num_layers the one before the final norm, -1 the one after it; () none. `names` are those of its
-    methods, for metrics: one unless it is a mix.
+    `taps` lists the target states that it reads: i is the residual stream entering layer i (the output of layer i - 1),
+    num_layers the one before the final norm, -1 the one after it; () none. `names` are its names in metrics: one unless
+    it is a mix.
     """
 
     @property
@@ -178,23 +178,23 @@ class Drafter(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     def observe(self, news: Committed) -> None:
-        """Learn what became final, a sequence's last tokens too. The only way in which lasting state grows.
+        """Learn the final tokens, also a sequence's last ones. Only this method may extend lasting state.
 
-        New sequences appear here first. News of rounds in which nothing was drafted may come together, in one call
-        before the next outlook.
+        New sequences appear here first. Tokens of several rounds without drafting may come in one call, before the next
+        outlook.
         """
         ...
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """Guess, for the sequences of `draws`, in its order, within `budgets` (one per sequence).
+        """Draft for the sequences of `draws`, in its order, within `budgets` (one per sequence).
 
-        A sequence that was never observed, or whose budget is 0, gets its root alone. `tail` counts as observed
-        during the call only. Guesses need not be good: bad ones only cost speed.
+        A sequence that was never observed, or whose budget is 0, gets its root alone. `tail` counts as observed during
+        the call only. Draft tokens need not be good: bad ones only cost speed.
         """
         ...
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """The drafter's estimates for these sequences now. Host only; no tensor work."""
+        """The drafter's estimates for these sequences, in this order. Host only; no tensor work."""
         ...
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -204,13 +204,13 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class StateDrafter(Drafter, Protocol):
-    """What a drafter with taps must be able to say in addition."""
+    """The additional method of drafters with taps."""
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """How many of a new text's first `most` tokens it can be told of without the target's states after them.
+        """How many of a new text's first `most` tokens it can do without the target's states for.
 
-        The target knows so many tokens already, and need not read them; it reads again what is beyond this answer, up
-        to the last token of `text`, its root. What follows are `adopted` news of at most so many tokens.
+        The target has these tokens in its prefix cache; it reads those beyond the answer again, up to the last token of
+        `text`, its root. The tokens of the answer, or fewer, then come in a Committed that is `adopted`.
         """
         ...
 
@@ -221,10 +221,10 @@ def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) 
 
 
 def begin_next(drafter: Drafter, judged: JudgedChains) -> Download | None:
-    """Let a drafter begin the next draft on a device that has judged its last one, before the host knows the verdict.
+    """Let a drafter start the next draft on a device that has judged its last one, before the host knows the verdict.
 
-    The verdict on its way to the host, in front of the tokens of the judged trees; None where it begins nothing, as
-    drafters without such a method do. What it begins is taken by the next `propose`, if that asks for the same.
+    Returns the verdict's copy to the host, followed by the tokens of the judged trees; None if nothing is started, as
+    for drafters without this method. The next `propose` takes the result if it asks for the same.
     """
     begin = getattr(drafter, "begin_next", None)
     return None if begin is None else begin(judged)
@@ -232,10 +232,10 @@ def begin_next(drafter: Drafter, judged: JudgedChains) -> Download | None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A chain of guesses about one sequence.
+    """A chain of another drafter's tokens to be judged, for one sequence.
 
-    `late` is what follows the text that was observed, to be taken as final: its root, and whatever was emitted behind
-    it; the last token is what the guesses follow.
+    `late` are the tokens after the observed text, to be taken as final: its root, and tokens emitted after it;
+    `guesses` follow its last token.
     """
 
     seq_id: int
@@ -247,7 +247,7 @@ class Question:
 class JudgeLogits:
     """The logits after the last token of `late` and after each guess, packed, for the questions `answered`, in order.
 
-    `answered` are indices; the others found no room. `pass_s` is what the passes took.
+    `answered` are indices; for the other questions the cache had no room. `pass_s` is the time of the passes.
     """
 
     answered: Sequence[int]
@@ -257,13 +257,13 @@ class JudgeLogits:
 
 @runtime_checkable
 class Judge(Drafter, Protocol):
-    """A drafter that can also say how it would go on behind guesses that are not its own."""
+    """A drafter that can also judge another drafter's tokens, as in a cascade."""
 
     def judge(self, questions: Sequence[Question]) -> JudgeLogits:
-        """Its logits, at the target's width, behind one chain of guesses for each of these sequences.
+        """Its logits, at the target's width, along one chain of another drafter's tokens for each of these sequences.
 
-        A chain may be asked about where `late` and guesses together stay within the sequence's `outlook` limit. What
-        was read for a question is kept until the next: one that goes on from it reads what is new, and `observe` keeps
-        what it confirms. A function of text, `late` and guesses alone.
+        `late` and guesses together must stay within the sequence's `outlook` limit. What was read for a question stays
+        cached until the next one, which reads only new tokens, and `observe` keeps what it confirms. A function of
+        text, `late` and guesses alone.
         """
         ...

@@ -1,11 +1,11 @@
-"""Runner: one model and its cache, used in terms of sequences and guesses.
+"""Runner: one model and its KV cache, with an interface of sequences and draft tokens.
 
-This module decides where tokens go: which slots, which positions, which attention paths. A sequence's *tail* is what
-was read behind its committed text since the last `keep`: numbered nodes that form a chain or a tree, possibly from
-several reads. `keep` makes a path of the tail final. The target and every drafter that is a model use a Runner.
+This module assigns tokens to slots, positions and attention paths. A sequence's *tail* is what was read after its
+committed text since the last `keep`: numbered nodes that form a chain or a tree, possibly from several reads. `keep`
+commits a path of the tail. The target and every draft model use a Runner.
 
-A tail that branches starts with `scratch` slots, in which each path is laid out as a chain would be; its nodes are
-stored behind them. A chain needs none, because its nodes are already in the slots where they belong.
+A tail that branches starts with `scratch` slots, into which each path is copied as a chain; its nodes are stored behind
+them. A chain needs none, because its nodes are already in their final slots.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from forerun.tree import DraftTree, HostTree
 
 
 class Read(NamedTuple):
-    """Tokens of one sequence to read in the next pass, behind its committed text and its tail.
+    """Tokens of one sequence to read in the next pass, after its committed text and its tail.
 
-    `parents[i]` numbers a node of the tail, these tokens included (they follow the nodes already there); -1 hangs
-    off the committed text. None: a chain behind the tail's last node. `judged` are the indices into `tokens` whose
-    logits are wanted. `scratch`, on the first read of a tail that will branch, is the length of its longest path.
+    `parents[i]` is the number of a node of the tail, these tokens included (they follow the nodes already there); -1 is
+    the committed text. None: a chain after the tail's last node. `judged` are the indices into `tokens` whose logits
+    are needed. `scratch`, on the first read of a tail that will branch, is the length of its longest path.
     """
 
     seq_id: int
@@ -48,17 +48,17 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """Tokens that only the device knows yet: guesses that a drafter drew there.
+    """Tokens that only the device knows yet: draft tokens sampled there.
 
-    `source[i]` is the place in `tokens` (flattened) of the i-th token of all reads, packed; -1 where the read's own
-    token holds. -1 in `tokens` stands for no token: what is read there is never used.
+    `source[i]` is the index into `tokens` (flattened) of the i-th token of all reads, packed; -1 if the read's own
+    token is used. -1 in `tokens` is no token: its result is never used.
     """
 
     tokens: Int[Tensor, "batch nodes"]
     source: Sequence[int]
 
     def resolve(self, reads: Sequence[Read]) -> list[Read]:
-        """The reads with all tokens known to the host, which waits for them."""
+        """The reads with all tokens on the host, which waits for them."""
         known, source = self.tokens.flatten().tolist(), iter(self.source)
         texts = [
             [
@@ -72,9 +72,9 @@ class DeviceTokens:
 
 @dataclass(frozen=True, slots=True)
 class PartialPass:
-    """Tokens that the layers below `layer` have read: what is left of their pass begins there.
+    """Tokens that the layers below `layer` have already computed: their pass continues there.
 
-    The first `counts[i]` tokens of the i-th read are a chain behind the committed text. Their keys and values of those
+    The first `counts[i]` tokens of the i-th read are a chain after the committed text. Their keys and values of those
     layers lie in the sequence's tail, where this read would put them, and nothing else does. `hidden`, packed over the
     reads, are their states.
     """
@@ -84,14 +84,14 @@ class PartialPass:
     hidden: Float[Tensor, "known hidden"]
 
     def places(self, reads: Sequence[Read]) -> list[int]:
-        """Where these tokens are among those of all reads, packed."""
+        """Indices of these tokens among those of all reads, packed."""
         firsts = itertools.accumulate((len(read.tokens) for read in reads), initial=0)
         return [first + i for first, count in zip(firsts, self.counts, strict=False) for i in range(count)]
 
 
 @dataclass(slots=True)
 class Tail:
-    """The nodes read behind a sequence's committed text."""
+    """The nodes read after a sequence's committed text."""
 
     scratch: int
     parents: list[int] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Tail:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node hangs off the one before it."""
+        """Whether each node's parent is the one before it."""
         return not self.depths or self.depths[-1] == len(self.depths) - 1
 
     def path(self, node: int) -> list[int]:
@@ -125,17 +125,17 @@ TreeRule = Callable[[DraftTree, Int[Tensor, "batch nodes"]], Int[Tensor, "batch 
 
 
 class Judged(NamedTuple):
-    """A verdict, and where requests want log-probabilities those of the token drawn after each node (`ranked`)."""
+    """A verdict and, if requests want log-probabilities, those of the token sampled after each node (`ranked`)."""
 
     packed: Int[Tensor, "batch verdict"]
     ranked: Float[Tensor, "nodes numbers"] | None
 
 
 class Runner:
-    """Reads tokens through a decoder into its cache. One row per sequence; rows appear with their first read.
+    """Runs tokens through a decoder with its KV cache. One row per sequence; rows appear with their first read.
 
-    `resumes`: whether a pass can go on where one through the lower layers stopped (`PartialPass`). `draws_unseen`:
-    whether a device draws chains and reads them, and begins passes, before the host sees what it reads.
+    `resumes`: whether a pass can continue one through the lower layers (`PartialPass`). `draws_unseen`: whether a
+    device generates chains, and starts passes, before the host knows the tokens.
     """
 
     resumes: ClassVar[bool] = True
@@ -148,12 +148,12 @@ class Runner:
 
     @classmethod
     def of(cls, decoder: Decoder, num_tokens: int, block_size: int = 64, **options: Any) -> Runner:
-        """The decoder over a fresh cache of `num_tokens`, in its own number format; with options of the class."""
+        """A runner of the decoder with a new cache of `num_tokens`, in its dtype; with options of the class."""
         cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens, block_size=block_size)
         return cls(decoder, cache, **options)
 
     def lower(self, num_layers: int) -> Runner:
-        """A runner of the decoder's first layers, over the same cache: its tails are tails there too."""
+        """A runner of the decoder's first layers that shares the cache and the tails."""
         return type(self)(self.decoder.lower(num_layers), self.cache)
 
     @property
@@ -162,17 +162,17 @@ class Runner:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of its logits: all ids that it can read, and padding."""
+        """Width of its logits: all ids that it can read, and padding."""
         return self.decoder.config.vocab_size
 
     @cached_property
     def window(self) -> int:
-        """The longest text that it can read, alone in its cache."""
+        """The longest text that it can read, if alone in its cache."""
         blocks = self.cache.blocks
         return min(self.decoder.config.max_positions, blocks.num_blocks * blocks.block_size)
 
     def length(self, seq_id: int) -> int:
-        """Committed tokens read so far; 0 for an unknown sequence."""
+        """Number of committed tokens; 0 for an unknown sequence."""
         return self.cache.length(seq_id) if seq_id in self.cache else 0
 
     def read(
@@ -183,7 +183,7 @@ class Runner:
         begun: PartialPass | None = None,
         inputs: Float[Tensor, "total hidden"] | None = None,
     ) -> States:
-        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room.
+        """One pass over all reads. Raises OutOfBlocks, with nothing changed, if the cache is full.
 
         Tokens that are `begun` are read from their layer on; taps are then of that layer or later ones. `inputs`,
         packed over the reads, are states to read in place of the tokens' embeddings.
@@ -207,7 +207,7 @@ class Runner:
         return States(self.decoder.logits(last), hidden.last, hidden.tapped)
 
     def resume(self, batch: TokenBatch, taps: Sequence[int], begun: PartialPass, known: Sequence[int]) -> Hidden:
-        """What a whole pass gives, to the bit: the lower layers for tokens outside `known` alone, the rest for all."""
+        """The result of a whole pass, with the same bits: the lower layers run for tokens outside `known` only."""
         rest = sorted(set(range(len(batch.tokens))) - set(known))
         inputs = begun.hidden.new_empty(len(batch.tokens), self.decoder.config.hidden)
         inputs[torch.tensor(known)] = begun.hidden
@@ -218,19 +218,19 @@ class Runner:
         return self.decoder.forward(batch, self.cache, layers=layers, inputs=inputs, taps=taps)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
-        """Those of states that a pass gave."""
+        """The logits of these states of a pass."""
         return self.decoder.logits(hidden)
 
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Judged | None:
-        """What a rule says of the tokens that `draws` draw after all nodes, in one call; None but on a GPU."""
+        """Sample after all nodes and apply a rule, in one call; None except on a GPU."""
         return None
 
     def read_ahead(
         self, seq_ids: Sequence[int], verdict: Int[Tensor, "batch verdict"], taps: Sequence[int] = ()
     ) -> Download | None:
-        """Begin the pass over the token that each of these sequences has drawn, behind its root; None but on a GPU."""
+        """Start the pass over each sequence's newly sampled token, which follows its root; None except on a GPU."""
         return None
 
     def begin_chains(
@@ -251,14 +251,14 @@ class Runner:
         texts: UnreadTexts | None = None,
         heads: HeadsAhead | None = None,
     ) -> Chains | None:
-        """Chains behind the tails, drawn and read in one call; all but a row's last guess join its tail.
+        """Generate chains after the tails in one call; all but a chain's last token join its tail.
 
         `logits` are those after the tails' last nodes, over the target's ids, and `before` the states there, for
-        decoders that read states. None, with nothing changed, where there is no such call for the decoder, these ids or
-        these draws, or no room in the cache. `states`: whether to give those of the guesses that are read.
+        decoders that read states. None, with nothing changed, if there is no such call for the decoder, these ids or
+        these draws, or if the cache is full. `states`: whether to return those of the draft tokens that are read.
 
-        With `texts` these are read and kept first, in the same call, which finds logits and states itself; the guesses
-        behind them are forgotten again. With `heads` nothing is read between guesses: a call for them is a GPU's.
+        With `texts` these are read and kept first, in the same call, which computes logits and states itself; the draft
+        tokens are then dropped again. With `heads` no pass runs between draft tokens, on a GPU only.
         """
         seq_ids, lengths = [start.seq_id for start in starts], [0] * len(starts)
         if texts is not None:
@@ -301,7 +301,7 @@ class Runner:
         return chains
 
     def pack(self, reads: Sequence[Read]) -> TokenBatch:
-        """Lay the reads out side by side; their room is reserved already."""
+        """The reads as one TokenBatch; their slots are reserved already."""
         tokens, positions, slots = list[int](), list[int](), list[int]()
         paths: list[AttentionPath] = []
         for read in reads:
@@ -318,19 +318,19 @@ class Runner:
         return TokenBatch(arrays[0], arrays[1], arrays[2], paths)
 
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Make a path of each sequence's tail final, node numbers in order, and forget the rest of the tail."""
+        """Commit a path of each sequence's tail, node numbers in order, and drop the rest of the tail."""
         firsts = [self.tails.pop(seq_id).scratch for seq_id in seq_ids]
         self.cache.keep(seq_ids, [[first + n for n in path] for first, path in zip(firsts, paths, strict=True)])
 
     def hand_over(self, seq_ids: Sequence[int]) -> None:
-        """Forget the tails of these sequences but leave what was read, for another runner over the same cache."""
+        """Drop the tails of these sequences but leave the cache, for another runner with the same cache."""
         for seq_id in seq_ids:
             self.tails.pop(seq_id, None)
 
     def cut(self, seq_ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Forget each sequence's tail but for its first `counts[i]` nodes; one with scratch goes as a whole.
+        """Drop all but the first `counts[i]` nodes of each sequence's tail; a tail with scratch is dropped as a whole.
 
-        Returns how many nodes are left of each.
+        Returns the number of nodes left of each.
         """
         left = []
         for seq_id, count in zip(seq_ids, counts, strict=True):
@@ -343,21 +343,21 @@ class Runner:
         return left
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        """Forget the tails of these sequences."""
+        """Drop the tails of these sequences."""
         self.cut(seq_ids, [0] * len(seq_ids))
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Forget a sequence's tail, and its committed tokens from `length` on."""
+        """Drop a sequence's tail, and its committed tokens from `length` on."""
         self.tails.pop(seq_id, None)
         self.cache.truncate([seq_id], [length])
 
     def clear(self) -> None:
-        """Forget all sequences, whatever an interrupted pass left of them."""
+        """Drop all sequences, also what an interrupted pass left of them."""
         self.tails.clear()
         self.cache.clear()
 
     def retire(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> None:
-        """Drop a sequence and free its slots, but keep what it read of its text for texts that begin alike."""
+        """Drop a sequence and free its slots, but keep its text in the prefix cache."""
         self.tails.pop(seq_id, None)
         self.cache.retire(seq_id, tokens, salt)
 
@@ -369,7 +369,7 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class ReadSlots:
-    """Where a read lies: its row's first slot, the row's committed length, its first packed token. How it is cut."""
+    """The place of a read: its row's first slot and committed length, its first packed token; its query rule."""
 
     run: int
     length: int
@@ -378,14 +378,14 @@ class ReadSlots:
 
 
 def chain_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
-    """The one path of a chain: its nodes are where a chain's belong."""
+    """The one path of a chain: its nodes are in their final slots."""
     assert tail.is_chain, "a branching tail needs scratch slots on its first read"
     queries = list(range(place.packed, place.packed + len(nodes)))
     return make_paths(queries, [place.length + n for n in nodes], place.run, place.rule)
 
 
 def tree_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
-    """One path per new leaf, each query on the first path that holds it."""
+    """One path per new leaf; each query is on the first path that contains it."""
     inner = {tail.parents[n] for n in nodes}
     seen: set[int] = set()
     paths = []
@@ -407,7 +407,7 @@ def tree_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath
 def make_paths(
     queries: list[int], positions: list[int], first_slot: int, rule: QueryRule, copy: Copy | None = None
 ) -> list[AttentionPath]:
-    """A path from its packed token numbers and their positions, ascending; as many as the rule wants it cut into."""
+    """A path from packed token indices and their positions, ascending; split as the query rule requires."""
     cuts = range(0, len(queries), rule.block)
     parts = [(queries[i : i + rule.block], positions[i : i + rule.block]) for i in cuts]
     return [AttentionPath(*part, first_slot, rule.pad, None if i else copy) for i, part in enumerate(parts)]
