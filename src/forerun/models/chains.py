@@ -1,8 +1,7 @@
-"""Chains that a model drafts by itself: what it is asked for, and what it gives.
+"""Chains of draft tokens: the values that runners and drafters exchange about them.
 
-This module decides the values that runners and drafters exchange about whole chains. A runner draws them in one call
-where it can (`Runner.draw_chains`), with a compiled library or as a captured graph; else a drafter draws them step by
-step.
+A runner generates chains in one call where it can (`Runner.draw_chains`), with compiled kernels or a CUDA graph; else a
+drafter generates them step by step.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
 class Start(NamedTuple):
-    """A sequence to be drafted: its row in the round, its id, and how deep.
+    """A chain to be drafted: its row in the round, its sequence's id, and its depth.
 
-    Its chain ends before a guess that survives with less than `min_survival`.
+    The chain ends before a token whose survival is below `min_survival`.
     """
 
     row: int
@@ -37,21 +36,21 @@ class Start(NamedTuple):
 
 @runtime_checkable
 class LowerRunner(Protocol):
-    """A runner of layers whose states others read in place of tokens, over a cache of its own."""
+    """A runner of layers whose output states other layers read in place of tokens, with its own cache."""
 
     cache: PagedCache
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadTexts:
-    """Text of each start that is to be read before its chain is drawn, one token at least.
+    """Text of each start to be read before its chain is generated, at least one token.
 
-    `features` are the target's states, in pieces, and `fuse` maps them to what the layers read beside the tokens;
-    `beside` gives from their outputs what they read beside the guesses that follow. `roots` gets their outputs at the
-    last token of each text; None where nothing is guessed there, or they are not wanted.
+    `features` are the target's states, in pieces, and `fuse` maps them to the states that the layers read with the
+    tokens; `beside` computes from the layers' outputs the states for the draft tokens that follow. `roots` receives the
+    outputs at the last token of each text; None if nothing is drafted there, or they are not needed.
 
-    Layers over those of `below` read the states there in place of tokens. Each text then ends with its root, of which
-    there are no features: `below` reads roots and guesses, and nothing of that stays, in its cache or in that above.
+    Layers on top of those of `below` read its states in place of tokens. Each text then ends with its root, which has
+    no features: `below` reads roots and draft tokens, and nothing of that stays in either cache.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -63,23 +62,24 @@ class UnreadTexts:
 
     @property
     def begins_chains(self) -> bool:
-        """Whether first guesses are made at the texts' last tokens."""
+        """Whether the first draft tokens are predicted at the texts' last tokens."""
         return self.roots is not None or self.below is not None
 
     @property
     def states(self) -> Float[Tensor, "total inputs"]:
-        """What the layers read beside the tokens."""
+        """The states that the layers read with the tokens."""
         return self.fuse(joined(self.features))
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces, one behind the other; a single one as it is."""
+    """The pieces concatenated; a single one unchanged."""
     return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
 
 
 class Foreseen(NamedTuple):
-    """What heads guess from, a row for each chain: the logits behind its text, or else the state that it was given, and
-    logits and states of the masked places that were read."""
+    """The inputs of heads, a row for each chain: the logits after its text, or else the given state, and logits and
+    states of the masked positions that were read.
+    """
 
     first: Float[Tensor, "chains numbers"] | None
     logits: Float[Tensor, "chains places vocab"] | None = None
@@ -88,10 +88,10 @@ class Foreseen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskedPlaces:
-    """Tokens that are read behind each start's text in one pass, for the guesses that are made there.
+    """Mask tokens that are read after each start's text in one pass, to predict draft tokens there.
 
-    `count` gives how many there are for a depth. Those from `first` on make a guess each, as far as the chain reaches.
-    `state` is read beside them, by layers that read states.
+    `count` gives their number for a depth. Those from `first` on predict one token each, as far as the chain reaches.
+    `state` is read with them, by layers that read states.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -100,15 +100,16 @@ class MaskedPlaces:
     state: Float[Tensor, " inputs"] | None = None
 
     def num_guesses(self, depth: int) -> int:
-        """How many guesses of a chain are made at these places."""
+        """How many tokens of a chain are predicted at these positions."""
         return min(depth, self.count(depth) - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsAhead:
-    """Makes all guesses of chains without a pass between them, of `states` of each start, or of places behind texts.
+    """Generates whole chains without a pass in between, from `states` of each start, or from masked positions after
+    texts.
 
-    `logits` gives those of each chain's next guess, from its root and the guesses so far [chains, path].
+    `logits` computes those of each chain's next token, from its root and the tokens so far [chains, path].
     """
 
     logits: Callable[[Foreseen, Int[Tensor, "chains path"]], Tensor]
@@ -118,10 +119,10 @@ class HeadsAhead:
 
 @dataclass(frozen=True, slots=True)
 class JudgedChains:
-    """A round whose chains a device has judged, as it knows it before the host does.
+    """A round whose chains a device has verified, before the host knows the verdict.
 
-    `nodes` are the tokens of each row's tree, the root first, `num_guesses` how many of them are guesses; `verdict` is
-    `Verdict.packed`. `features` are the target's states after all of these nodes, row by row.
+    `nodes` are the tokens of each row's tree, the root first, `num_guesses` the number of draft tokens among them;
+    `verdict` is `Verdict.packed`. `features` are the target's states after all of these nodes, row by row.
     """
 
     draws: Draws
@@ -133,7 +134,7 @@ class JudgedChains:
 
 @runtime_checkable
 class IdExchange(Protocol):
-    """How a model's ids and the target's are exchanged: guesses are drawn and told as the target's."""
+    """The mapping between a model's ids and the target's; draft tokens are sampled and returned as the target's."""
 
     vocab_size: int  # columns of the target's logits
     num_own: int  # ids that the model can read
@@ -141,20 +142,20 @@ class IdExchange(Protocol):
     head_ids: Int[Tensor, " head_vocab"] | None  # of the logits' columns, where they are of some ids alone
 
     def spread(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The model's logits over the target's ids; -inf where it has no such token."""
+        """The model's logits over the target's ids; -inf for ids that it does not have."""
         ...
 
     def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-        """The model's ids of the target's; -1, which is no token, stays."""
+        """The model's ids of these target ids; -1, which is no token, stays."""
         ...
 
     def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The model's ids of the target's, on the host; where it has none, a number below 0, each another."""
+        """The model's ids of these target ids, on the host; missing ones get distinct negative numbers."""
         ...
 
 
 class SameIds:
-    """The ids of a model whose tokens are the target's. Both vocabularies may be padded, to different sizes."""
+    """The mapping of a model with the target's ids. Both vocabularies may be padded, to different sizes."""
 
     same = True
     head_ids: Int[Tensor, " head_vocab"] | None = None
@@ -179,14 +180,13 @@ class SameIds:
 
 @dataclass(slots=True)
 class Chains:
-    """What was drawn behind the roots of a round's rows, as the target's ids.
+    """The chains generated after the roots of a round's rows, as the target's ids.
 
-    `trees` are all rows' chains, and `num_read` says how many guesses of each sequence, its first ones, were read into
-    its tail. Where the host has not seen them, they are `guesses` on the device, -1 where a row has fewer, and `laws`
-    are those that they were drawn from (rejection modes), packed; or `nodes`, the tokens and parents of the whole tree,
-    nothing of which has to be checked. `priced`: whether their survival is known. `states`
-    are the residual streams behind the guesses of each start, if they were asked for; those of guesses that were not
-    read are garbage.
+    `trees` are all rows' chains, and `num_read` how many of each sequence's first draft tokens were read into its tail.
+    If the host does not know them, they are `guesses` on the device, -1 where a row has fewer, and `laws` are the
+    distributions they were sampled from (rejection modes), packed; or `nodes`, the tokens and parents of whole trees,
+    which need no check. `priced`: whether their survival is known. `states` are the residual streams after the draft
+    tokens of each start, if requested; those of tokens that were not read are garbage.
     """
 
     trees: list[HostTree]
@@ -202,7 +202,7 @@ class Chains:
             self.guesses = self.nodes[0, :, 1:]
 
     def tree(self, draws: Draws) -> DraftTree:
-        """The guesses as a tree: on the host, or on the device with the host knowing its shape."""
+        """The chains as a tree: on the host, or on the device with its shape known to the host."""
         if self.nodes is not None:
             return DraftTree.drawn(self.nodes, self.trees)
         if self.guesses is None:
@@ -214,5 +214,5 @@ class Chains:
         return replace(DraftTree.chains(draws.roots_tokens, self.guesses, law), known=self.trees)
 
     def survival(self) -> Float[Tensor, "batch nodes"] | None:
-        """That of the tree's nodes; None where it was not asked for."""
+        """The survival of the tree's nodes; None if it was not requested."""
         return survival_of(self.trees) if self.priced else None

@@ -1,25 +1,26 @@
-"""A cascade: a drafter whose guesses a better one verifies before the target sees them.
+"""A cascade: a drafter whose draft tokens a better one (the judge) verifies before the target sees them.
 
-This module decides the rounds inside a round: the lower member guesses, the judge reads the guesses in one pass,
-`verify` says what the judge would have said itself, and so on until the chain is as deep as its budget. It is the
+This module runs rounds inside a round: the lower member drafts, the judge reads the draft in one pass, `verify` gives
+the tokens that the judge itself would have sampled, and so on until the chain is as deep as its budget. It is the same
 `verify` that judges for the target. Three or more members are a cascade whose lower member is one.
 
-What is emitted is the judge's own text, so the chain carries the judge's law, whoever guessed:
+What is emitted is the judge's own text, so the chain carries the judge's law, whoever drafted it:
 
-- Coupled: `verify` gives what the judge itself draws under the round's noise. The chain is, token for token, the one
+- Coupled: `verify` gives what the judge itself samples under the round's noise. The chain is, token for token, the one
   that the judge would have drafted alone; the lower member decides how many passes that takes, and nothing else.
-- Rejection modes: one inner round emits a string Z with P(Z_j = v | Z_<j = z, |Z| >= j) = m(v | z), m being the
-  judge's law, be the token accepted, recovered or bonus. Whether another round follows is settled when one is over, by
-  numbers of tokens and by room, so the strings joined have the property too. They are joined until there are `depth`
-  tokens; the surplus is dropped by its place and not for what it is: |Z| >= j holds for every j <= depth, whatever was
-  drawn, so what is left is distributed as `depth` tokens drawn from m one after the other. Hence q = m at every place.
-  Noise must be fresh for that: an inner round's is keyed by the roots of all rounds it lies in (`Draws.within`), as a
-  verdict of the target has looked at what was drawn inside an earlier round, behind the same root perhaps.
+- Rejection modes: one inner round emits a string Z with P(Z_j = v | Z_<j = z, |Z| >= j) = m(v | z), m being the judge's
+  law, be the token accepted, recovered or bonus. Whether another round follows is settled when one is over, by numbers
+  of tokens and by room, so the strings joined have the property too. They are joined until there are `depth` tokens;
+  the surplus is dropped by its place and not for what it is: |Z| >= j holds for every j <= depth, whatever was drawn,
+  so what is left is distributed as `depth` tokens drawn from m one after the other. Hence q = m at every place. Noise
+  must be fresh for that: an inner round's is keyed by the roots of all rounds it lies in (`Draws.within`), as a verdict
+  of the target has looked at what was drawn inside an earlier round, behind the same root perhaps.
 
-How many guesses are asked for at a time changes the number of passes, not the law; under coupled noise not a token. It
-is the number at which a token of the judge's takes the least time, by what its rounds have cost and given so far
-(`economy.py`). That time is all that the level above sees of this one, so if every level keeps to it, the cascade as a
-whole is as fast as lengths can make it. The judge may also draft by itself, in one call: no guesses stand for that.
+How many tokens the lower member drafts at a time changes the number of passes, not the law; under coupled noise not a
+token. It is the number at which a token of the judge takes the least time, by the measured costs and gains of its
+rounds (`economy.py`). That time is all that the level above sees of this one, so if every level keeps to it, the
+cascade as a whole is as fast as lengths can make it. The judge may also draft alone, in one call: length 0 stands for
+that.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ BEHIND = 16  # unread tokens of one sequence above which a round's time is that 
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """How long a round took: `num_guesses` in a row, and the judge's pass over `num_tokens` with its verdict."""
+    """The times of a round: drafting `num_guesses` tokens in a row, and the judge's pass over `num_tokens`."""
 
     num_guesses: int
     draft_s: float
@@ -69,9 +70,9 @@ class RoundTiming:
 
 @dataclass(slots=True)
 class MeasuredLengths:
-    """The best length by what was measured: acceptance by sequence, starting from that of all, and times of all.
+    """The best draft length by measurement: acceptance by sequence, with that of all as prior, and times of all.
 
-    Counts fade with every round, also where it adds nothing to them: what was given up is tried again in time.
+    Counts fade with every round, also where it adds nothing: what was given up is tried again in time.
     """
 
     together: Acceptance = field(default_factory=Acceptance)
@@ -81,9 +82,9 @@ class MeasuredLengths:
     alone: LinearCost = field(default_factory=LinearCost)  # by batch: a token each
 
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
-        """How many guesses to ask for, for each of these sequences, of which `most[i]` are of use.
+        """How many tokens to draft for each of these sequences, at most `most[i]`.
 
-        The length with the least time per token, as if the others were asked for as much.
+        The length with the least time per token, as if the others drafted as many.
         """
         if self.drafts.weight == 0:
             return [min(FIRST, each) for each in most]
@@ -98,26 +99,26 @@ class MeasuredLengths:
         return [best_depth(by_depth[:each], round_s) for by_depth, each in zip(rates, most, strict=True)]
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Learn from a round's verdicts: how many guesses each sequence had, and how many were accepted."""
+        """Learn from a round's verdicts: how many draft tokens each sequence had, and how many were accepted."""
         self.together.count(runs)
         for seq_id, run in zip(seq_ids, runs, strict=True):
             self.apart.setdefault(seq_id, Acceptance()).count([run])
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop what is known of these sequences alone."""
+        """Drop the counts of these sequences."""
         for seq_id in seq_ids:
             self.apart.pop(seq_id, None)
 
     def time(self, timing: RoundTiming) -> None:
-        """Learn from a round's times: a pass has its price by its tokens, and drafting by the guesses in a row."""
+        """Learn from a round's times: the cost of a pass by its tokens, and of drafting by its length."""
         self.passes.record(timing.num_tokens, timing.pass_s)
         if timing.num_guesses:
             self.drafts.record(timing.num_guesses, timing.draft_s)
 
     def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
-        """Learn what the judge took for chains of `depth` tokens by itself; None: that was not its usual price.
+        """Learn the judge's time for chains of `depth` tokens alone; None: that time was not typical.
 
-        Every token counts as a round without guesses.
+        Every token counts as a round without draft tokens.
         """
         if taken_s is not None:
             self.alone.record(len(seq_ids), taken_s / depth)
@@ -129,8 +130,8 @@ class MeasuredLengths:
 class Chain:
     """One sequence's chain while it grows.
 
-    `late` is what stands behind the observed text: its root, then the tail, then what was emitted. `laws` are those
-    that the emitted tokens were drawn from; rejection modes only.
+    `late` is the text after the observed one: its root, then the tail, then emitted tokens. `laws` are those that the
+    emitted tokens were sampled from; rejection modes only.
     """
 
     row: int
@@ -147,14 +148,14 @@ class Chain:
 
 
 class CascadeDrafter:
-    """Drafts the tokens of `judge`, which reads the guesses of `lower` instead of drawing token by token.
+    """Drafts the tokens of `judge`, which verifies the drafts of `lower` instead of sampling token by token.
 
-    Chains only, whatever width a budget allows, and without survival: a minimum ends none of them. Where the lower
-    member has no guesses the judge drafts alone. Where the judge has no room the lower member drafts alone, as if there
-    were no cascade: its guesses then have its own laws.
+    Chains only, whatever width a budget allows, and without survival: a minimum ends none of them. If the lower member
+    drafts nothing the judge drafts alone. If the judge's cache or context is full the lower member drafts alone, as if
+    there were no cascade: its draft tokens then have its own laws.
 
-    A lower member that reads the target's states can guess behind the target's text alone: the judge reads its guesses
-    once, and goes on alone behind what it made of them.
+    A lower member that reads the target's states can draft after the target's text only: the judge verifies its draft
+    once, and continues alone.
     """
 
     names: tuple[str, ...] = ("cascade",)
@@ -171,11 +172,11 @@ class CascadeDrafter:
         self.judge.observe(news)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """What the lower member can follow; a judge needs no states."""
+        """The lower member's answer; a judge needs no states."""
         return adoptable(self.lower, text, most, salt)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """A chain for every sequence, as deep as its budget and the judge's room."""
+        """A chain for every sequence, as deep as its budget and the judge's cache and context allow."""
         chains, pass_s = self.begin(draws, budgets, tail), 0.0
         timed = max(self.outlook([chain.seq_id for chain in chains]).unread, default=0) <= BEHIND
         if not any(self.wanted(chains)):
@@ -190,7 +191,7 @@ class CascadeDrafter:
         return Draft(joined(draws, chains, unjudged.tree), pass_s=pass_s + unjudged.pass_s)
 
     def begin(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> list[Chain]:
-        """Empty chains for the sequences that are drafted, and how deep they will be."""
+        """Empty chains for the sequences that are drafted, and their depths."""
         tails = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         limits = self.judge.outlook(draws.seq_ids).limit
         chains = []
@@ -202,14 +203,15 @@ class CascadeDrafter:
         return chains
 
     def wanted(self, chains: Sequence[Chain]) -> Sequence[int]:
-        """How many guesses the judge will be asked about; the last token of a chain is its own."""
+        """How many tokens the judge will verify; the last token of a chain is its own."""
         return self.lengths.best([chain.seq_id for chain in chains], [chain.left - 1 for chain in chains])
 
     def go_alone(
         self, draws: Draws, rows: Sequence[int], chains: Sequence[Chain], tail: Committed | None, timed: bool
     ) -> float:
-        """Chains, these rows of `draws`, that the judge ends by itself in as few calls as it can: guesses cost time, or
-        there are none."""
+        """The chains, of these rows of `draws`, that the judge generates alone in as few calls as it can: lower drafts
+        cost more time, or there are none.
+        """
         depths = dict(zip(rows, (chain.left for chain in chains), strict=True))
         if not depths:
             return 0.0
@@ -227,7 +229,7 @@ class CascadeDrafter:
         return draft.pass_s
 
     def round(self, draws: Draws, chains: Sequence[Chain], timed: bool) -> float:
-        """One round inside the round; chains that the judge has no room for end. Gives what the passes took."""
+        """One inner round; chains for which the judge has no room end. Returns the time of the passes."""
         budgets = [Budget(length) for length in self.wanted(chains)]
         started_s = time.perf_counter()
         draft = self.guess(inside(draws, chains), budgets, tail_of(chains))
@@ -245,7 +247,7 @@ class CascadeDrafter:
         return draft.pass_s + judged.pass_s
 
     def guess(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None) -> Draft:
-        """The lower member's guesses as valid chains; empty chains where no guesses are asked for."""
+        """The lower member's drafts as valid chains; empty chains if none are needed."""
         if not any(budget.depth for budget in budgets):
             return Draft(DraftTree.bare(draws.roots_tokens))
         draft = self.lower.propose(draws, budgets, None if self.taps else tail)
@@ -254,7 +256,7 @@ class CascadeDrafter:
         return replace(draft, tree=replace(tree, known=tree.fetched()).to(draws.device))
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
-        """Add the judged guesses to every chain, and the judge's own token behind them."""
+        """Add the accepted tokens to every chain, and the judge's own token after them."""
         inner = inside(draws, chains)
         verdict = verify(tree, logits, inner, "block" if inner.rejection else "coupled")
         laws = inner.probs(logits, inner.nodes(tree)) if inner.rejection else None
@@ -292,7 +294,7 @@ def inside(draws: Draws, chains: Sequence[Chain]) -> Draws:
 
 
 def tail_of(chains: Sequence[Chain]) -> Committed:
-    """The text behind the observed texts, in the form of a lower member's `tail`."""
+    """The tokens after the observed texts, as a lower member's `tail`."""
     tokens: list[int] = []
     offsets = [0]
     for chain in chains:
@@ -302,14 +304,14 @@ def tail_of(chains: Sequence[Chain]) -> Committed:
 
 
 def chains_of(tree: DraftTree) -> list[Sequence[int]]:
-    """Each sequence's guesses, on the host; the tree's chains are clean."""
+    """Each sequence's draft tokens, on the host; the tree's chains are valid."""
     return [chain.tokens[1:] for chain in tree.fetched()]
 
 
 def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftTree:
-    """The chains, and what is `unjudged`, which is chains of other rows, as a draft.
+    """The chains, and the chains of other rows that are `unjudged`, as a draft.
 
-    Chains have their laws with them; those of greedy sequences are chosen, not drawn, so they have none.
+    Chains have their laws with them; those of greedy sequences are not sampled, so they have none.
     """
     texts = [[row.tokens[-1], *guesses] for row, guesses in zip(draws.rows, chains_of(unjudged), strict=True)]
     for chain in chains:
@@ -332,7 +334,7 @@ def joined(draws: Draws, chains: Sequence[Chain], unjudged: DraftTree) -> DraftT
 
 
 def plan_cascade(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> DraftPlan:
-    """`cascade[A,B,...]`: each drafter's guesses are verified by the next, the cheapest first."""
+    """`cascade[A,B,...]`: each drafter's draft is verified by the next one, the cheapest first."""
     if len(spec.members) < 2:
         refuse(spec, f"a cascade has two members or more: {ORDER}")
     if spec.members[0].name == "mix":

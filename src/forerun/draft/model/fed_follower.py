@@ -1,8 +1,8 @@
-"""FedFollower: a follower that reads the target's states, which are shown once.
+"""FedFollower: a Follower that reads the target's hidden states, which come only once.
 
-This module decides what becomes of states that nobody has read: they wait with their text (`unread_states.py`), so a
-drafter that rests makes no pass, and they are read where they take too much memory. A text whose states are gone is not
-drafted any more. What a drafter makes of states is for its `run` to say.
+States of text that was not read yet are kept with it (`unread_states.py`), so an idle drafter runs no pass; they are
+read if they take too much memory. A text without its states is not drafted any more. Subclasses decide how their model
+uses the states (`run`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from forerun.sampling.draws import Draws
 
 
 class FedFollower(Follower):
-    """A follower whose `taps` are the states that it reads; without any it reads tokens alone.
+    """A Follower that reads the target's states at `taps`; without taps it reads tokens alone.
 
-    `draws_behind_text`: a call of the runner can read text and draw behind it.
+    `draws_behind_text`: a call of the runner can read text and generate chains after it.
     """
 
     rereads: ClassVar[bool] = False
@@ -35,10 +35,10 @@ class FedFollower(Follower):
     least_text: ClassVar[int] = 1  # tokens of each row that a call has to read before it draws behind them
 
     def observe(self, news: Committed) -> None:
-        """Remember what became final, and its states; guesses that it confirms stay read.
+        """Record the final tokens and their states; draft tokens that they confirm stay in the cache.
 
-        Raises WrongTarget for text without the states that are to be read. No pass is made as long as the states that
-        wait do not take more than UNREAD_BYTES.
+        Raises WrongTarget for text without the required states. No pass runs as long as the unread states take at most
+        UNREAD_BYTES.
         """
         super().observe(news)
         if self.taps and news.adopted:
@@ -47,14 +47,14 @@ class FedFollower(Follower):
             self.wait(news)
 
     def take_over(self, seq_ids: Sequence[int]) -> None:
-        """Begin texts that come without states; one that it does not hold as a whole, read or not, is lost."""
+        """Start texts that come without states; a text that it does not hold completely is lost."""
         for seq_id in seq_ids:
             self.begin(seq_id)
             if self.num_unread(seq_id) and not self.states.share(seq_id, self.unread_text(seq_id)):
                 self.lose(seq_id)
 
     def wait(self, news: Committed) -> None:
-        """Keep the states of these texts until they are read; where they take too much, read the text with most."""
+        """Keep the states of these texts until they are read; if they take too much memory, read the largest text."""
         several = len(news.seq_ids) > 1
         copied = several and len(news.tokens) > TAIL_TOKENS * len(news.seq_ids)  # a part would hold prompts too
         for seq_id, (start, end) in zip(news.seq_ids, pairwise(news.offsets), strict=True):
@@ -72,9 +72,9 @@ class FedFollower(Follower):
 
     @torch.inference_mode()
     def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
-        """Where little text of each row is not read, as behind a round: the states beside it are there.
+        """Used if each row has little unread text, as after a round, since its states are known.
 
-        On a device more is read first but for its last token, so that a new row does not hold up the others.
+        On a device longer text is read first except for its last token, so that a new row does not delay the others.
         """
         self.drawn = []
         if not self.draws_behind_text or draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
@@ -107,18 +107,18 @@ class FedFollower(Follower):
         return chains
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """These reads of text, as such a call reads them; asked only of what draws behind text."""
+        """These reads of text as UnreadTexts; called only if `draws_behind_text`."""
         raise AssertionError(f"{type(self).__name__} does not draw behind text")
 
     def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead | None:
-        """What makes the guesses of these rows without a pass between them; None where they are read one by one."""
+        """The heads that generate these rows' chains without a pass in between; None if there are none."""
         return None
 
     def keep_ends(self, reads: Sequence[Read], texts: UnreadTexts) -> None:
-        """Keep what such a call made of texts."""
+        """Keep the model's outputs at the ends of the texts that such a call has read."""
 
     def unread_text(self, seq_id: int) -> ShownText:
-        """A sequence's text, whose states begin where it is not read."""
+        """A sequence's text, from where its unread states start."""
         drafted = self.sequences[seq_id]
         return ShownText(drafted.salt, drafted.text, self.runner.length(seq_id))
 
@@ -128,7 +128,7 @@ class FedFollower(Follower):
         super().forget(seq_ids)
 
     def leave_states(self, seq_id: int) -> None:
-        """Leave the states of an ending text to texts that begin alike; read what completes a block that was begun."""
+        """Keep the prefix of an ending text for other texts; read enough to complete a block that was started."""
         drafted, size = self.sequences[seq_id], self.runner.cache.blocks.block_size
         length, num_whole = self.runner.length(seq_id), len(drafted.text) // size * size
         if drafted.salt is None or length >= num_whole:

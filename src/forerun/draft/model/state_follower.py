@@ -1,11 +1,11 @@
-"""StateFollower: a model reads each token beside the state after the token before it, and predicts the next one.
+"""StateFollower: a model that reads each token with the state of the token before it, and predicts the next token.
 
-This module decides which state goes with which token. The state is the target's where the target has read the token
-before, so the model's text is the target's without the first token and with the root: it is read before a draft, and
-guesses begin with what the model made of its last token. Behind the text the state is what
-the model itself made of the guess before. The cache holds what the model made of the target's states alone: guesses are
-forgotten after each round, and accepted ones are read again, from the states that the target has had for them since.
-Which states a model reads, and which of its outputs a guess hands to the next one, is for each drafter to say.
+This is EAGLE's and MTP's pairing. The state is the target's if the target has read the token before, so the model's
+text is the target's without the first token and with the root: it is read before a draft, and drafting starts from the
+model's output at its last token. For draft tokens the state is the model's own output at the token before. The cache
+keeps results of the target's states only: draft tokens are dropped after each round, and accepted ones are read again
+with the target's states. Subclasses decide which states a model reads, and which of its outputs it passes to the next
+draft token.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from forerun.models.runner import DeviceTokens, Read, Runner
 
 
 class StateFollower(FedFollower, ABC):
-    """Drafts with a `runner` whose decoder reads embeddings and states side by side.
+    """Drafts with a `runner` whose decoder reads embeddings and states together.
 
-    It makes `num_outputs` numbers of a token of text.
+    Its output for a token of text has `num_outputs` numbers.
     """
 
     draws_behind_text = True
@@ -44,18 +44,18 @@ class StateFollower(FedFollower, ABC):
 
     @abstractmethod
     def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
-        """What the decoder reads of the target's states, as `before_fusing` gives them, beside tokens of final text."""
+        """The decoder's state inputs for final text, computed from the target's states (after `before_fusing`)."""
 
     @abstractmethod
     def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
-        """What it reads beside a guess, given its own output at the guess's parent."""
+        """The state input of a draft token, from the model's output at its parent."""
 
     def before_fusing(self, reads: Sequence[Read], features: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The target's states of these reads with what else of each sequence is read beside its text."""
+        """The target's states for these reads, completed by what else is read with each sequence's text."""
         return features
 
     def observe(self, news: Committed) -> None:
-        """Remember what became final. Raises WrongTarget for text without states."""
+        """Record the final tokens. Raises WrongTarget for text without states."""
         for seq_id, tokens, _ in news.rows():
             before = self.sequences[seq_id].text[-1:] if seq_id in self.sequences else []
             assert not tokens or not before or before[0] == tokens[0], "a sequence's news begin with its last root"
@@ -64,9 +64,9 @@ class StateFollower(FedFollower, ABC):
             self.sequences[seq_id].root = None  # it is part of the text, and the next news begin behind it
 
     def shifted(self, news: Committed) -> Committed:
-        """The news without their first tokens and with their roots: each token has the state that is shown before it.
+        """The committed tokens without the first and with the root: each token with the state before it.
 
-        The first token of a text has none. What it is decides about all states, so it is part of the salt.
+        The first token of a text has no state before it. As all states depend on it, it is part of the salt.
         """
         rows = [(row_tokens, root) for _, row_tokens, root in news.rows()]
         tokens = [token for row_tokens, root in rows for token in ((*row_tokens[1:], root) if row_tokens else ())]
@@ -75,15 +75,15 @@ class StateFollower(FedFollower, ABC):
         return replace(news, tokens=tokens, salts=salts)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """As much as it holds, the token behind it included: no state is shown for that one's sake."""
+        """As much as it holds, and one token more, which needs no state."""
         return super().adoptable(text[1 : most + 1], most, (salt, text[0]))
 
     def late(self, seq_id: int) -> Sequence[int] | None:
-        """Nothing, where it knows what it makes of the text's last token, or will know it when that is read."""
+        """No tokens, if the model's output at the text's last token is known or will be when it is read."""
         return () if seq_id in self.outputs or seq_id in self.states.waiting else None
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
-        """One pass; the outputs of the text's last token and of guesses are kept, for their children."""
+        """One pass; the outputs at the text's last token and at draft tokens are kept, for their children."""
         states = self.runner.read(reads, drawn=drawn, inputs=self.inputs(reads, features))
         for read, outputs in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
             if features is not None:
@@ -94,7 +94,7 @@ class StateFollower(FedFollower, ABC):
 
     @torch.inference_mode()
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """The roots are read: the logits are those of what the model made of them."""
+        """The roots are part of the text: returns the logits of the kept outputs there."""
         if not rows:
             return self.read_fitting([], rows)
         started_s = time.perf_counter()
@@ -103,9 +103,9 @@ class StateFollower(FedFollower, ABC):
         return RootPass([], rows, self.ids.spread(logits))
 
     def begin_next(self, judged: JudgedChains) -> Download | None:
-        """Let a device draw the next chains behind what it has accepted of the last ones; the verdict on its way.
+        """Let a device generate the next chains after the tokens that it has accepted; returns the verdict's copy.
 
-        None, with nothing begun, where these are not the last ones.
+        None, with nothing started, if these are not the chains of the last draft.
         """
         starts = self.drawn
         if not starts or [start.seq_id for start in starts] != [judged.draws.seq_ids[start.row] for start in starts]:
@@ -129,7 +129,7 @@ class StateFollower(FedFollower, ABC):
         return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.of_guess)
 
     def keep_ends(self, reads: Sequence[Read], texts: UnreadTexts) -> None:
-        """Keep what the model made of the last token of each text: guesses begin with it."""
+        """Keep the model's output at the last token of each text: drafting starts from it."""
         if texts.roots is not None:
             self.outputs |= {read.seq_id: [root] for read, root in zip(reads, texts.roots, strict=True)}
 
@@ -139,7 +139,7 @@ class StateFollower(FedFollower, ABC):
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
     ) -> Float[Tensor, "total inputs"]:
-        """The target's states for text; for a guess what the model made of its parent."""
+        """The target's states for text; for a draft token the model's output at its parent."""
         if features is not None:
             return self.fuse(joined(self.before_fusing(reads, [features])))
         states = []
@@ -149,15 +149,15 @@ class StateFollower(FedFollower, ABC):
         return torch.stack(states)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
-        """Forget all guesses: accepted ones are read from the target's states."""
+        """Drop all draft tokens: accepted ones are read again with the target's states."""
         self.drop(seq_ids)
 
     def cut_tails(self, rows: Sequence[DraftRow]) -> None:
-        """Forget guesses that were neither confirmed nor refuted."""
+        """Drop draft tokens that were neither confirmed nor rejected."""
         self.drop([row.seq_id for row in rows])
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        """Forget all guesses of these sequences."""
+        """Drop all draft tokens of these sequences."""
         self.runner.drop([seq_id for seq_id in seq_ids if seq_id in self.runner.tails])
         for seq_id in seq_ids:
             self.sequences[seq_id].clear()
