@@ -1,11 +1,10 @@
-"""Trained drafters: what each was found to be worth, and `auto`, which takes the best of those beside the target.
+"""Trained drafters: the record of each (`drafter.json`), and `auto`, which chooses the best one found near the target.
 
-This file decides what `drafter.json` beside a drafter's weights says (which target it was trained for, by the target's
-weights, and what held-out answers gave), where `auto` looks, and which one is the best; without any it is the MTP
-modules that the target ships. Beside a target are the folders inside its own folder and those next to it, and the
-drafters that forerun ships, as far as they hold a record for this target: for its very weights, or for the model of
-which they are one of the number formats. What a drafter is worth is read there and not measured again, so choosing
-loads nothing; how deep drafts go, and whether they pay on this machine, remains the controller's question.
+`drafter.json` next to a drafter's weights says which target it was trained for, by hashes of the target's weights, and
+the results on held-out answers. `auto` looks in the target's folder, in sibling folders, and among the drafters that
+ship with forerun, for records of this target: of these very weights, or of the model in another number format. Without
+any it takes the MTP modules that the target ships. The choice uses the recorded results and loads nothing; how deep
+drafts go, and whether they pay on this machine, is decided by the controller.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrafterRecord:
-    """What held-out answers said of the drafter in a folder, at this temperature.
+    """The results of the drafter in a folder on held-out answers, at this temperature.
 
-    `drafter` is its name and `argument` what its argument says before the folder: `2:` for `early-exit:2:DIR`.
-    `target` is the digest of the target's weights, and `model`, if it is known, that of its norms, which are the same
-    in all formats that it is stored in. `mixed_with` is a drafter without weights that was found to pay beside it, in a
-    mix: `auto` takes both. `tokens_per_round` is by depth from 1. `speed_up` is what was
-    predicted at the best depth from rounds timed where it was trained, batch 1; None where none were timed.
+    `drafter` is its name and `argument` the part of its argument before the folder: `2:` for `early-exit:2:DIR`.
+    `target` is the digest of the target's weights, and `model`, if known, that of its norms, which are the same in all
+    number formats. `mixed_with` is a drafter without weights to combine it with in a mix: `auto` takes both.
+    `tokens_per_round` is by depth from 1. `speed_up` was predicted at the best depth from rounds timed where it was
+    trained, at batch size 1; None if none were timed.
     """
 
     drafter: str
@@ -59,14 +58,14 @@ class DrafterRecord:
 
     @classmethod
     def of(cls, draft: str, folder: Path, **found: Any) -> DrafterRecord:
-        """The record of the drafter that the specification `draft` finds in `folder`."""
+        """The record of the drafter with the specification `draft`, whose weights are in `folder`."""
         spec = parse_spec(draft)
         assert spec.argument is not None, "a trained drafter names its folder"
         return cls(spec.name, spec.argument.removesuffix(str(folder)), **found)
 
     @classmethod
     def read(cls, folder: Path) -> DrafterRecord | None:
-        """The record in a folder; None where there is none, or none that can be used."""
+        """The record in a folder; None without a valid one."""
         try:
             fields = read_fields(folder / RECORD)
             mixed_with = fields.text("mixed_with")
@@ -91,7 +90,7 @@ class DrafterRecord:
         return DraftSpec(self.drafter, argument=f"{self.argument}{folder}")
 
     def best_spec(self, folder: Path) -> DraftSpec:
-        """That of the drafter in a mix with what was found to pay beside it, if anything was."""
+        """The drafter in a mix with `mixed_with`, if there is one."""
         bundled = self.spec(folder)
         return bundled if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), bundled))
 
@@ -99,7 +98,7 @@ class DrafterRecord:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
 
     def untimed(self, target: str) -> DrafterRecord:
-        """This worth for another target of the same law, where rounds take other times: no speed-up is known."""
+        """These results for another target with the same distribution but other times: without a speed-up."""
         return replace(self, target=target, model=None, speed_up=None)
 
 
@@ -115,13 +114,14 @@ PathAndRecord = tuple[Path, DrafterRecord]
 
 
 def settled_draft(draft: str | Drafter | None, target: Blueprint) -> str | Drafter | None:
-    """What an engine is asked to draft with, after the choice for this target."""
+    """The engine's drafter specification, after `auto` was replaced for this target."""
     return str(settled(parse_spec(draft), target)) if isinstance(draft, str) else draft
 
 
 def settled(spec: DraftSpec, target: Blueprint, alone: bool = True) -> DraftSpec:
-    """The specification with the drafter chosen for this target in the place of every `auto`. One that stands `alone`,
-    outside of a mix, may become a mix."""
+    """The specification with the drafter chosen for this target in place of every `auto`. An `auto` that stands
+    `alone`, outside of a mix, may become a mix.
+    """
     if spec.name != AUTO_DRAFT:
         return replace(spec, members=tuple(settled(member, target, alone=False) for member in spec.members))
     if spec.argument is not None or spec.members:
@@ -144,7 +144,7 @@ def ships_modules(target: Blueprint) -> bool:
 
 
 def beside(target: Blueprint) -> Iterator[PathAndRecord]:
-    """The drafters for this target that lie in its folder, next to it, or in forerun's own, each once, by name."""
+    """The drafters for this target in its folder, in sibling folders, or shipped with forerun, each once, by name."""
     digest, model = cache(target.weights_digest), cache(target.norms_digest)
     files = {file.resolve().parent for file in target.weight_files}  # of a file that stands for a folder, its own place
     places = [target.folder, target.folder.resolve().parent, *sorted(files), *sorted(SHIPPED.iterdir())]
@@ -161,8 +161,9 @@ def beside(target: Blueprint) -> Iterator[PathAndRecord]:
 
 
 def chosen(found: list[PathAndRecord]) -> PathAndRecord | None:
-    """The best of these: of those whose rounds were timed the one with the greatest predicted speed-up, if that is one;
-    then, of those that nobody timed, the one with the most tokens per round; None where neither is there."""
+    """The best of these: of the timed ones the one with the greatest predicted speed-up, if above 1; else, of the
+    untimed ones, the one with the most tokens per round; None without either.
+    """
     timed = [each for each in found if (each[1].speed_up or 0) > 1]
     if timed:
         return max(timed, key=lambda each: each[1].speed_up or 0)

@@ -1,11 +1,12 @@
-"""UnreadStates: the target's states of text that a drafter was shown and has not read.
+"""UnreadStates: the target's hidden states of text that a drafter has not read yet.
 
-States are shown once, so they are kept until the drafter reads their text, when it is asked for a draft: a drafter that
-rests makes no pass. A token takes the taps times the target's width: 2.3 kB for one tap of 576 numbers in float32, and
-24 kB for three of 4,096 in bfloat16, which is a twentieth to a fifth of what the target's keys and values take.
+States come only once, so they are kept until the drafter reads their text, when it is asked for a draft: an idle
+drafter runs no pass. Each token takes the number of taps times the target's hidden size: 2.3 kB for one tap of 576
+numbers in float32, and 24 kB for three of 4,096 in bfloat16, which is a twentieth to a fifth of the target's keys and
+values.
 
-Texts that begin alike share states, as they share keys and values. So the states of a text that ended stay until they
-are the oldest and there is no room.
+Texts with a common prefix share states, as they share keys and values. So the states of a finished text stay until they
+are the oldest and memory is short.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ UNREAD_BYTES = 64 << 20  # of all states that one drafter has not read; beyond, 
 
 @dataclass(slots=True)
 class ShownText:
-    """A text of this salt, and the states of its tokens from number `first` on, in pieces.
+    """A text of this salt, and the states of its tokens from index `first` on, in pieces.
 
-    `in_round`: the last of them is a part of those of a whole round, which it holds.
+    `in_round`: the last piece is a view of the states of a whole round, which it keeps alive.
     """
 
     salt: Hashable
@@ -38,18 +39,18 @@ class ShownText:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has states of, as far as they are shown."""
+        """Number of tokens up to the last one with a state."""
         return len(self.tokens) - self.first
 
     def covers(self, tokens: Sequence[int], salt: Hashable, num_known: int) -> int:
-        """How many of the tokens are known with these states, where the first `num_known` are in any case."""
+        """How many of the tokens are covered by these states, if the first `num_known` are known anyway."""
         behind = slice(num_known, num_known + 1)
         if salt is None or self.salt != salt or self.first > num_known or self.tokens[behind] != tokens[behind]:
             return num_known
         return max(num_known, num_shared(self.tokens, tokens, len(tokens)))
 
     def leave_round(self) -> None:
-        """Hold no more than its own states: they wait for longer than until the next round."""
+        """Copy its own states, so that those of the whole round can be freed."""
         if self.in_round:
             self.pieces[-1], self.in_round = self.pieces[-1].clone(), False
 
@@ -65,7 +66,7 @@ class ShownText:
 
 
 class UnreadStates:
-    """The states that are not read, by sequence, and those of texts that ended, the oldest first."""
+    """The unread states by sequence, and those of finished texts, the oldest first."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, ShownText] = {}
@@ -73,7 +74,7 @@ class UnreadStates:
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
-        """Whether any sequence has some."""
+        """Whether any sequence has unread states."""
         return bool(self.waiting)
 
     def add(
@@ -83,7 +84,7 @@ class UnreadStates:
         pieces: Sequence[Float[Tensor, "_ taps hidden"]],
         in_round: bool = False,
     ) -> None:
-        """Keep pieces behind those that wait; where none do, from where `text` says, whose tokens may grow."""
+        """Append pieces to a sequence's unread states; the first ones start where `text`, which may grow, says."""
         shown = self.waiting.setdefault(seq_id, text)
         shown.leave_round()
         shown.pieces.extend(pieces)
@@ -91,12 +92,12 @@ class UnreadStates:
         self.num_bytes += sum(piece.nbytes for piece in pieces)
 
     def known(self, tokens: Sequence[int], salt: Hashable, num_known: int) -> int:
-        """How many of the tokens are known with states of any text, where the first `num_known` are in any case."""
+        """How many of the tokens are covered by states of any text, if the first `num_known` are known anyway."""
         texts = (*self.ended, *self.waiting.values())
         return max((text.covers(tokens, salt, num_known) for text in texts), default=num_known)
 
     def share(self, seq_id: int, text: ShownText) -> bool:
-        """Give a sequence's text, from its `first` on, the states of another one; False where none has all of them."""
+        """Give a sequence's text, from its `first` on, the states of another one; False if none has all of them."""
         end = len(text.tokens)
         for other in (*self.ended, *self.waiting.values()):
             if other.covers(text.tokens, text.salt, text.first) == end:
@@ -106,11 +107,11 @@ class UnreadStates:
         return False
 
     def fullest(self) -> int:
-        """The sequence of which most is not read."""
+        """The sequence with the most unread text."""
         return max(self.waiting, key=lambda seq_id: self.waiting[seq_id].num_tokens)
 
     def of(self, reads: Sequence[Read]) -> list[Float[Tensor, "_ taps hidden"]]:
-        """The states of these tokens, in pieces, with which the unread texts begin."""
+        """The states of these tokens, in pieces; the tokens are prefixes of the unread texts."""
         texts = [(self.waiting[read.seq_id], len(read.tokens)) for read in reads]
         return [piece for text, count in texts for piece in text.part(text.first, text.first + count)]
 
@@ -130,12 +131,12 @@ class UnreadStates:
             del self.waiting[seq_id]
 
     def end(self, seq_id: int) -> None:
-        """Keep the states of a sequence that ends for texts that begin alike."""
+        """Keep the states of a finished sequence for texts with the same prefix."""
         self.waiting[seq_id].leave_round()
         self.ended.append(self.waiting.pop(seq_id))
 
     def fits(self) -> bool:
-        """Forget texts that ended until the rest takes no more than it may; False where it still does."""
+        """Drop finished texts until the rest fits the limit; False if it still does not."""
         while self.num_bytes > UNREAD_BYTES and self.ended:
             self.num_bytes -= sum(piece.nbytes for piece in self.ended.popleft().pieces)
         return self.num_bytes <= UNREAD_BYTES

@@ -1,9 +1,9 @@
-"""NgramTable: how likely each token follows the last one or two, by counts of texts that the target wrote.
+"""NgramTable: the probability of each token after the last one or two, by counts of texts that the target generated.
 
-This module decides how such counts become chances, what of them is kept, and how they are stored: a folder with
-`ngrams.safetensors`, which is mapped and not read. The chances are those of interpolated n-grams with absolute
-discounting (Ney, Essen and Kneser, 1994): what a context did not show is shared out as shorter ones say. A context is
-known by a hash of 32 bits; that two have the same one in a million cases does no harm, since guesses may be wrong.
+This module computes probabilities from such counts, prunes them, and stores them in a folder with `ngrams.safetensors`,
+which is memory-mapped. They are interpolated n-grams with absolute discounting (Ney, Essen and Kneser, 1994): the
+probability mass of unseen continuations is distributed as by the shorter context. A context is identified by a hash of
+32 bits; that two have the same one in a million cases does no harm, since draft tokens may be wrong.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NgramTable:
         return cls(*(memoryview(array) for array in arrays))
 
     def offers(self, context: Sequence[int]) -> dict[int, float]:
-        """What may follow the longest of a text's last tokens that is known, and how likely, the likeliest first."""
+        """The continuations of the longest known context at a text's end, with probabilities, likeliest first."""
         for number in reversed([*hashes_of(context)]):
             place = bisect_left(self.hashes, number)
             if place < len(self.hashes) and self.hashes[place] == number:

@@ -1,10 +1,9 @@
-"""SuffixTree: what followed every context of a few tokens, and how often, in texts that grow and leave again.
+"""SuffixTree: the counts of continuations of every context of a few tokens, in texts that grow and can be removed.
 
-This module decides how contexts are stored: a context that occurred once is a leaf, which points into its text; one
-that occurred again is a node with children. So the tree grows with what repeats, and appending a token touches one node
-for each context that ends there and occurred before: at most `depth` of them, few in fresh text. What it says is a
-function of its texts alone, in whatever order they came and whatever texts have left. After the suffix trees of
-SuffixDecoding (Oliaro et al., 2411.04975).
+A context that occurred once is a leaf, which points into its text; one that occurred again is a node with children. So
+the tree grows with repetition, and appending a token touches one node for each context that ends there and occurred
+before: at most `depth` of them, few in fresh text. Its counts are a function of its texts alone, in whatever order they
+came and whatever texts were removed. After the suffix trees of SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Followed = tuple[int, Sequence[int], "dict[int, Node | Leaf] | None"]
 
 @dataclass(slots=True)
 class Leaf:
-    """Contexts that occurred once, all at the same place: `text[end]` is what followed them, if anything has."""
+    """A context that occurred once: `text[end]` is the token that followed, if any."""
 
     text: list[int]
     end: int
@@ -89,7 +88,7 @@ class Node:
 
 
 class Change(NamedTuple):
-    """What appending a token did behind one context: what was stored for the two before."""
+    """The effect of appending a token on one context: what was stored before."""
 
     node: Node
     token: int
@@ -97,7 +96,7 @@ class Change(NamedTuple):
 
 
 class Insertion(NamedTuple):
-    """What appending a token did to a tree, to be undone."""
+    """The effect of appending a token on a tree, to be undone."""
 
     changes: list[Change]
     matches: list[Node]

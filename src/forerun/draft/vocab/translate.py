@@ -1,11 +1,11 @@
-"""TranslatingDrafter: a draft model of another vocabulary; and the plan of every draft model (`model:DIR`).
+"""TranslatingDrafter: a draft model with another tokenizer; and the plan of every draft model (`model:DIR`).
 
-This module decides whether a draft model is translated, and how its guesses become the target's tokens, in one of two
-ways. Where the vocabularies share enough tokens (TLI, token-level intersection) it is an ordinary model drafter that
-guesses shared tokens only, drawn as the target's ids: with the target's noise, as trees, under declared laws. Where
-they do not (SLEM, string-level exact match) it continues the text in its own tokens, and the result is encoded in the
-target's: chains without a law, judged by `follow`. In both ways the model reads the text in its own tokens, through a
-transcript. After Timor et al. (ICML 2025, arXiv 2502.05202).
+This module decides whether draft tokens are translated, in one of two ways. If the vocabularies share enough tokens
+(TLI, token-level intersection) the model is an ordinary draft model restricted to shared tokens, sampled as the
+target's ids: with the target's noise, as trees, with declared laws. Otherwise (SLEM, string-level exact match) it
+continues the text in its own tokens, and the result is encoded in the target's: chains without a law, judged by
+`follow`. In both ways the model reads the text in its own tokens, through a transcript. After Timor et al. (ICML 2025,
+arXiv 2502.05202).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ OWN_TOKENS = 2  # positions for each of the target's where a drafter reads the t
 
 
 class TranslatingDrafter:
-    """Drafts with `model`, which reads and writes the tokens of `transcriber.own`.
+    """Drafts with `model`, which reads and generates the tokens of `transcriber.own`.
 
-    With tokens shared (`model.shared`) the model guesses those; without, its logits are over its own vocabulary, and
-    its text is encoded again.
+    With `model.shared` the model drafts shared tokens; without, its logits are over its own vocabulary, and its text is
+    encoded again.
     """
 
     taps: tuple[int, ...] = ()
@@ -50,11 +50,11 @@ class TranslatingDrafter:
         self.transcripts: dict[int, Transcript] = {}
 
     def observe(self, news: Committed) -> None:
-        """Pass what became final to the model, in its tokens; the last of them may have changed."""
+        """Pass the final tokens to the model, in its tokens; the last of these may have changed."""
         self.model.revise([self.go_on(seq_id, tokens, root) for seq_id, tokens, root in news.rows()])
 
     def go_on(self, seq_id: int, tokens: Sequence[int], root: int) -> Revision:
-        """The model's text behind all that was certain before, with these tokens and their root."""
+        """The model's text after the part that can no longer change: these tokens and their root."""
         known = seq_id in self.transcripts
         transcript = self.transcripts.setdefault(seq_id, Transcript())
         first = transcript.num_closed
@@ -63,7 +63,7 @@ class TranslatingDrafter:
         return Revision(seq_id, first, closed + self.transcriber.ending(transcript))
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """Shared tokens or encoded text; `tail` is observed and taken back."""
+        """Drafts by shared tokens or encoded text; `tail` is observed and taken back."""
         rows = [] if tail is None else [row for row in tail.rows() if row[0] in self.transcripts]
         before = {seq_id: self.transcripts[seq_id] for seq_id, _, _ in rows}
         endings = [Revision(s, t.num_closed, self.model.sequences[s].tokens(t.num_closed)) for s, t in before.items()]
@@ -76,7 +76,7 @@ class TranslatingDrafter:
             self.model.revise(endings)
 
     def write(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
-        """Chains of the target's tokens that spell the model's likeliest texts."""
+        """Chains of the target's tokens for the model's greedy continuations."""
         roots = [self.root(seq_id) for seq_id in draws.seq_ids]
         rows = [RowSampling(s, LIKELIEST, 0, 0, [root], 1) for s, root in zip(draws.seq_ids, roots, strict=True)]
         num_ids = self.transcriber.own.num_ids
@@ -91,16 +91,16 @@ class TranslatingDrafter:
         return Draft(DraftTree.of_texts(texts), pass_s=draft.pass_s)
 
     def root(self, seq_id: int) -> int:
-        """The last token of the model's text; 0 where there is no text."""
+        """The last token of the model's text; 0 for an empty text."""
         drafted = self.model.sequences.get(seq_id)
         return 0 if drafted is None or drafted.root is None else drafted.root
 
     def depth(self, seq_id: int, budget: Budget) -> int:
-        """How many of the target's tokens are wanted."""
+        """The number of the target's tokens to draft."""
         return min(budget.depth, budget.nodes, *self.model.outlook([seq_id]).limit)
 
     def own_budget(self, seq_id: int, depth: int) -> Budget:
-        """How many of the model's tokens `depth` of the target's and one more will be, going by the text so far."""
+        """The number of the model's tokens for `depth` of the target's and one more, estimated from the text so far."""
         if depth == 0:
             return NO_DRAFT
         drafted = self.model.sequences[seq_id]
@@ -108,9 +108,9 @@ class TranslatingDrafter:
         return Budget(math.ceil((depth + 1) * rate))
 
     def translated(self, seq_id: int, guesses: Sequence[int], depth: int) -> list[int]:
-        """The target's tokens of what the model wrote, up to its first special token.
+        """The target's tokens of the model's continuation, up to its first special token.
 
-        Where none ended it, the last token is left out: more text might have made it another.
+        Unless a special token ended it, the last token is left out: more text might change it.
         """
         vocabulary, target = self.transcriber.own, self.transcriber.target
         written = [token for token in guesses if token >= 0]
@@ -123,7 +123,7 @@ class TranslatingDrafter:
         return tokens[:depth]
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """The model's own, in its tokens."""
+        """The model's outlook, in its tokens."""
         return self.model.outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class TranslatingDrafter:
 
 
 def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`model:DIR`: a checkpoint and a cache of its own. Where its tokenizer is not the target's it is translated."""
+    """`model:DIR`: a draft model with its own KV cache, translated if its tokenizer is not the target's."""
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
@@ -161,10 +161,10 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber | None:
-    """How the drafter's tokens become the target's; None where both tokenizers give every id the same token.
+    """How the drafter's tokens become the target's; None if both tokenizers give every id the same token.
 
-    The widths of the models' logits may differ all the same: both may be padded. Raises
-    VocabularyMismatch for a drafter without a tokenizer, or where the tokens of either are no bytes.
+    The widths of the models' logits may still differ, by padding. Raises VocabularyMismatch for a drafter without a
+    tokenizer, or if the tokens of either are not byte strings.
     """
     pair = f"the drafter {drafter.folder} cannot guess for the target {context.target.folder}"
     fix = "Use a drafter of the same model family, or ngram, which needs no vocabulary"
@@ -187,7 +187,7 @@ def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber |
 
 
 def translated(runner: Runner, vocab_size: int, how: Transcriber, shared: bool | None = None) -> TranslatingDrafter:
-    """A drafter of another vocabulary; whether it guesses `shared` tokens is decided by how many there are."""
+    """A drafter with another vocabulary; it drafts `shared` tokens if there are enough of them."""
     if shared is None:
         shared = shared_weight(how.target, shared_ids(how.target, how.own)) >= ENOUGH
     num_own, device = runner.vocab_size, runner.device

@@ -1,9 +1,9 @@
-"""Two vocabularies compared by the bytes that their tokens spell.
+"""Compares two vocabularies by the bytes of their tokens.
 
-This module decides which token of a drafter equals which of the target's, how a drafter's logits become logits over the
-target's ids, and which share of the target's output such tokens can spell. Special tokens are equal where both
-tokenizers give them the same name or the same role; the only one that is guessed is the end of the text.
-`transcript.py` handles texts that grow.
+This module decides which token of a drafter equals which of the target's, maps a drafter's logits to the target's ids,
+and estimates the share of the target's output that shared tokens cover. Special tokens are equal if both tokenizers
+give them the same name or the same role; the only one that is drafted is the end of the text. `transcript.py` handles
+texts that grow.
 """
 
 from __future__ import annotations
