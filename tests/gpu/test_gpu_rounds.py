@@ -251,7 +251,9 @@ def waits_of(llm: LLM, params: SamplingParams) -> set[int]:
             llm.engine.submit(sequence)
     counts, runner = set(), llm.engine.runner
     assert isinstance(runner, GraphRunner)
+    owners = [runner, *(graph for each in runners_of(llm) for graph in each.chain_graphs.values())]
     while llm.engine.has_work:
+        before = [owner.ahead for owner in owners]
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -259,10 +261,8 @@ def waits_of(llm: LLM, params: SamplingParams) -> set[int]:
                 llm.engine.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        chains = [graph for each in runners_of(llm) for graph in each.chain_graphs.values()]
-        begun = runner.ahead is not None or any(
-            graph.ahead is not None for graph in chains
-        )  # torch does not warn of it
+        ahead = zip(owners, before, strict=True)  # whose verdicts come by events, of which torch does not warn
+        begun = any(owner.ahead is not None and owner.ahead is not old for owner, old in ahead)
         counts.add(begun + sum("called a synchroniz" in str(w.message) for w in found))
     return counts
 
