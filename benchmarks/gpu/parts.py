@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from benchmarks.gpu import family, ideas, kernels, passes, suite, tiles, unseen
+from benchmarks.gpu import family, kernels, passes, suite, tiles, unseen
 from benchmarks.gpu.clock import bandwidth
 from benchmarks.gpu.setting import FORMATS, Setting
 
@@ -49,8 +49,6 @@ def all_parts() -> list[MeasuredPart]:
         MeasuredPart("unseen", "speed", 60, partial(unseen.unseen_guesses, form=FORMATS["library"])),
         *(MeasuredPart(f"heads/{form.name}", "speed", 120, partial(family.heads, form=form)) for form in forms
           if form.quantize is None),
-        *(MeasuredPart(f"prefetch/{form.name}", "speed", 60, partial(ideas.prefetched, form=form)) for form in forms),
-        MeasuredPart("rounded", "kernels", 60, ideas.rounded),
         MeasuredPart("transformers", "speed", 90, family.by_transformers),
         MeasuredPart("row work", "kernels", 30, kernels.row_work),
         *(MeasuredPart(f"profile/{form.name}", "speed", 40, partial(passes.profile, form=form)) for form in forms),

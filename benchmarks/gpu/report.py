@@ -18,8 +18,6 @@ Row = Mapping[str, Any]
 KEYS = {
     "card": (), "tests": ("test",), "products": ("format", "matrix", "rows"),
     "tiles": ("format", "matrix", "rows", "tile"),
-    "prefetch": ("format", "ahead"),
-    "rounded": ("matrix", "rows"),
     "attention": ("kind", "sequences", "rows", "context"), "row_work": ("kernel", "rows"),
     "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"),
     "gaps": ("format", "ahead"),
@@ -99,10 +97,6 @@ def kernels(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
         headed("**Tiles**: what is chosen, and the fastest (`tiles.py` says what the numbers are)", table(
             ("format", "matrix", "rows", "chosen, µs", "fastest, µs", "fastest", "of the chosen", "same bits"),
             *fastest_tiles(tables["tiles"]))),
-        headed("**8-bit weights** by activations of 16 bits and of 8", table(
-            ("matrix", "rows", "16 bits, µs", "8 bits, µs", "of it"), tables["rounded"],
-            lambda r: (r["matrix"], r["rows"], f"{r['widened_us']:.1f}", f"{r['rounded_us']:.1f}",
-                       f"{r['rounded_us'] / r['widened_us']:.2f}"))),
         headed("**Attention** of one layer", table(
             ("kind", "sequences", "rows", "context", "µs", "torch's, µs", "its bytes, µs", "share", "TFLOP/s"),
             tables["attention"],
@@ -142,10 +136,6 @@ def passes(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
             lambda s: (s["format"], s["tokens"], f"{s['pass_ms']:.2f}", f"{s['v']:.2f}",
                        f"{s['weight_bytes'] / s['pass_ms'] / 1e6 / speed:.0%}", f"{s['with_host_ms']:.2f}"))),
         f"Idle between a verdict and the next pass: {idle}." if idle else "",
-        headed("**A pass of one token whose next weights are prefetched**", table(
-            ("format", "prefetched", "pass, ms", "share of bandwidth"), tables["prefetch"],
-            lambda s: (s["format"], s["ahead"], f"{s['pass_ms']:.2f}",
-                       f"{s['weight_bytes'] / s['pass_ms'] / 1e6 / speed:.0%}"))),
         headed("**Texts**", table(
             ("format", "tokens", "prompt, ms", "then one token, ms", "eight, ms"), tables["texts"],
             lambda t: (t["format"], t["length"], f"{t['prompt_ms']:.1f}", f"{t['pass_of_1_ms']:.2f}",

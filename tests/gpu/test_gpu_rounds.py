@@ -17,7 +17,7 @@ from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
 from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.backends.gpu import capture
-from forerun.models.backends.gpu.ahead import PassAhead
+from forerun.models.backends.gpu.ahead import ChainsAhead, PassAhead
 from forerun.models.backends.gpu.capture import Graphs, KeptShapes
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.chain_tables import ChainShape
@@ -251,9 +251,12 @@ def waits_of(llm: LLM, params: SamplingParams) -> set[int]:
             llm.engine.submit(sequence)
     counts, runner = set(), llm.engine.runner
     assert isinstance(runner, GraphRunner)
-    owners = [runner, *(graph for each in runners_of(llm) for graph in each.chain_graphs.values())]
+    owners: list[GraphRunner | ChainGraph] = [
+        runner,
+        *(graph for each in runners_of(llm) for graph in each.chain_graphs.values()),
+    ]
     while llm.engine.has_work:
-        before = [owner.ahead for owner in owners]
+        before: list[PassAhead | ChainsAhead | None] = [owner.ahead for owner in owners]
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
