@@ -166,7 +166,7 @@ def test_closing_ends_what_is_under_way() -> None:
         with pytest.raises(EngineClosed, match="closed while the request ran"):
             await together(stream)
         for late in (front.generate("a"), anext(front.stream("a"))):
-            with pytest.raises(EngineClosed, match="has shut down; build a new one"):
+            with pytest.raises(EngineClosed, match="has shut down; create a new one"):
                 await late
         assert not front.thread.is_alive()
         front.close()
@@ -194,7 +194,7 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
         for task in tasks:
             with pytest.raises(Faulty, match="on purpose"):
                 await task
-        with pytest.raises(EngineClosed, match="build a new one") as error:
+        with pytest.raises(EngineClosed, match="create a new one") as error:
             await front.generate("a")
         assert isinstance(error.value.__cause__, Faulty)
         await asyncio.to_thread(front.close)

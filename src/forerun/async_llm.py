@@ -142,7 +142,7 @@ class AsyncLLM:
         outbox = Outbox(asyncio.get_running_loop(), DeltaQueue(), key, request_ids, on_finish or (lambda: None))
         with self.gate:
             if self.end is not None:
-                raise EngineClosed("this AsyncLLM has shut down; build a new one.") from self.end
+                raise EngineClosed("this AsyncLLM has shut down; create a new one.") from self.end
             self.outboxes[key] = outbox
             self.llm.driver.submit(sequences, lambda delta: self.news.append((outbox, delta)))
         self.bell.put(None)

@@ -217,4 +217,4 @@ class AnswerDiffers(ReplicaLost):
 
 
 class EngineClosed(ForerunError):
-    """The engine has shut down; build a new one."""
+    """The engine has shut down; create a new one."""
