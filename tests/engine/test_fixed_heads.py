@@ -319,5 +319,6 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(kind: str, monk
             llm.engine.step()
             sent.append([*seen.sent])
     assert statistics.median(map(len, sent)) <= MOST_SENT[kind], sent[len(sent) // 2]
-    assert max(map(len, sent)) <= (47 if kind == "mtp-of-3" else 41), "behind prompts, of which a long one is read in a pass before"
+    most = 47 if kind == "mtp-of-3" else 41
+    assert max(map(len, sent)) <= most, "behind prompts, of which a long one is read in a pass before"
     assert statistics.median(each.count("graph") for each in sent) == NUM_GRAPHS
