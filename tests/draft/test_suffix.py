@@ -15,7 +15,7 @@ from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import AHEAD, Budget, Draft
 from forerun.draft.text.ngram_table import NgramTable, write_ngrams
-from forerun.draft.text.suffix import LEAST, LIKELIEST, TEXT_FADING, WEIGHTS, SuffixDrafter
+from forerun.draft.text.suffix import LEAST, LIKELIEST, WEIGHTS, SuffixDrafter
 from forerun.draft.text.suffix_past import Past
 from forerun.draft.text.suffix_tree import LEAST_SHARE, Leaf, Node
 from forerun.tree import survival_of
@@ -276,36 +276,3 @@ def test_rows_keep_their_own_budgets_and_strangers_get_a_root_alone() -> None:
     assert branching.tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, 7, -1]]
     assert branching.tree.depth == 2
     assert [len(row.survival) for row in branching.tree.host()] == [3, 1, 2]
-
-
-def test_a_text_in_which_guesses_fail_is_promised_less_and_others_begin_between() -> None:
-    drafter, before = SuffixDrafter(), [1, 2] * 8 + [1]
-    drafter.observe(committed([Row(0, before), Row(1, before)]))
-    promised = drafter.outlook([0, 1]).survival
-    assert promised[0] == promised[1]
-    wrong, right = [*before], [*before]
-    for i in range(12):
-        drafter.outlook([0, 1])
-        starts = [len(wrong) - 1, len(right) - 1]
-        wrong += [3 + i, 1]
-        right += [2, 1]
-        drafter.observe(committed([Row(0, wrong), Row(1, right)], starts))
-    drafter.observe(committed([Row(2, before)]))
-    failing, holding, new = (chain[0] if chain else 0.0 for chain in drafter.outlook([0, 1, 2]).survival)
-    assert failing < new < holding <= 1
-    assert new < promised[0][0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(LETTERS, BUDGETS, st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=60))
-def test_survival_stays_a_chance_that_falls_along_paths_whatever_came_of_guesses(
-    text: list[int], budget: Budget, seen: list[tuple[float, bool]]
-) -> None:
-    drafter, row = SuffixDrafter(), Row(0, text)
-    drafter.observe(committed([row]))
-    for chance, right in seen:
-        drafter.sequences[0].reliability.count(chance, right, TEXT_FADING)
-    with unchecked():
-        tree = drafter.propose(draws_of([row], VOCAB), [budget]).tree.host()[0]
-    for node, parent in enumerate(tree.parents[1:], start=1):
-        assert max(LEAST, budget.min_survival) <= tree.survival[node] <= tree.survival[parent] <= 1

@@ -5,15 +5,14 @@ occurred before, the longest and the one half as long count, in the text and in 
 first, and what they say is corrected by what longer ones say, as in the blended models of compression by partial
 matching (Cleary and Witten, 1984): the more, the longer a context is and the more often it occurred. Guesses are the
 likeliest paths. So the drafts follow from counts alone: there is no law to declare. The trees of contexts are those of
-SuffixDecoding (Oliaro et al., 2411.04975). Some texts repeat themselves less than counts say: chances are corrected by
-how many of them came true, in this text of late and in all texts.
+SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -35,9 +34,6 @@ PAST = "past answers"
 LEAST = 0.1  # chance to survive below which a path is not offered
 WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # occurrences of a context of 1, 2, ... tokens that shorter ones weigh as
 MOST_OFFERS = 4096  # of a table that are kept, of half a kilobyte each: most contexts are asked for often
-BANDS = 4  # of chances, each of which is corrected by itself
-TEXT_WEIGHT, ALL_WEIGHT = 8.0, 30.0  # accepted guesses, as which the belief in all texts and in counts weighs
-TEXT_FADING, ALL_FADING = 0.9, 0.995  # of what was seen of a band, with each further guess of it
 Places = Sequence[Node | Leaf]
 TableOffers = Callable[[tuple[int, ...]], Mapping[int, float]]
 # What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in the past and in its text; and as many
@@ -47,35 +43,11 @@ LIKELIEST = Budget(AUTO_DEPTH)  # what an outlook looks at
 
 
 @dataclass(slots=True)
-class Reliability:
-    """How many guesses were right, and how many should have been by their chances, in each band of these."""
-
-    right: list[float] = field(default_factory=lambda: [0.0] * BANDS)
-    promised: list[float] = field(default_factory=lambda: [0.0] * BANDS)
-
-    def count(self, chance: float, right: bool, fading: float) -> None:
-        """One more guess that had this chance behind the text before it."""
-        band = band_of(chance)
-        self.right[band] = fading * self.right[band] + right
-        self.promised[band] = fading * self.promised[band] + chance
-
-    def factors(self, weight: float, belief: Sequence[float] = (1.0,) * BANDS) -> list[float]:
-        """What chances of each band are to be multiplied by, starting from a belief."""
-        bands = zip(self.right, self.promised, belief, strict=True)
-        return [(right + weight * factor) / (promised + weight) for right, promised, factor in bands]
-
-
-def band_of(chance: float) -> int:
-    """The number of a chance's band."""
-    return min(BANDS - 1, int(BANDS * chance))
-
-
-@dataclass(slots=True)
 class SuffixSequence:
     """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
 
     `tenant` is None, and the past is not used, until the tenant is known. `likeliest` is the chain that an outlook
-    looked at, until the text grows, and `chances` are those of its guesses by counts, each behind the one before it.
+    looked at, until the text grows.
     """
 
     tree: SuffixTree
@@ -83,16 +55,6 @@ class SuffixSequence:
     tenant: str | None = None
     num_prompt: int = 0
     likeliest: HostTree | None = None
-    chances: Sequence[float] = ()
-    reliability: Reliability = field(default_factory=Reliability)
-
-    def judged(self, tokens: Sequence[int]) -> Iterator[tuple[float, bool]]:
-        """The chances of the likeliest chain's guesses up to the first wrong one, and whether they were right."""
-        guesses = () if self.likeliest is None else self.likeliest.tokens[1:]
-        for guess, token, chance in zip(guesses, tokens, self.chances, strict=False):
-            yield chance, guess == token
-            if guess != token:
-                return
 
 
 class SuffixDrafter:
@@ -105,7 +67,6 @@ class SuffixDrafter:
         self.past = Past() if past is None else past
         self.offers: TableOffers = (lambda last: {}) if table is None else lru_cache(MOST_OFFERS)(table.offers)
         self.sequences: dict[int, SuffixSequence] = {}
-        self.reliability = Reliability()
 
     def observe(self, news: Committed) -> None:
         """Enter what became final, the root included: in O(1) per token and context that goes on."""
@@ -116,12 +77,8 @@ class SuffixDrafter:
                 growing = self.sequences[seq_id] = SuffixSequence(SuffixTree(self.past.depth))
             if news.tenants:
                 growing.tenant, growing.num_prompt = news.tenants[i], news.num_prompts[i]
-            new = late(growing, tokens, root)
-            for chance, right in growing.judged(new):
-                growing.reliability.count(chance, right, TEXT_FADING)
-                self.reliability.count(chance, right, ALL_FADING)
             growing.likeliest = None
-            for token in new:
+            for token in late(growing, tokens, root):
                 growing.tree.append(token)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
@@ -147,11 +104,7 @@ class SuffixDrafter:
         for token in tail:
             tree.append(token, steps)
         contexts = (past, tree.matches, tuple(tree.text[-ORDER:]))
-        factors = growing.reliability.factors(TEXT_WEIGHT, self.reliability.factors(ALL_WEIGHT))
-        sources = Sources(tree, self.past_of(growing), self.offers)
-        grown, chances = likeliest(tree.text[-1], sources, contexts, budget, factors)
-        if budget is LIKELIEST:
-            growing.likeliest, growing.chances = grown, chances
+        grown = likeliest(tree.text[-1], Sources(tree, self.past_of(growing), self.offers), contexts, budget)
         tree.undo(steps)
         return grown
 
@@ -175,7 +128,8 @@ class SuffixDrafter:
             if growing is None:
                 survival.append(())
                 continue
-            survival.append(self.guess(growing, LIKELIEST).survival[1:])
+            growing.likeliest = self.guess(growing, LIKELIEST)
+            survival.append(growing.likeliest.survival[1:])
         return Outlook(
             unread=[0] * len(seq_ids),
             limit=[len(chances) for chances in survival],
@@ -261,32 +215,26 @@ class Sources(NamedTuple):
         return ranked[:width]
 
 
-def likeliest(
-    root: int, sources: Sources, contexts: Contexts, budget: Budget, factors: Sequence[float]
-) -> tuple[HostTree, list[float]]:
+def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -> HostTree:
     """The likeliest of all paths, as many as the budget allows; of a tree with fewer guesses, the first ones.
 
-    Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first. With
-    them the chances of the guesses behind their parents, as counted; paths survive by these times `factors`.
+    Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
     """
     tree, least = HostTree.of_root(root), max(LEAST, budget.min_survival)
-    heap: list[tuple[float, int, int, int, float, Contexts]] = []
-    counted: list[float] = []
-    node, survival, depth = 0, 1.0, 0
+    heap: list[tuple[float, int, int, int, Contexts]] = []
+    node, chance, depth = 0, 1.0, 0
     for num_left in range(budget.nodes, 0, -1):
         for minus, token in sources.chances(contexts, budget.width) if depth < budget.depth else ():
-            share = survival * min(1.0, -minus * factors[band_of(-minus)])
-            if share < least:
+            if -minus * chance < least:
                 break
-            heapq.heappush(heap, (-share, node, token, depth + 1, -minus, contexts))
+            heapq.heappush(heap, (minus * chance, node, token, depth + 1, contexts))
         if not heap:
             break
-        minus, parent, token, depth, chance, contexts = heapq.heappop(heap)
-        node, survival = tree.add(token, parent, -minus), -minus
-        counted.append(chance)
+        minus, parent, token, depth, contexts = heapq.heappop(heap)
+        node, chance = tree.add(token, parent, -minus), -minus
         if num_left > 1:
             contexts = sources.behind(contexts, token)
-    return tree, counted
+    return tree
 
 
 def shortened(chain: HostTree, budget: Budget) -> HostTree:
