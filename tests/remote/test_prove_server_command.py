@@ -196,7 +196,7 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
         assert "'more' is not served at" in refusal(prompts, *both, "--served-model-name", "more")
         assert "draft: --server" in refusal(prompts, "--server", other.url, "--draft", "ngram")
         assert "plain: 'x' goes with --server" in refusal(prompts, "--plain", "x")
-        assert "model: there is none" in refusal(prompts)
+        assert "model: it is missing" in refusal(prompts)
         assert "time_limit: 5 goes with --server" in refusal(prompts, "--time-limit", "5")
         named = prove(prompts, *both, "--plain-model", "other", num_texts=100)
         assert named.exit_code == 0, named.output

@@ -199,7 +199,7 @@ def test_what_is_no_grammar_is_refused_with_the_reason(make: Any, why: str) -> N
 
 
 def test_where_grammars_cannot_be_served_the_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidGrammar, match="there is no tokenizer"):
+    with pytest.raises(InvalidGrammar, match="this model has no tokenizer"):
         constraint(Grammar.regex("a"), requests(None))
     with pytest.raises(InvalidRequest, match=r"^grammar: 'a' cannot be served; use a Grammar, such as"):
         SamplingParams(grammar="a")  # type: ignore[arg-type]
