@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from engine.test_fixed_rounds import PROMPTS, make
-from engine.test_passes_ahead import LONG, params_of
+from engine.test_passes_ahead import LONG, come_and_go, params_of, taken
 from forerun import LLM, SamplingParams
 from forerun.accept.outcome import Outcome, Stats
 from forerun.device import CPU
@@ -22,19 +22,6 @@ from law.drafters import spelled
 
 DRAFTS = ("eagle", "eagle-1", "mtp", "mtp-of-3")
 STEADY = SamplingParams(temperature=1, seed=1, max_tokens=60, ignore_eos=True)
-
-
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of all chains that were begun, whether the next draft took them."""
-    rows_for, found = ChainsAhead.rows_for, list[bool]()
-
-    def noted(ahead: ChainsAhead, *args: object) -> list[int] | None:
-        rows = rows_for(ahead, *args)  # type: ignore[arg-type]
-        found.append(rows is not None)
-        return rows
-
-    monkeypatch.setattr(ChainsAhead, "rows_for", noted)
-    return found
 
 
 def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Sequence[SamplingParams]) -> list[list[list[int]]]:
@@ -59,7 +46,7 @@ def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkey
     imagine_captures(monkeypatch)
     params = [SamplingParams(temperature=i / 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(PROMPTS))]
     llm = make(TARGET, spelled(draft), speculation=4)
-    found = taken(monkeypatch)
+    found = taken(monkeypatch, ChainsAhead)
     begun = drafts_of(llm, monkeypatch, params)
     assert found.count(True) > len(begun) // 2
     with monkeypatch.context() as patched:
@@ -71,7 +58,7 @@ def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkey
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_steady_round_finds_its_chains_begun(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but those behind the prompt; none are made twice."""
-    found, runs = taken(monkeypatch), list[int]()
+    found, runs = taken(monkeypatch, ChainsAhead), list[int]()
     llm = make(TARGET, spelled(draft), speculation=3)
     run = ChainGraph.run
     monkeypatch.setattr(ChainGraph, "run", lambda *args: runs.append(1) or run(*args))
@@ -87,7 +74,7 @@ def test_a_steady_round_finds_its_chains_begun(draft: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("draft", ["eagle", "mtp-of-3"])
 def test_an_answer_that_ends_leaves_the_chains_to_the_others(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imagine_captures(monkeypatch)
-    found = taken(monkeypatch)
+    found = taken(monkeypatch, ChainsAhead)
     params = [
         SamplingParams(temperature=1, seed=i, max_tokens=50, ignore_eos=True, stop=["."] if i else None, top_k=9 * i)
         for i in range(4)
@@ -108,29 +95,13 @@ def test_answers_that_come_and_go_are_those_of_sequences_alone(
     """Where sequences end early, are cancelled, begin, and are preempted."""
     monkeypatch.setattr(chain_graph, "CHAINS_PAUSE", 1)
     imagine_captures(monkeypatch)
-    found, rng = taken(monkeypatch), random.Random(7)
+    found, rng = taken(monkeypatch, ChainsAhead), random.Random(7)
     llm, alone = make(TARGET, spelled(draft), speculation=speculation), make(TARGET, None, CPU)
-    asked: dict[int, tuple[str, SamplingParams]] = {}
-    answers: dict[int, list[int]] = {}
-    cancelled = set()
-    while len(asked) < 12 or llm.engine.has_work:
-        if len(asked) < 12 and rng.random() < 0.15:
-            prompt, params = rng.choice([*PROMPTS, LONG]), params_of(rng, len(asked))
-            params.repetition_penalty = rng.choice([1.0, 1.0, 1.0, 1.0, 1.1])
-            for sequence in llm.requests.sequences(Request.of(prompt, params)):
-                llm.engine.submit(sequence)
-                asked[sequence.id] = prompt, params
-                answers[sequence.id] = []
-        if llm.engine.sequences and rng.random() < 0.04:
-            sequence = rng.choice([*llm.engine.sequences.values()])
-            cancelled.add(sequence.id)
-            llm.engine.cancel(sequence.request_id)
-        for delta in llm.engine.step():
-            answers[delta.seq_id] += delta.token_ids
-        llm.engine.runner.cache.check()
-    assert cancelled
+
+    def ask(number: int) -> Request:
+        params = params_of(rng, number)
+        params.repetition_penalty = rng.choice([1.0, 1.0, 1.0, 1.0, 1.1])
+        return Request.of(rng.choice([*PROMPTS, LONG]), params)
+
+    come_and_go(llm, alone, rng, ask)
     assert found.count(True) > 10 or speculation is True
-    for seq_id, (prompt, params) in asked.items():
-        expected = list(alone.generate(prompt, params)[0].outputs[0].token_ids)
-        assert answers[seq_id] == expected[: len(answers[seq_id])]
-        assert len(answers[seq_id]) == len(expected) or seq_id in cancelled

@@ -1,12 +1,14 @@
 """Passes of fixed shape that begin before the host knows what they read: taken where they fit, and never seen else."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from engine.test_fixed_rounds import PROMPTS, make
-from forerun import SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.device import CPU
 from forerun.engine.engine import Engine
 from forerun.models.backends.gpu import graphs
@@ -30,17 +32,42 @@ def params_of(rng: random.Random, number: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each pass that was begun ahead, whether its round took it."""
-    rows_for, found = PassAhead.rows_for, list[bool]()
+def taken(monkeypatch: pytest.MonkeyPatch, kind: Any = PassAhead) -> list[bool]:
+    """Of everything of a kind that was begun ahead, whether its round took it."""
+    rows_for, found = kind.rows_for, list[bool]()
 
-    def noted(ahead: PassAhead, *args: object) -> list[int] | None:
+    def noted(ahead: Any, *args: object) -> list[int] | None:
         rows = rows_for(ahead, *args)  # type: ignore[arg-type]
         found.append(rows is not None)
         return rows
 
-    monkeypatch.setattr(PassAhead, "rows_for", noted)
+    monkeypatch.setattr(kind, "rows_for", noted)
     return found
+
+
+def come_and_go(llm: LLM, alone: LLM, rng: random.Random, ask: Callable[[int], Request]) -> None:
+    """A dozen requests that begin and are cancelled at random; each answer is what its sequence has alone."""
+    asked: dict[int, Request] = {}
+    answers: dict[int, list[int]] = {}
+    cancelled = set()
+    while len(asked) < 12 or llm.engine.has_work:
+        if len(asked) < 12 and rng.random() < 0.14:
+            request = ask(len(asked))
+            for sequence in llm.requests.sequences(request):
+                llm.engine.submit(sequence)
+                asked[sequence.id], answers[sequence.id] = request, []
+        if llm.engine.sequences and rng.random() < 0.07:
+            sequence = rng.choice([*llm.engine.sequences.values()])
+            cancelled.add(sequence.id)
+            llm.engine.cancel(sequence.request_id)
+        for delta in llm.engine.step():
+            answers[delta.seq_id] += delta.token_ids
+        llm.engine.runner.cache.check()
+    assert cancelled
+    for seq_id, request in asked.items():
+        expected = list(alone.generate(request.prompt, request.sampling_params)[0].outputs[0].token_ids)
+        assert answers[seq_id] == expected[: len(answers[seq_id])]
+        assert len(answers[seq_id]) == len(expected) or seq_id in cancelled
 
 
 @pytest.mark.short("None")
@@ -53,29 +80,12 @@ def test_answers_that_come_and_go_are_those_of_sequences_alone(
     imagine_captures(monkeypatch)
     found, rng = taken(monkeypatch), random.Random(5)
     llm, alone = make(TARGET, draft and spelled(draft)), make(TARGET, None, CPU)
-    asked: dict[int, tuple[str, SamplingParams]] = {}
-    answers: dict[int, list[int]] = {}
-    cancelled = set()
-    while len(asked) < 10 or llm.engine.has_work:
-        if len(asked) < 10 and rng.random() < 0.12:
-            prompt, params = rng.choice([*PROMPTS, LONG]), params_of(rng, len(asked))
-            for sequence in llm.requests.sequences(Request.of(prompt, params, rng.choice([False, False, 2]))):
-                llm.engine.submit(sequence)
-                asked[sequence.id] = prompt, params
-                answers[sequence.id] = []
-        if llm.engine.sequences and rng.random() < 0.04:
-            sequence = rng.choice([*llm.engine.sequences.values()])
-            cancelled.add(sequence.id)
-            llm.engine.cancel(sequence.request_id)
-        for delta in llm.engine.step():
-            answers[delta.seq_id] += delta.token_ids
-        llm.engine.runner.cache.check()
+
+    def ask(number: int) -> Request:
+        return Request.of(rng.choice([*PROMPTS, LONG]), params_of(rng, number), rng.choice([False, False, 2]))
+
+    come_and_go(llm, alone, rng, ask)
     assert found.count(True) > found.count(False) > 0
-    assert cancelled
-    for seq_id, (prompt, params) in asked.items():
-        expected = list(alone.generate(prompt, params)[0].outputs[0].token_ids)
-        assert answers[seq_id] == expected[: len(answers[seq_id])]
-        assert len(answers[seq_id]) == len(expected) or seq_id in cancelled
 
 
 def test_a_steady_round_finds_its_pass_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.test_chains_ahead import drafts_of, taken
+from engine.test_chains_ahead import drafts_of
 from engine.test_fixed_heads import TRAINED, Uneven
+from engine.test_passes_ahead import taken
 from forerun import LLM, Grammar, SamplingParams
 from forerun.accept.outcome import Outcome, Stats
 from forerun.config import Speculation
@@ -163,7 +164,7 @@ def test_chains_that_are_begun_ahead_are_those_that_are_drawn_later(
 ) -> None:
     """Guess by guess, where answers end early too; the others' chains stay theirs."""
     params = [SamplingParams(temperature=i / 2, seed=i, max_tokens=60, stop=["."] * (i % 2)) for i in range(4)]
-    found = taken(monkeypatch)
+    found = taken(monkeypatch, ChainsAhead)
     begun = drafts_of(make(TARGET, spelled(draft), speculation=4, one_gemm=True), monkeypatch, params)
     assert all(found)
     assert len(found) > 10

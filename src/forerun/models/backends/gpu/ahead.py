@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int
-from forerun.device import DeviceSpan, Download
+from forerun.device import DeviceSpan, Download, upload
 from forerun.models.backends.gpu.fixed import Layout
 from forerun.models.chains import JudgedChains, Start
 from forerun.models.decoder import States
@@ -94,6 +95,17 @@ class ChainsAhead:
             if before_text != length or asked.depth > start.depth or [*text] != self.text_of(start.row):
                 return None
         return rows
+
+    def outputs_of(
+        self, rows: Sequence[int], starts: Sequence[Start]
+    ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
+        """Nodes and ends of these rows, in their order, with chains no deeper than these starts ask for."""
+        if ([*rows], [*starts]) == ([*range(len(rows))], [*self.starts]):  # no sequence has ended, or will soon
+            return self.nodes, self.ends
+        depths = {start.row: start.depth for start in starts}
+        at, last = upload([[*rows], [depths.get(i, 0) for i in range(len(rows))]], torch.long, self.nodes.device)
+        inside = torch.arange(self.nodes.shape[2], device=at.device) <= last[:, None]
+        return torch.where(inside, self.nodes[:, at], -1), None if self.ends is None else self.ends[at]
 
     def text_of(self, row: int) -> list[int]:
         """What the verdict has made final of a row: the accepted guesses and the token behind them."""

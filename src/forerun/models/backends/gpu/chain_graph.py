@@ -95,10 +95,9 @@ class ChainGraph:
         places = None if heads is None else heads.places
         steps_of = [s.depth - 1 if heads is None else 0 for s in starts] if places is None else map(len, places.tokens)
         counts = [len(text) + count for text, count in zip(unread, steps_of, strict=True)]
-        lengths = [runner.length(seq_id) for seq_id in seq_ids]
         if not self.reserve(starts, counts, below := below_of(texts)):
             return None
-        begun = self.take(draws, starts, unread, lengths)
+        begun = self.take(draws, starts, unread)
         if begun is not None:
             nodes, ends = begun
             runner.tails |= {seq_id: Tail(0) for seq_id in seq_ids}  # which hold the texts that were read
@@ -174,24 +173,20 @@ class ChainGraph:
         return arriving
 
     def take(
-        self, draws: Draws, starts: Sequence[Start], unread: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, draws: Draws, starts: Sequence[Start], unread: Sequence[Sequence[int]]
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None] | None:
         """What `begin` has launched, if it is what is asked for and is still there; None where it has to be made."""
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return None
         slots = [self.runner.cache.start(start.seq_id) for start in starts]
+        lengths = [self.runner.length(start.seq_id) for start in starts]
         there = ahead.num_runs == self.runner.graphs.num_runs and slots == [ahead.slots.get(s.seq_id) for s in starts]
         rows = ahead.rows_for(draws, starts, unread, lengths) if there else None
         if rows is None:
             self.pause = CHAINS_PAUSE
             return None
-        if (rows, [*starts]) == ([*range(len(rows))], [*ahead.starts]):  # as where nothing ends
-            return ahead.nodes, ahead.ends
-        depths = {start.row: start.depth for start in starts}
-        at, last = upload([rows, [depths.get(i, 0) for i in range(len(rows))]], torch.long, self.runner.device)
-        inside = torch.arange(ahead.nodes.shape[2], device=at.device) <= last[:, None]
-        return torch.where(inside, ahead.nodes[:, at], -1), None if ahead.ends is None else ahead.ends[at]
+        return ahead.outputs_of(rows, starts)
 
     def run(
         self, shape: ChainShape, buffers: Buffers, num_ids: int, texts: UnreadTexts | None, heads: HeadsAhead | None
