@@ -125,6 +125,8 @@ class FedFollower(Follower):
     def forget(self, seq_ids: Sequence[int]) -> None:
         for seq_id in [waiting for waiting in seq_ids if waiting in self.states.waiting]:
             self.leave_states(seq_id)
+        if any(start.seq_id in seq_ids for start in self.drawn):
+            self.drawn = []
         super().forget(seq_ids)
 
     def leave_states(self, seq_id: int) -> None:
