@@ -169,7 +169,7 @@ def test_vocabularies_padded_to_other_widths_are_cut_or_filled(blueprint: Bluepr
     drafter.observe(committed([row]))
     tree = drafter.propose(draws_of([row], vocab, temperature=1.0), [Budget(4, 3, 12)]).tree
     assert int(tree.tokens.max()) < min(vocab, VOCAB)
-    fitted = drafter.ids.spread(torch.ones(2, VOCAB))
+    fitted = drafter.ids.target_logits(torch.ones(2, VOCAB))
     assert fitted.isfinite().sum(1).tolist() == [min(vocab, VOCAB)] * 2
     assert fitted.shape == (2, vocab)
     if vocab > VOCAB:

@@ -105,21 +105,21 @@ def test_ids_that_the_model_has_no_row_for_do_not_exist() -> None:
 def test_logits_go_to_the_targets_ids_and_guesses_come_back(pair: tuple[str, str]) -> None:
     """Both models' logits are padded further than their tokenizers."""
     target, own = (VOCABULARIES[name] for name in pair)
-    vocab, num_own = target.num_ids + 5, own.num_ids + 3
-    shared = SharedTokens.of(target, own, vocab, num_own, torch.device("cpu"))
+    vocab, num_model_ids = target.num_ids + 5, own.num_ids + 3
+    shared = SharedTokens.of(target, own, vocab, num_model_ids, torch.device("cpu"))
     ids = shared_ids(target, own)
-    logits = torch.randn(4, num_own, generator=torch.Generator().manual_seed(0))
-    spread = shared.spread(logits)
+    logits = torch.randn(4, num_model_ids, generator=torch.Generator().manual_seed(0))
+    spread = shared.target_logits(logits)
     assert spread.shape == (4, vocab)
     assert (spread > -math.inf).sum(1).tolist() == [len(ids)] * 4
     for token, own_token in ids.items():
         assert torch.equal(spread[:, token], logits[:, own_token])
     everything = torch.arange(vocab)
-    there = shared.own(everything)
+    there = shared.model_ids(everything)
     assert [int(own_token) for own_token in there if own_token >= 0] == [ids[t] for t in range(vocab) if t in ids]
     assert len(set(there.tolist())) == vocab, "those that are not shared stay apart"
     assert [shared.known[token] for token in range(vocab)] == there.tolist()
-    assert shared.own(torch.tensor([-1, 3])).tolist() == [-1, int(there[3])]
+    assert shared.model_ids(torch.tensor([-1, 3])).tolist() == [-1, int(there[3])]
 
 
 def test_the_weight_of_what_is_shared() -> None:

@@ -50,7 +50,7 @@ def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkey
     begun = drafts_of(llm, monkeypatch, params)
     assert found.count(True) > len(begun) // 2
     with monkeypatch.context() as patched:
-        patched.setattr(ChainGraph, "begin", lambda *_: None)
+        patched.setattr(ChainGraph, "launch_next", lambda *_: None)
         later = drafts_of(make(TARGET, spelled(draft), speculation=4), monkeypatch, params)
     assert begun == later
 

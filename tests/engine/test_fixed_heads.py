@@ -272,8 +272,8 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
     kind: str, shape: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = spelled(kind)
-    unseen, begin, begun = shape.width == 1, ChainGraph.begin, list[bool]()
-    monkeypatch.setattr(ChainGraph, "begin", lambda *args: begun.append(bool(verdict := begin(*args))) or verdict)
+    unseen, begin, begun = shape.width == 1, ChainGraph.launch_next, list[bool]()
+    monkeypatch.setattr(ChainGraph, "launch_next", lambda *args: begun.append(bool(verdict := begin(*args))) or verdict)
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = made(drafter, PLACEMENT, speculation=shape)
         submit(llm, PROMPTS, PARAMS[1])
@@ -302,7 +302,7 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(kind: str, monk
 
     What begins the next chains is not counted but for its graph: the host would wait for the verdict in that time.
     """
-    drafter, sent, begin = spelled(kind), list[list[str]](), ChainGraph.begin
+    drafter, sent, begin = spelled(kind), list[list[str]](), ChainGraph.launch_next
     with imagined(monkeypatch) as seen, torch.inference_mode():
 
         def uncounted(*args: Any) -> Download | None:
@@ -310,7 +310,7 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(kind: str, monk
             seen.sent[first:] = [each for each in seen.sent[first:] if each == "graph"]
             return verdict
 
-        monkeypatch.setattr(ChainGraph, "begin", uncounted)
+        monkeypatch.setattr(ChainGraph, "launch_next", uncounted)
         llm = made(drafter, PLACEMENT, speculation=5)
         submit(llm, PROMPTS[:2], PARAMS[0])
         submit(llm, PROMPTS[2:], PARAMS[1])

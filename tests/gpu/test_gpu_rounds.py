@@ -168,7 +168,7 @@ def test_chains_that_are_begun_ahead_are_those_that_are_drawn_later(
     begun = drafts_of(make(TARGET, spelled(draft), speculation=4, one_gemm=True), monkeypatch, params)
     assert all(found)
     assert len(found) > 10
-    monkeypatch.setattr(ChainGraph, "begin", lambda *_: None)
+    monkeypatch.setattr(ChainGraph, "launch_next", lambda *_: None)
     assert begun == drafts_of(make(TARGET, spelled(draft), speculation=4, one_gemm=True), monkeypatch, params)
 
 

@@ -116,7 +116,7 @@ def test_what_a_backend_remembers_is_what_its_passes_keep(kernels: str, made: Ca
         runner.cache.reserve([0], [len(context)])
         batch = runner.pack([Read(0, [0] * len(context))])
         if remembers:
-            decoder.executor.remember(context, batch, runner.cache)
+            decoder.executor.write_kv(context, batch, runner.cache)
         for layer in () if remembers else range(decoder.config.layers):
             decoder.executor.run(range(layer, layer + 1), torch.zeros_like(context), batch, runner.cache, context)
         found.append([stored[:, :, batch.slots] for stored in (runner.cache.keys, runner.cache.values)])

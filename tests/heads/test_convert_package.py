@@ -23,7 +23,7 @@ from forerun.heads.eagle.drafter import EagleBlueprint
 from forerun.heads.folder import HeadFolder
 from forerun.heads.mtp.drafter import MtpBlueprint
 from forerun.heads.sizes import StudentSizes
-from forerun.heads.vocabulary import exchange_of
+from forerun.heads.vocabulary import id_map_of
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.train.kinds import make_student
@@ -106,7 +106,7 @@ def own_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) 
         places = Read(seq_id, [text[anchor], *[MASKED] * (block.block_size - 1)])
         hidden = runner.read([places]).hidden[block.first :]
         before = tokens[anchor : anchor + len(hidden)]
-        found = exchange_of(plan.ids, block.layers.vocab_size).spread(decoder.logits(hidden))
+        found = id_map_of(plan.ids, block.layers.vocab_size).target_logits(decoder.logits(hidden))
         found = found if heads.after is None else heads.after(found, decoder.states(hidden), before)
         logits.append(found[:, plan.ids])
         if heads.confidence is not None:

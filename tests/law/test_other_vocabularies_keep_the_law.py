@@ -76,7 +76,7 @@ def test_the_law_of_the_spread_logits_is_that_law() -> None:
         for context in ((), (0,), (0, 2), (3, 1, 2)):
             logits = torch.full((1, own.num_ids), -torch.inf, dtype=torch.float64)
             logits[0, read] = torch.tensor([float(c) for c in drafter.q(own_context(context))]).double().log()
-            law = shared.spread(logits).softmax(1)[0]
+            law = shared.target_logits(logits).softmax(1)[0]
             expected = torch.tensor([float(chance) for chance in shared_law(drafter, context)], dtype=torch.float64)
             assert torch.allclose(law[said], expected, atol=1e-7)
             assert float(law.sum()) == pytest.approx(float(expected.sum()))

@@ -277,7 +277,7 @@ def exactly(layer: Any) -> Callable[[Tensor], Tensor]:
     return partial(functional.linear, weight=weight.double(), bias=None if layer.bias is None else layer.bias.double())
 
 
-def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) -> Tensor:
+def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, dense: Tensor | None) -> Tensor:
     """A row's experts by the definition, in float64, expert after expert."""
     assert mlp.router is not None
     assert mlp.stacked is not None
@@ -293,8 +293,8 @@ def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, every: Tensor | None) ->
             if clamp := mlp.stacked.form.clamp:
                 gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + 1
             total += weight * second(gate * torch.sigmoid(gate * (clamp.alpha if clamp else 1.0)) * up)
-        if every is not None:
-            total += every[i].double() * torch.sigmoid(logits[i, -1].double())
+        if dense is not None:
+            total += dense[i].double() * torch.sigmoid(logits[i, -1].double())
         rows.append(total)
     return torch.stack(rows)
 
@@ -318,12 +318,12 @@ def check_experts(
         mlp = random_experts(seed, device, dtype, *sizes, GatedMlp(nothing, nothing, clamp), quantize)
         noise, outputs = torch.Generator().manual_seed(seed), sizes[0] + sizes[3]
         for rows in (1, 24):
-            x, every = (torch.randn(rows, 48, generator=noise).to(device, dtype) for _ in range(2))
+            x, dense = (torch.randn(rows, 48, generator=noise).to(device, dtype) for _ in range(2))
             logits = (torch.randn(rows, outputs, generator=noise) * 2).round().to(device, dtype)  # many are equal
             logits[: rows // 2, 0] = 9  # and many rows choose the first expert
             positions = torch.arange(rows, dtype=torch.int32, device=device)
             positions[rows // 2 :: 3] = -1 if rows > 1 else 0
-            given, seen = every if sizes[3] else None, positions >= 0
+            given, seen = dense if sizes[3] else None, positions >= 0
             assert mlp.stacked is not None
             assert mlp.stacked.num_read is not None
             mlp.stacked.num_read.zero_()

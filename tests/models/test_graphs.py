@@ -200,7 +200,7 @@ def test_later_passes_of_chains_are_as_if_they_were_laid_out(pair: tuple[Runner,
     levels = [[s for s in range(4) if depths[s] > level] for level in range(5)]
     numbers = [step.numbers(*runner.lay_out([Read(s, [0], judged=[0]) for s in ids]), *places) for ids in levels]
     for level, ids in enumerate(levels):
-        later = step.later(numbers[0], level, len(ids), runner.spare_slot)
+        later = step.numbers_after(numbers[0], level, len(ids), runner.spare_slot)
         assert later.tolist() == numbers[level].tolist(), f"{level} steps later"
 
 

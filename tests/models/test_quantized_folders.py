@@ -127,7 +127,7 @@ def pairs(one: Decoder, other: Decoder) -> list[tuple[Linear, Linear]]:
     layers = [
         [
             (layer.attention.qkv, layer.attention.out),
-            *((m.gate_up, m.down) for m in (layer.mlp.every, *layer.mlp.experts) if m),
+            *((m.gate_up, m.down) for m in (layer.mlp.dense, *layer.mlp.experts) if m),
         ]
         for decoder in (one, other)
         for layer in decoder.layers

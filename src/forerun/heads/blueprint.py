@@ -1,9 +1,8 @@
-"""HeadBlueprint: heads that were checked but not loaded, and what becomes of them when their target is widened.
+"""HeadBlueprint: trained heads that were checked but not loaded, and how they grow when their target is widened.
 
-Heads read, of a widened target, the states that they read before with zeros behind them. So their own tensors grow as
-the target's do (`models/widen.py`), and layers that they name, as taps or as an exit, become those where the same
-states are in the widened target. Which tensors and fields these are is said by the blueprint of each kind; `widen.py`
-writes the folder.
+The states of a widened target are the old ones followed by zeros. So the heads' tensors grow as the target's do
+(`models/widen.py`), and the layers that they name, as taps or as an exit, become those with the same states in the
+widened target. The blueprint of each kind lists these tensors and fields; `widen.py` writes the folder.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from forerun.models.widen import WRITERS, Plan, Wider
 
 @dataclass(frozen=True, slots=True)
 class WideDrafter:
-    """What becomes of a drafter: the shapes of its tensors before and after, and the fields that change.
+    """A widened drafter: the shapes of its tensors before (`narrow`) and after (`wide`), and the fields that change.
 
-    Tensors are told by the ends of their names: `writers` add to a residual stream, matrices that are `inner` read
-    none, as those of a layer that add to it, and `readers` read one though they are no matrices. `qk_norm` says that
-    its layers norm queries and keys, and `argument` what its argument says before the folder.
+    Tensors are classified by the ends of their names: `writers` add to a residual stream; `inner` matrices do not read
+    one, as the output projections of a layer; `readers` read one although they are not matrices. `qk_norm`: the layers
+    norm queries and keys. `argument` is the part of the drafter's argument before the folder.
     """
 
     folder: HeadFolder
@@ -58,27 +57,27 @@ class WideDrafter:
         writers: tuple[str, ...] = (),
         **more: Any,
     ) -> WideDrafter:
-        """What becomes of layers, which are `wide` then, with fields and writers of their own."""
+        """A widened drafter made of layers, whose configuration becomes `wide`, with further fields and writers."""
         size = {"vocab_size": wide.vocab_size} if wide.vocab_size else {}
         values = {**wide.layer_fields(), **size, **fields}
         return cls(folder, *shapes, values, (*WRITERS, *writers), wide.qk_norm, **more)
 
 
 def widened_layers(config: ModelConfig, plan: Plan, name: str) -> ModelConfig:
-    """The layers' shape, grown as far as the target's. Raises InvalidRequest for layers of another width than it."""
+    """The layers' configuration, widened like the target's. Raises InvalidRequest if their width differs from its."""
     if config.hidden != plan.source.config.hidden:
         raise InvalidRequest("draft", f"{name} has a width of its own, and cannot be widened with the target.")
     return replace(Wider(plan.wide.hidden, config.layers).shape(config), vocab_size=config.vocab_size)
 
 
 def widened_tap(plan: Plan, tap: int) -> int:
-    """The layer of the widened target that the state entering this layer of the source enters."""
+    """The tap of the widened target with the same state as this tap of the source."""
     real = [layer for layer, origin in enumerate(plan.origins) if origin.real]
     return real[tap - 1] + 1 if tap > 0 else tap
 
 
 class HeadBlueprint(ABC):
-    """Heads that were found and checked for a target, but that are not loaded."""
+    """Heads that were found and checked for a target, but are not loaded."""
 
     @classmethod
     @abstractmethod
@@ -90,11 +89,11 @@ class HeadBlueprint(ABC):
 
     @abstractmethod
     def plan(self, name: str) -> DraftPlan:
-        """The plan of their drafter, which is called so."""
+        """The plan of their drafter, under this name."""
 
     @abstractmethod
     def widened(self, plan: Plan) -> WideDrafter:
-        """What becomes of them when the target is widened. Raises InvalidRequest."""
+        """The heads, widened with the target. Raises InvalidRequest."""
 
 
 class FolderBlueprint(HeadBlueprint):
@@ -116,7 +115,7 @@ class FolderBlueprint(HeadBlueprint):
     @property
     @abstractmethod
     def memory(self) -> ModelMemory:
-        """What they take once loaded."""
+        """The memory of the loaded heads."""
 
     @abstractmethod
     def build(self, num_tokens: int, target: Runner) -> Drafter:
@@ -132,8 +131,8 @@ class FolderBlueprint(HeadBlueprint):
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """What a kind of heads brings: the signs of its folders, the blueprint that finds and checks heads, what makes a
-    student, and the layouts of its conversions."""
+    """The declarations of a kind of heads: how its folders are recognised, its blueprint, its student, and the layouts
+    of its conversions."""
 
     signs: HeadSigns
     blueprint: type[HeadBlueprint]

@@ -1,8 +1,7 @@
-"""A conversion from start to end: recognise, read, check, write, read back, and only then give the folder its name.
+"""The conversion of a drafter to another format: recognise, read, check, write, read back, then name the folder.
 
-The first layout of the kinds' tables that a folder fits is the one that it is in.
-What was written is read again and compared with what was read before: the tensors to the bit, and what config.json
-says. So a folder that has its name holds the same drafter.
+A folder is read in the first layout of the kinds' tables that fits it. The result is read back and compared with the
+source: tensors bit for bit, and the meaning of config.json. The folder gets its final name only after that.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and wh
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was read, what was written, and where."""
+    """The result of a conversion: the source, both layouts, and the new folder."""
 
     source: str
     read: DraftLayout
@@ -45,7 +44,7 @@ class Converted:
 
     @property
     def draft(self) -> str:
-        """What `--draft` takes to use the new folder."""
+        """The value of `--draft` that uses the new folder."""
         return str(DraftSpec(self.read.method.drafter, argument=str(self.folder)))
 
     def as_object(self) -> dict[str, Any]:
@@ -60,11 +59,10 @@ class Converted:
 
 
 def convert(source: str, to: str, out: Path, model: str | None = None, force: bool = False) -> Converted:
-    """Write the drafter in `source` to the folder `out` in another format. `model` is its target.
+    """Write the drafter in `source` to the folder `out` in the format `to`. `model` is its target, checked if given.
 
-    With a target, the drafter is checked to fit it. Raises InvalidRequest for an unknown format or a folder that holds
-    something, ModelError for a drafter that cannot be read or written; nothing is written then. With `force`, files of
-    the names that are written are replaced; no others are touched.
+    Raises InvalidRequest for an unknown format or a folder that is not empty, ModelError for a drafter that cannot be
+    read or written; then nothing is written. With `force`, existing files of the same names are replaced.
     """
     check_free(out, force)
     source_files = DraftFiles.of(find_heads(source, files=FETCHED))
@@ -84,7 +82,7 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Raise InvalidRequest where a folder cannot be made, or has something in it."""
+    """Raise InvalidRequest if the folder cannot be created, or is not empty."""
     if not out.name:
         raise InvalidRequest("out", f"{out} is no new folder: name one.")
     if not out.resolve().parent.is_dir():
@@ -98,7 +96,7 @@ def check_free(out: Path, force: bool) -> None:
 
 
 def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
-    """The files of a layout, in an empty folder."""
+    """Write the files of a layout to an empty folder."""
     tensors, weights = dict(files.tensors), folder / layout.file
     if layout.file in PICKLES:
         torch.save(tensors, weights)
@@ -109,7 +107,7 @@ def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
 
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:
-    """Raise UnsupportedModel where what a folder holds is not this drafter."""
+    """Raise UnsupportedModel if the folder does not hold the same drafter as `files`."""
     read_back = layout.read(DraftFiles.of(folder), target)
     names = sorted(files.tensors.keys() | read_back.tensors.keys())
     lost = [f"the tensor {name}" for name in names if not same(files.tensors.get(name), read_back.tensors.get(name))]
@@ -121,12 +119,12 @@ def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: Target
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether both are there, with the same bits."""
+    """Whether both tensors exist and are equal bit for bit."""
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def recognise(source: DraftFiles) -> DraftLayout:
-    """The layout of a folder. Raises UnsupportedModel for one that is in none of them."""
+    """The layout of a folder. Raises UnsupportedModel if no layout fits."""
     kind = source.config.get(SPECULATORS)
     if isinstance(kind, str) and kind in NOT_RUN:
         raise source.fields.refuse(SPECULATORS, NOT_RUN[kind])
@@ -138,7 +136,7 @@ def recognise(source: DraftFiles) -> DraftLayout:
 
 
 def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
-    """The layout of a method in a format. Raises InvalidRequest where there is none."""
+    """The layout of a method in a format. Raises InvalidRequest if there is none."""
     if format_name not in FORMATS:
         near = nearest(format_name, FORMATS)
         meant = f"did you mean {near}? Otherwise " if near else ""

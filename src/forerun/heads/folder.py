@@ -1,8 +1,8 @@
-"""HeadFolder: a folder of trained heads, and what is the same for every kind of them.
+"""HeadFolder: a folder of trained heads, with what all kinds of heads have in common.
 
-The file decides where a folder is looked for, that it holds the tensors of its kind and no others, what layers in it
-take in memory, and with which kernels they are computed: the target's. `kinds.py` is the table of kinds; which tensors
-and fields a kind has stands in its `format.py`.
+This file finds the folder, checks that it holds the tensors of its kind and no others, computes the memory of its
+layers, and loads them with the target's kernels. `kinds.py` is the table of kinds; the tensors and fields of a kind are
+defined in its `format.py`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from forerun.models.projections import Shapes
 from forerun.models.source import HUB_FILES, find_folder, similar
 from forerun.models.weights import BUFFERS, Checkpoint
 
-OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # of files that heads are published in
+OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # file endings in which heads are published
 WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
-OpenFolder = Callable[[str], "HeadFolder"]  # the folder of this name, which is of the kind that is asked for
+OpenFolder = Callable[[str], "HeadFolder"]  # opens a folder of one kind by its name
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSigns:
-    """How config.json shows the kind of its heads: by a key that holds a text, which no other kind has.
+    """How config.json identifies a kind of heads: `keys` are pairs of a key and a text that its value contains.
 
     Every folder of the kind has the key `needed`. `argument` is a key whose value precedes the folder in `--draft`.
-    `layout` is the format of `forerun convert` to which weights in other files than safetensors are said to be
-    converted; None where nothing is said.
+    `layout` is the format of `forerun convert` that the error for weights in other files than safetensors recommends.
     """
 
     keys: tuple[tuple[str, str], ...] = ()
@@ -60,9 +59,9 @@ class HeadSigns:
 
 @dataclass(frozen=True, slots=True)
 class HeadFolder:
-    """A folder of heads for `target`, with what its config.json says and the headers of its tensors.
+    """A folder of heads for `target`, with the fields of its config.json and the headers of its tensors.
 
-    `name` is what the user called it.
+    `name` is the user's name for it.
     """
 
     name: str
@@ -72,7 +71,7 @@ class HeadFolder:
 
     @classmethod
     def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
-        """A folder that was found, which may be the target's own. Raises ModelError for one that has no weights."""
+        """An existing folder, possibly the target's own. Raises ModelError if it has no weights."""
         return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype))
 
     @property
@@ -81,40 +80,39 @@ class HeadFolder:
 
     @property
     def backend(self) -> Backend:
-        """What computes the target and what stands on it."""
+        """The target's backend, which computes the heads too."""
         return self.target.backend()
 
     @property
     def quantize(self) -> Quantization | None:
-        """How layers of heads are held: as the target's, or in 8 bits where these stay in groups of few bits."""
+        """The quantization of the heads' layers: the target's, or int8 if the target's weights stay as stored."""
         return self.target.quantize or ("int8" if self.target.as_stored else None)
 
     @property
     def make(self) -> MakeLinear:
-        """How a linear layer is made of weights."""
+        """Makes a linear layer of weights, quantized as `quantize` says."""
         return partial(self.backend.linear, quantize=self.quantize)
 
     def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
-        """The target's head, or its rows for these tokens where they are not all in their order."""
+        """The target's head, or the rows of these ids unless they are all ids in order."""
         is_whole = torch.equal(ids, torch.arange(target.config.vocab_size))
         return target.shared_head() if is_whole else self.target.head_rows(ids)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of the folder, where the target is."""
+        """A tensor of the folder, on the target's device."""
         return self.checkpoint.take(name, shape).to(self.target.placement.device)
 
     def check(self, shapes: Shapes, heads: str, idle: Iterable[str] = (), *cures: str) -> None:
-        """Judge all tensors by their headers: those of `shapes` must be there, and others only if they are `idle`.
+        """Check all tensors by their headers: those in `shapes` must exist; others only if they are `idle` (unused).
 
-        Raises ModelError, which calls the drafter `heads`; `cures` are what else can be done about a tensor that
-        nothing reads.
+        Raises ModelError, which calls the drafter `heads`; `cures` are further suggestions for an unknown tensor.
         """
         for name, shape in shapes.items():
             self.checkpoint.find(name, shape)
         refuse_unread(self.path, self.checkpoint.stored, {*shapes, *idle}, heads, *cures)
 
     def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
-        """The layers of the folder, whose own vocabulary is empty; `tables` are tensors that stand beside them."""
+        """The folder's layers as a model without a vocabulary; `tables` are tensors that are not part of layers."""
         size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
         return Blueprint(
             spec=replace(self.target.spec.beside(self.name), quantize=self.quantize),
@@ -128,8 +126,8 @@ class HeadFolder:
         )
 
     def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str], shared_rows: int = 0) -> ModelMemory:
-        """What the layers take once loaded, with `tables`, which are never quantised, and with so many rows of the
-        target's head, which are held once more unless they are all."""
+        """Memory of the loaded layers, of `tables`, which are never quantized, and of a copy of `shared_rows` rows of
+        the target's head; a head of all rows is shared, not copied."""
         shared_rows = 0 if shared_rows == self.target.config.vocab_size else shared_rows
         layers = self.layers(config, shapes, tables)
         size = sum(math.prod(shape) for name, shape in shapes.items() if name in tables)
@@ -139,25 +137,25 @@ class HeadFolder:
         return replace(layers.memory, weights_bytes=weights, scratch_bytes=scratch)
 
     def fingerprint(self) -> str:
-        """What tells the weights apart from others."""
+        """The fingerprint of the folder's weights."""
         return self.layers(self.target.config, {}).fingerprint()
 
 
 def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
-    """The folder of heads that draft on a target's states: a folder, a bundled name, or a hub id as owner/name.
+    """The folder of trained heads of this name: a folder, a bundled name, or a hub id as owner/name.
 
-    Another name without an owner that is no folder here is a mistake. `files` are fetched from the hub. Raises
-    ModelNotFound for a folder that is not there or is something else.
+    `files` are fetched from the hub. Raises ModelNotFound for a missing folder, for an unknown name without an owner,
+    and for a bundled model that is not heads.
     """
     try:
-        there = Path(name).expanduser().exists()
+        exists = Path(name).expanduser().exists()
     except (OSError, RuntimeError, ValueError):
-        there = False
-    if not there and name in BUNDLED_HEADS:
+        exists = False
+    if not exists and name in BUNDLED_HEADS:
         return BUNDLED_HEADS[name]
-    if not there and name in BUNDLED:
+    if not exists and name in BUNDLED:
         raise ModelNotFound(f"{name} is a model, which drafts as model:{name}; for heads {WANTED}")
-    if not there and "/" not in name:
+    if not exists and "/" not in name:
         near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
         raise ModelNotFound(f"there is no folder {name}: {hint}{WANTED}")
@@ -165,7 +163,7 @@ def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def refuse_other_weights(folder: Path, layout: str) -> None:
-    """Raise MissingWeights for a folder of weights that are not in safetensors under the usual name."""
+    """Raise MissingWeights for a folder whose weights are not in model.safetensors."""
     stored = [folder / name for name in ("model.safetensors", "model.safetensors.index.json")]
     others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
     if others and not any(path.exists() for path in stored):
@@ -174,7 +172,7 @@ def refuse_other_weights(folder: Path, layout: str) -> None:
 
 
 def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], heads: str, *cures: str) -> None:
-    """Raise UnsupportedModel for a stored tensor that is not read, and that no table can stand for."""
+    """Raise UnsupportedModel for a stored tensor that is neither read nor a buffer that can be recomputed."""
     unread = sorted(name for name in stored if name not in read and not name.endswith(BUFFERS))
     if unread:
         cure = ", ".join(("use the config.json that came with the weights", *cures))
@@ -182,7 +180,7 @@ def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], he
 
 
 def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
-    """Raise UnsupportedModel where a field says another size than the target of this name has."""
+    """Raise UnsupportedModel for a field whose size differs from the target's, given as keywords."""
     for key, size in sizes.items():
         if fields.values.get(key) not in (None, size):
             raise fields.refuse(key, f"{target} has {size}: name a drafter that was trained for it")
@@ -191,8 +189,8 @@ def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
 def refuse_missing_tables(
     fields: Fields, target: str, of: ModelConfig, hidden: int, tables: Mapping[str, bool]
 ) -> None:
-    """Raise UnsupportedModel for a drafter of another width (`hidden`) than its target's, which has not all of
-    `tables`, an embedding and last a head, of its own."""
+    """Raise UnsupportedModel for a drafter of another width (`hidden`) than its target's that lacks one of `tables`,
+    its own embedding or head (name -> whether the folder has it)."""
     missing = [name for name, is_own in tables.items() if not is_own]
     if missing and hidden != of.hidden:
         fix = "name a drafter that was trained for it, or add that tensor"
@@ -200,6 +198,6 @@ def refuse_missing_tables(
 
 
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:
-    """The fields as those of a model of the drafter's layers, with the `usual` values of what they leave out."""
+    """The fields as those of a model of the drafter's layers, with defaults from `usual`."""
     kept = {key: value for key, value in fields.values.items() if key != "architectures"}
     return replace(fields, values={**usual, **kept})

@@ -1,7 +1,7 @@
-"""What a drafter in training begins with, what it takes from its target, and how it is written.
+"""Initial weights of a drafter in training, the target's tables that it uses, and how it is saved.
 
-Weights are a mapping from the names that the checkpoint will have to tensors in float32, so what is trained is what is
-written. Embedding, head and norm of the target are taken in float32, too.
+Weights map the names in the checkpoint to float32 tensors. The target's embedding, head and norm are loaded in float32
+too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPREAD = 0.02  # standard deviation of fresh weights
 
 @dataclass(frozen=True, slots=True)
 class TargetHead:
-    """A target's output layer as its decoder has it: the weights, a bias, and a soft bound on logits, if there are."""
+    """The target's output layer: weights, and a bias and a soft cap on the logits if it has them."""
 
     weight: Float[Tensor, "ids hidden"]
     bias: Float[Tensor, " ids"] | None = None
@@ -46,7 +46,7 @@ class TargetHead:
 
 @dataclass(frozen=True, slots=True)
 class TargetTables:
-    """A target's embedding and last norm, as its decoder has them, and its output layer, on its device."""
+    """The target's embedding, final norm and output layer, on its device."""
 
     embedding: Float[Tensor, "vocab hidden"]
     head: TargetHead
@@ -67,12 +67,12 @@ class TargetTables:
 
 
 def stored_dtype(target: Blueprint) -> torch.dtype:
-    """The number format of what is trained for a target: bfloat16 where the target is stored in 16 bits."""
+    """The dtype of a trained drafter: bfloat16 for a target stored in 16 bits, else float32."""
     return torch.bfloat16 if target.config.dtype in HALF else torch.float32
 
 
 def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, Any]:
-    """The fields of config.json for so many layers that are shaped like the target's, with `mlp` neurons if given."""
+    """The fields of config.json for `layers` layers shaped like the target's, with `mlp` neurons if given."""
     of = target.config
     return of.layer_fields() | {
         "intermediate_size": of.intermediate if mlp is None else mlp,
@@ -84,9 +84,9 @@ def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, A
 
 
 def drawn_weights(shapes: Shapes, seed: int, num_layers: int | None = None) -> dict[str, Tensor]:
-    """Weights to begin with, in float32: normal ones in the order of `shapes`, gains of 1, biases of 0.
+    """Initial weights in float32: normal, drawn in the order of `shapes`; gains are 1 and biases 0.
 
-    With `num_layers`, what adds to the residual stream is smaller the more layers add to it.
+    With `num_layers`, matrices that add to the residual stream are scaled down by sqrt(2 num_layers).
     """
     dice, weights = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
@@ -99,12 +99,12 @@ def drawn_weights(shapes: Shapes, seed: int, num_layers: int | None = None) -> d
 
 
 def trainable(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Copies of these on a device that gradients are kept for."""
+    """Copies of the weights on a device, with gradients."""
     return {name: tensor.detach().clone().to(device).requires_grad_() for name, tensor in weights.items()}
 
 
 def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
-    """Write model.safetensors, in this number format; whole numbers stay what they are."""
+    """Write model.safetensors in this dtype; integer tensors keep theirs."""
     path = folder / "model.safetensors"
     stored = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()

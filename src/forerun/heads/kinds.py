@@ -1,8 +1,7 @@
-"""The table of kinds of heads: one entry for each, by the name that it has in `--draft`.
+"""The table of kinds of heads, by their names in `--draft`; nothing else lists kinds.
 
-A kind stands in its folder: how its folders are known, and what its drafter, its training, its widening and its
-conversions need, is `PARTS` of its `drafter.py`. Nothing else lists kinds. The table needs no torch, so that the
-command line's help does without it.
+Each kind is a folder of this package. `PARTS` in its `drafter.py` declares how its folders are recognised, and its
+drafter, training, widening and conversions. The table needs no torch, so the command line's help does not load it.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """A kind of heads, in a folder of this package. `spelled` is how its drafters are, for a reader."""
+    """A kind of heads, in a folder of this package. `spelled` shows how to write its drafters in `--draft`."""
 
     folder: str
     spelled: str
 
     @property
     def parts(self) -> HeadParts:
-        """What the kind's `drafter.py` declares: how its heads are recognised, planned, trained and laid out."""
+        """The declarations in the kind's `drafter.py`."""
         parts: HeadParts = import_module(f"{__package__}.{self.folder}.drafter").PARTS
         return parts
 
     def find(self, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
-        """The heads that are spelled so. Raises UnknownDrafter for a wrong argument, ModelError for a folder."""
+        """The heads of this specification. Raises UnknownDrafter for a wrong argument, ModelError for a bad folder."""
         from forerun.draft.plan import refuse_members
 
         refuse_members(spec)
         return self.parts.blueprint.read(spec, target, head_folders(spec.name, target))
 
     def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
-        """The plan of the drafter that is spelled so."""
+        """The plan of the drafter of this specification."""
         return self.find(spec, context.target).plan(str(spec))
 
 
@@ -60,7 +59,7 @@ HEADS: Mapping[str, HeadKind] = {
 
 
 def head_folders(kind: str, target: Blueprint) -> OpenFolder:
-    """What opens folders of this kind for the target. Raises ModelError."""
+    """The function that opens folders of this kind for the target; it raises ModelError."""
     from forerun.heads.folder import HeadFolder, refuse_other_weights
 
     def open_folder(name: str) -> HeadFolder:
@@ -73,8 +72,7 @@ def head_folders(kind: str, target: Blueprint) -> OpenFolder:
 
 
 def find_of_kind(name: str, kind: str) -> Path:
-    """The folder of this name. Raises ModelNotFound where it is not there, and where its config.json shows another kind
-    of heads or cannot be of this one."""
+    """The folder of this name. Raises ModelNotFound if it does not exist, or if its config.json is not of this kind."""
     from forerun.heads.folder import WANTED, find_heads
 
     folder = find_heads(name)

@@ -1,12 +1,11 @@
-"""The layouts of drafters' folders: what a conversion reads and holds, and how a layout is described.
+"""The layouts of drafters' folders, for conversions: how each is recognised, read and written.
 
-Weights are read from safetensors, and from pickles as torch writes them, of which only tensors are taken: a pickle that
-holds anything else could run code when it is read, and is refused. A format is a layout of folders; a method is the
-kind of drafter in it. Every layout is read into the one that forerun runs, so any layout of a method can be written
-from any other.
+Weights are read from safetensors and from torch's pickles. A pickle that holds anything but tensors could run code when
+it is read, and is refused. A format is a layout of folders; a method is the kind of drafter in it. Every layout is read
+into the one that forerun runs, so any layout of a method can be converted to any other.
 
 All folders of `speculators` describe the drafter's layers under `transformer_layer_config`, and the target under
-`speculators_config`: what is written there is decided here, and the rest by the file of each method.
+`speculators_config`. This file writes these parts, and the file of each method the others.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ ALONE = "medusa_lm_head.safetensors"
 PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
 FILES = ("model.safetensors", "model.safetensors.index.json", ALONE, *PICKLES)
 SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
-VERSION = "0.9.0"  # of the package whose layout is written
-KEPT = "speculators_config"  # what the layout says beside the layer: the target's name, and how many guesses to make
+VERSION = "0.9.0"  # of speculators, whose layout is written
+KEPT = "speculators_config"  # kept in conversions: the target's name, and how many tokens to draft
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)
 VERSION_KEY = "speculators_version"
-TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, which only training reads
-USUAL_GUESSES = 3  # what the package's own converter writes
+TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, used in training only
+USUAL_GUESSES = 3  # as the converter of speculators writes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """A drafter's config.json and tensors. `path` is the config.json that errors name, `file` what held the tensors."""
+    """A drafter's config.json and tensors. `path` is that of config.json, for errors; `file` is that of the tensors."""
 
     path: Path
     config: Mapping[str, Any]
@@ -54,7 +53,7 @@ class DraftFiles:
 
     @classmethod
     def of(cls, folder: Path) -> DraftFiles:
-        """Those in a folder, but for tables that can be computed. Raises ModelError."""
+        """The files of a folder, without buffers that can be recomputed. Raises ModelError."""
         config = read_fields(folder / "config.json").values
         file = next((name for name in FILES if (folder / name).exists()), None)
         if file is None:
@@ -79,7 +78,7 @@ class DraftFiles:
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     def renamed(self, names: Mapping[str, str]) -> DraftFiles:
-        """The drafter with other names of tensors: `names` are beginnings, and what the first that fits becomes."""
+        """The drafter with tensors renamed: `names` maps prefixes to new ones, and the first that fits is replaced."""
 
         def new(name: str) -> str:
             old = next((each for each in names if name.startswith(each)), "")
@@ -88,8 +87,8 @@ class DraftFiles:
         return replace(self, tensors={new(name): tensor for name, tensor in self.tensors.items()})
 
     def check(self, shapes: Shapes, heads: str, idle: Collection[str] = ()) -> None:
-        """Raise ModelError where a tensor of `shapes` is missing or of another shape, and for one that is neither of
-        them nor `idle`."""
+        """Raise ModelError if a tensor of `shapes` is missing or has another shape, or if there is a tensor that is
+        neither in `shapes` nor `idle`."""
         for name, shape in shapes.items():
             if name not in self.tensors:
                 raise MissingWeights(f"{self.folder} has no tensor {name}: the checkpoint is incomplete; get it again")
@@ -101,7 +100,7 @@ class DraftFiles:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """The target that a drafter is for. `folder` is None for one that was not named, of which little is known."""
+    """The target of a drafter. `folder` is None if it was not given; then `config` is a guess."""
 
     name: str
     config: ModelConfig
@@ -115,7 +114,7 @@ class TargetFacts:
 
     @classmethod
     def said_by(cls, fields: Fields, family: str) -> TargetFacts:
-        """What the fields of a drafter's layers, which are of this family unless they say so, tell of its target."""
+        """The facts about the target in the fields of a drafter's layers, whose default family is `family`."""
         usual = {"max_position_embeddings": 2048, "model_type": family, "num_hidden_layers": 1}
         config = config_of(model_fields(fields, usual))
         hidden = fields.whole("target_hidden_size", config.hidden)
@@ -123,15 +122,15 @@ class TargetFacts:
 
     @property
     def architectures(self) -> list[str]:
-        """As its config.json has them."""
+        """The architectures in its config.json."""
         return [] if self.folder is None else read_fields(self.folder / "config.json").names("architectures")
 
     def embedding(self) -> Tensor:
-        """Its embeddings, in its own number format."""
+        """Its embedding table, in its own dtype."""
         return self.table(EMBEDDING)
 
     def head(self) -> Tensor:
-        """Its output matrix, likewise."""
+        """Its output matrix, in its own dtype."""
         return self.embedding() if self.config.tied else self.table(HEAD)
 
     def table(self, name: str) -> Tensor:
@@ -150,7 +149,7 @@ def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
-    """A kind of drafter. `drafter` is what `--draft` calls it; `meaning` checks files, and says what they describe."""
+    """A kind of drafter. `drafter` is its name in `--draft`; `meaning` checks files and returns what they describe."""
 
     label: str
     drafter: str
@@ -159,10 +158,11 @@ class DraftMethod:
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """A method in a format. `holds` recognises a folder, `sign` says by what; `complete` adds what the format needs.
+    """A method in a format. `holds` recognises a folder, and `sign` describes how, for errors; `complete` adds what the
+    format needs.
 
-    `file` is where the weights are written, as safetensors or, with another ending, as torch saves them. `is_run`:
-    `--draft` takes such a folder.
+    `file` is the file of the weights: safetensors or, with another ending, a torch pickle. `is_run`: `--draft` accepts
+    such a folder.
     """
 
     format: str
@@ -177,7 +177,7 @@ class DraftLayout:
 
 
 def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
-    """The tensors of a folder, in the number formats that they are stored in."""
+    """The tensors of a folder, in their stored dtypes."""
     tensors = {}
     for name, entry in (read_header(folder / file) if file == ALONE else read_headers(folder)).items():
         tensors[name] = entry.read()
@@ -185,9 +185,9 @@ def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch's. Nothing in it is run. Raises UnsupportedModel, MissingWeights."""
+    """The tensors of a torch pickle; no code in it is run. Raises UnsupportedModel, MissingWeights."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of pickles that others than torch wrote
+        with warnings.catch_warnings(action="ignore"):  # torch warns of pickles from other programs
             value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedModel(
@@ -204,9 +204,9 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
 def package_config(
     fields: Fields, target: TargetFacts | None, kind: str, values: Mapping[str, Any], num_guesses: int = USUAL_GUESSES
 ) -> dict[str, Any]:
-    """config.json of a drafter of this type with these fields; `fields` are those that were read.
+    """config.json of a drafter of type `kind` with these `values`; `fields` are those that were read.
 
-    What the layout says of the target stays as it was read, unless another target is named.
+    The description of the target is kept as it was read, unless a target is given.
     """
     kept = fields.inside(KEPT).values
     verifier = kept.get("verifier", {"name_or_path": None, "architectures": []})
@@ -224,7 +224,7 @@ def package_config(
 
 
 def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) -> dict[str, Any]:
-    """The fields of a drafter's layers, without its `others`; what comes from the family or target is written out."""
+    """The fields of a drafter's layers, without `others`; defaults of the family or target are written out."""
     kept = {key: value for key, value in config.items() if key not in (*FORMAT_KEYS, *others)}
     return {
         "hidden_act": "silu",  # vLLM reads it, and has no default
@@ -239,17 +239,17 @@ def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) 
 
 
 def number_format(fields: Fields) -> Any:
-    """The name of the number format, as config.json has it."""
+    """The name of the dtype in config.json."""
     return fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
 
 
 def of_speculators(*kinds: str) -> Callable[[DraftFiles], bool]:
-    """Whether a folder's config.json is of one of these types in `speculators`."""
+    """A test whether a folder's config.json has one of these types of `speculators`."""
     return lambda files: files.config.get(SPECULATORS) in kinds
 
 
 def refuse_fields(fields: Fields, refused: Mapping[str, tuple[bool, str]], cure: str) -> None:
-    """Raise UnsupportedModel for the first of these fields that the package cannot have, and why."""
+    """Raise UnsupportedModel for the first field that is refused; `refused` maps fields to (is refused, reason)."""
     for key, (is_refused, why) in refused.items():
         if is_refused:
             raise fields.refuse(key, f"{why}: {cure}")

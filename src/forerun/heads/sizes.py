@@ -1,6 +1,6 @@
-"""What a user may say of a student: its sizes, its exit, the checkpoint to go on from.
+"""The options of a student: its sizes, its exit, the checkpoint to continue from.
 
-The fields are the options of `forerun train`, so this file needs no torch.
+The fields are options of `forerun train`, so this file does not import torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typer import Option
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
 
-MOST_DEPTH = 16  # of drafts that training goes through
+MOST_DEPTH = 16  # of drafts in training
 
 
 @dataclass(frozen=True, slots=True)
 class StudentSizes:
-    """What the drafter is; None where nothing is said of it."""
+    """The options of the drafter to train; None for defaults."""
 
     TITLE: ClassVar[str] = "Drafter"
 
@@ -57,7 +57,7 @@ class StudentSizes:
     ] = None
 
     def only(self, kind: str, *names: str) -> None:
-        """Raise InvalidRequest where something is said that the kind does not have."""
+        """Raise InvalidRequest if an option is set that this kind does not have."""
         takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         for each in fields(self):
             value = getattr(self, each.name)
@@ -67,9 +67,9 @@ class StudentSizes:
                 require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
 
     def tapped(self, num_layers: int) -> tuple[int, ...] | None:
-        """The target's states that are read, each named by the layer that it enters; None where none are named.
+        """The taps, each identified by the layer that the state enters; None if not set.
 
-        Raises InvalidRequest for what is no layer.
+        Raises InvalidRequest for layers that do not exist.
         """
         if self.taps is None:
             return None
@@ -85,6 +85,6 @@ class StudentSizes:
 
 
 def check_most(name: str, value: int, most: int) -> None:
-    """Raise InvalidRequest for more than there can be."""
+    """Raise InvalidRequest for a value above `most`."""
     if value > most:
         raise InvalidRequest(name, f"{value} must be at most {most}.")

@@ -1,7 +1,7 @@
-"""StateDecoder: layers that read each token beside the state before it, as those of EAGLE and MTP modules do.
+"""StateDecoder: layers that read each token with the state before it, as EAGLE layers and MTP modules do.
 
-How the two enter is a value, `StateEntry`, which the compiled kernels read too; this file decides how torch computes
-it. Where the states come from is decided by each kind.
+`StateEntry` describes how the two are combined, also for the compiled kernels; this file computes it with torch. Each
+kind decides where the states come from.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from forerun.models.rows import product, rms_norm
 
 
 class StateDecoder(Decoder):
-    """A decoder with one or more entries, over a cache of its own."""
+    """A decoder with one or more state entries, and its own cache."""
 
     layers_alone: ClassVar[bool] = False
 
     def normed(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        """The rows behind this norm; as they are without a gain."""
+        """The rows after this norm; unchanged without a gain."""
         return x if gain is None else rms_norm(x, gain, self.config.norm_eps)
 
     def behind(self, x: Float[Tensor, "total hidden"], gain: Tensor | None) -> Float[Tensor, "total hidden"]:
-        """Rows of the stream behind this norm, to the bit as in whole chains; as they are without a gain."""
+        """Rows of the stream after this norm, with the bits of `chain_drawer`; unchanged without a gain."""
         return x if gain is None else self.executor.norm_rows(x, gain)
 
     def enters_by(self, entry: StateEntry, norm: Float[Tensor, " hidden"] | None, backend: Backend) -> None:
-        """Have whole chains computed with this entry, and this norm before the head."""
+        """Set the executor that drafts whole chains with this entry, and this norm before the head."""
         parts = DecoderParts(self.config, self.embedding, self.layers, norm, self.head, self.rope, entry)
         self.executor = backend.executor(parts)
 
@@ -47,7 +47,7 @@ class StateDecoder(Decoder):
         batch: TokenBatch,
         cache: PagedCache,
     ) -> Float[Tensor, "total hidden"]:
-        """What these layers, and the norm behind them, make of tokens beside states."""
+        """The outputs of these layers and the output norm, for tokens with states."""
         states = states.to(self.stream)
         token, state = self.behind(embedded.to(self.stream), entry.token_norm), self.behind(states, entry.state_norm)
         joined = torch.cat([state, token] if entry.state_first else [token, state], dim=1)

@@ -1,8 +1,8 @@
-"""What is trained: a student, one class for each kind of drafter, and the texts that it learns from.
+"""Student: a drafter in training, one class for each kind, and the texts that it learns from.
 
-A kind brings its network, the target's states that this reads, the weights that its loss gives to each depth, and its
-checkpoint. Everything else is the same for all of them: data, the target's answers, losses, optimizers, the state that
-survives a kill, what is measured on held-out text, and the report. No code asks which kind it trains.
+A kind defines its network, its taps, the loss weights of depths, and its checkpoint. Everything else is the same for
+all kinds: data, the target's answers, losses, optimizers, the training state on disk, measurements on held-out text,
+and the report. No code asks which kind it trains.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Begun = TypeVar("Begun", bound="Student")
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
-    """A prompt and what the target wrote behind it, with the target's states while it wrote.
+    """A prompt and the target's answer, with the target's states.
 
-    Row t of `taps` is the state after reading token t, at the student's taps in their order; row t of `last` is the one
-    behind the last layer, which the target's norm and head turn into the law of token t + 1. The text's last token was
-    not read. `seed` is that of the draws. `is_cut` tells an answer that ended at its limit from one that ended itself.
+    Row t of `taps` is the state after reading token t, at the student's taps in order; row t of `last` is the output of
+    the last layer, from which norm and head compute the law of token t + 1. The text's last token was not read. `seed`
+    is that of sampling. `is_cut`: the answer ended at its length limit.
     """
 
     tokens: Sequence[int]
@@ -44,21 +44,21 @@ class TargetText:
 
     @property
     def roots(self) -> range:
-        """Places from which a draft may begin: the prompt's last token, and all of the answer but its last token."""
+        """Positions from which a draft may start: the prompt's last token, and all of the answer but its last token."""
         return range(self.num_prompt - 1, len(self.tokens) - 1)
 
     @property
     def whole(self) -> TargetText:
-        """The text with every token as a part of the answer, so that drafts may begin in its prompt too."""
+        """The text with all tokens counted as the answer, so that drafts may start in the prompt too."""
         return replace(self, num_prompt=1)
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """Texts side by side, padded at their ends: what a student's network reads in one pass.
+    """A batch of texts, padded at their ends, that a student's network reads in one pass.
 
-    Padding comes last, so no causal network sees it before it has read the text. `num_tokens` counts the text's last
-    token, which is in `tokens` although nothing was read behind it.
+    Padding comes last, so a causal network does not see it. `tokens` includes each text's last token, which the target
+    has not read.
     """
 
     texts: Sequence[TargetText]
@@ -87,22 +87,22 @@ class TextBatch:
 
     @property
     def first_root(self) -> int:
-        """The first place that is a root in any of the texts."""
+        """The first position that is a root in any of the texts."""
         return min(text.roots.start for text in self.texts)
 
     @property
     def places(self) -> Int[Tensor, "batch length"]:
-        """All places that were read."""
+        """All positions that were read."""
         rows, length = self.read.shape
         return torch.arange(length, device=self.tokens.device).expand(rows, -1)
 
     @property
     def roots(self) -> Int[Tensor, "batch places"]:
-        """All places from the first root on."""
+        """All positions from the first root on."""
         return self.places[:, self.first_root :]
 
     def inside(self, places: Int[Tensor, "batch places"], ahead: int = 0) -> Bool[Tensor, "batch places"]:
-        """Which of these places are roots of their texts, as those are that lie so many places ahead."""
+        """Whether these positions, and those `ahead` positions later, are roots of their texts."""
         starts, stops = torch.tensor(
             [[text.roots.start, text.roots.stop] for text in self.texts], device=places.device
         ).T
@@ -110,7 +110,8 @@ class TextBatch:
         return counted
 
     def some_roots(self, one_in: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
-        """Roots of every text, one in so many places, in their order; other places where a text has too few roots."""
+        """A random sample of roots of every text, sorted: one of `one_in` positions. Texts with too few roots get other
+        positions."""
         places = self.roots
         order = torch.rand(places.shape, generator=dice) + ~self.inside(places.cpu())
         count = -(-places.shape[1] // one_in)
@@ -119,13 +120,13 @@ class TextBatch:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """A student's logits. Entry `[b, r]` of `logits[d - 1]` is for the token d places behind `roots[b, r]`.
+    """A student's logits. Entry `[b, r]` of `logits[d - 1]` is for the token d positions after `roots[b, r]`.
 
-    A drafter whose guess at every depth reads what its first one would read there has logits for depth 1 alone, with
-    every place a root (`TextBatch.roots`): those for deeper guesses are the same, further on. `more` are losses of the
-    kind's own, already weighed, which are added. `confidence` are, in the places of `logits`, the logits of the kind's
-    own estimates of the chance that a guess is accepted once those before it are: they learn the overlap of the laws.
-    `target` are the target's own logits, from the first root of the batch on, of a kind that tunes the target as well.
+    A drafter whose inputs at a position do not depend on the depth has logits for depth 1 only, with every position a
+    root (`TextBatch.roots`); those of deeper draft tokens are the same at later positions. `more` are additional losses
+    of the kind, already weighted. `confidence`, shaped like `logits`, are logits of the kind's estimates of the
+    probability that a draft token is accepted if those before it are; they learn the overlap of the laws. `target` are
+    the target's own logits from the batch's first root on, for a kind that tunes the target too.
     """
 
     logits: Sequence[Float[Tensor, "batch roots vocab"]]
@@ -137,13 +138,12 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True)
 class Student(ABC):
-    """A drafter in training, of the kind that `--draft` calls `kind`; it is written with `values` as config.json.
+    """A drafter in training; `kind` is its name in `--draft`, and `values` are written as config.json.
 
-    `weights` are the tensors that are trained, by their names in the checkpoint, where they are of `dtype`. `taps` are
-    the target states that it reads, as `Drafter.taps` names them. `depth_weights` says how much each depth counts in
-    its loss, as many as it predicts. `most_depth` is that of its deepest draft; None where it goes as far as it is
-    asked to. `vocabulary` are the target's ids of its tokens; None where it has all of them, as it must unless it
-    `may_lack_tokens`. `fitted_answers` are so many as `fit` wants.
+    `weights` are the trained tensors by their names in the checkpoint, which stores them in `dtype`. `taps` are as in
+    `Drafter.taps`. `depth_weights` are the loss weights of the predicted depths. `most_depth` is the deepest draft,
+    None for no limit. `vocabulary` are the target's ids of its tokens, None for all; only a kind that
+    `may_lack_tokens` can have some. `fitted_answers` is the number of answers that `fit` needs.
     """
 
     kind: ClassVar[str]
@@ -161,57 +161,55 @@ class Student(ABC):
     def begun(
         cls: type[Begun], target: Blueprint, values: Mapping[str, Any], weights: Mapping[str, Tensor], **fields: Any
     ) -> Begun:
-        """One that is trained for this target, from these weights on; `fields` are the kind's own."""
+        """A student for this target with these initial weights; `fields` are further fields of the kind."""
         trained = trainable(weights, target.placement.device)
         return cls(**{"values": values, "dtype": stored_dtype(target), "weights": trained, **fields})
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What it is made of, as JSON: another value is another training."""
+        """A JSON description of the student; training resumes only from a state with the same one."""
         return {"kind": self.kind, "config": dict(self.values)}
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
-        """A student, not trained yet, of these of the target's tokens, as many as this one has; `ids` ascend."""
+        """This untrained student over these token ids of the target, in ascending order, as many as it has."""
         assert self.may_lack_tokens, f"a drafter of the kind {self.kind} has all of the target's tokens"
         return replace(self, vocabulary=ids)
 
     def fit(self, texts: Sequence[TargetText]) -> None:  # noqa: B027 - few kinds have such a form
-        """Move the weights, before the first step, to where a closed form on `fitted_answers` answers says."""
+        """Set the weights, before the first step, to a closed-form solution on `fitted_answers` answers."""
 
     @abstractmethod
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """Its logits with gradients, as serving would compute them from the same tokens and states.
+        """The logits with gradients, as serving would compute them from the same tokens and states.
 
-        What serving knows behind a root is the text up to the root, and states up to the place before it: the target
-        has not read the root yet. A network may use the state at the root only if its drafter computes it itself.
-        Without `dice` all of `TextBatch.roots` are roots; with them a kind for which that is too much draws some.
+        At a root, serving knows the text up to the root and the states before it: the target has not read the root
+        yet. A network may use the state at the root only if its drafter computes it itself. Without `dice` all of
+        `TextBatch.roots` are roots; with `dice` a kind may sample some of them.
         """
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
-        """The target's logits of the ids in `vocabulary` alone, behind its last layer; None where all are as cheap."""
+        """The target's logits over `vocabulary` from the outputs of its last layer; None if that is not cheaper."""
         return None
 
     def of_first_guesses(self) -> Student:
-        """This student, with these weights, where it predicts the first guess of a draft alone."""
+        """This student with the same weights, predicting only the first draft token."""
         return self
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Put a checkpoint with these weights, and the ids of its tokens, into an empty folder; what the target has is
-        left out."""
+        """Write a checkpoint with these weights and the token ids to an empty folder, without the target's tables."""
         if self.vocabulary is not None:
             weights = {**weights, OFFSETS: offsets_of(self.vocabulary)}
         save_weights(weights, self.dtype, folder)
         save_config(self.values, folder)
 
     def spec(self, folder: Path) -> str:
-        """The specification of the drafter in a folder, as `--draft` takes it."""
+        """The specification of the drafter in this folder, for `--draft`."""
         return str(DraftSpec(self.kind, argument=str(folder)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableStudent(Student):
-    """A student beside the target's own tables, which stay as they are: `embedding`, and `head`, of the ids in
-    `vocabulary`."""
+    """A student with the target's `embedding` and `head` (its rows in `vocabulary`), which are not trained."""
 
     may_lack_tokens: ClassVar[bool] = True
     embedding: Float[Tensor, "vocab hidden"]
@@ -226,7 +224,7 @@ class TableStudent(Student):
         tables: TargetTables,
         **fields: Any,
     ) -> Begun:
-        """One that begins with these weights, beside these tables of its target."""
+        """A student with these initial weights and these tables of its target."""
         return cls.begun(target, values, weights, embedding=tables.embedding, head=tables.head, **fields)
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
@@ -234,4 +232,4 @@ class TableStudent(Student):
         return replace(self, vocabulary=ids, head=self.head[ids])
 
 
-MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]  # for a target, of these sizes, with a seed
+MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]  # of target, sizes, seed

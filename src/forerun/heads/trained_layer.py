@@ -1,10 +1,9 @@
 """Decoder layers with gradients: the arithmetic of `models/backends/torch_cpu/` over whole texts at once.
 
-This file decides how layers are computed while they are trained: attention is one function of what is read, of keys and
-values that are there already, and of a mask that says which of them each place sees. Norms and rotations are the
-decoder's own functions. A student that is a stack of layers reads a text once. One of a single layer goes through
-drafts of all roots of a text at once, step by step, as when it serves, so that it learns at every depth from what it
-will see there (the training-time test of EAGLE-3, 2503.01840).
+Attention is a function of the layer's input, of earlier keys and values, and of a mask that says which of them each
+position sees. Norms and rotations are the decoder's functions. A student that is a stack of layers reads a text once. A
+single-layer student unrolls the drafts of all roots of a text at once, step by step as in serving, so that it learns at
+every depth from the inputs that it will have there (the training-time test of EAGLE-3, 2503.01840).
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from forerun.models.projections import FINAL_NORM
 from forerun.models.rope import RopeTables, rope_tables
 from forerun.models.rows import rms_norm, rotate
 
-KeysAndValues = tuple[Tensor, Tensor]  # by batch, head of the queries and place
+KeysAndValues = tuple[Tensor, Tensor]  # [batch, query heads, positions, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedLayer:
-    """A dense layer of Llama's or Qwen3's kind over `weights`, whose names begin with `place`."""
+    """A dense layer of Llama's or Qwen3's form with `weights`, whose names begin with `place`."""
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -46,10 +45,10 @@ class TrainedLayer:
         seen: list[KeysAndValues],
         read: Float[Tensor, "batch places inputs"] | None = None,
     ) -> Float[Tensor, "batch places hidden"]:
-        """The stream behind the layer, of `x`. Its attention reads `x`, normed, or `read` as it is.
+        """The residual stream after the layer. Attention reads `x`, normed, or `read` unchanged.
 
-        The layer's keys and values join those `seen` already, of which each place sees what the mask says; without one
-        there were none, and each place sees all before it.
+        The layer's keys and values are appended to `seen`. `mask` says which of all keys each position sees; without it
+        `seen` must be empty, and attention is causal.
         """
         read = self.normed(x, "input_layernorm") if read is None else read
         seen.append(self.keys_and_values(read, positions))
@@ -64,7 +63,7 @@ class TrainedLayer:
     def keys_and_values(
         self, read: Float[Tensor, "batch places inputs"], positions: Int[Tensor, "batch places"]
     ) -> KeysAndValues:
-        """What is seen at these positions, for every head of the queries."""
+        """The keys and values at these positions, repeated for every query head."""
         k, v = (
             heads.repeat_interleave(self.config.group, dim=2).transpose(1, 2)
             for heads in (self.rotated(read, "k", positions), self.projected(read, "v"))
@@ -74,7 +73,7 @@ class TrainedLayer:
     def rotated(
         self, x: Float[Tensor, "batch places inputs"], name: str, positions: Int[Tensor, "batch places"]
     ) -> Float[Tensor, "batch places heads head_dim"]:
-        """Queries ("q") or keys ("k") at these positions, normed where the family does that."""
+        """Queries ("q") or keys ("k") at these positions, normed if the family norms them."""
         heads = self.projected(x, name)
         if self.config.qk_norm:
             heads = self.normed(heads, f"self_attn.{name}_norm")
@@ -107,7 +106,7 @@ class LayerStack:
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> LayerStack:
-        """The layers, with tables of angles on the weights' device. Raises UnsupportedModel for other kinds."""
+        """The layers, with rotary tables on the weights' device. Raises UnsupportedModel for other kinds."""
         if config.experts or config.sinks or not config.is_plain:
             kinds = "experts or attention sinks" if config.is_plain else "layers of its kind"
             raise UnsupportedModel(
@@ -117,7 +116,7 @@ class LayerStack:
         return cls(config, weights, rope_tables(config).to(device))
 
     def __call__(self, x: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length hidden"]:
-        """The residual stream behind the last layer; the first place of a text is position 0."""
+        """The residual stream after the last layer; texts start at position 0."""
         positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
         masks = {window: mask_of(window, positions) for window in set(self.config.windows)}
         for index in range(self.config.layers):
@@ -130,7 +129,7 @@ class LayerStack:
 
 
 def mask_of(window: int | None, places: Int[Tensor, "batch length"]) -> Bool[Tensor, "batch 1 length length"] | None:
-    """Which places of texts see which; None where each sees all before it."""
+    """The attention mask of a sliding window; None if the window holds the whole text."""
     if window is None or window >= places.shape[1]:
         return None
     behind = places[:, None, :, None] - places[:, None, None, :]
@@ -139,10 +138,9 @@ def mask_of(window: int | None, places: Int[Tensor, "batch length"]) -> Bool[Ten
 
 @dataclass(frozen=True, kw_only=True)
 class StackStudent(Student):
-    """A student that is a stack of layers under an output matrix, and guesses one token behind every place.
+    """A student that is a stack of layers with an output matrix and predicts the token after every position.
 
-    What it reads there does not depend on who wrote the text, so a guess at any depth reads what its first guess would
-    read there.
+    Its inputs do not depend on who wrote the text, so they are the same at every depth of a draft.
     """
 
     config: ModelConfig
@@ -153,11 +151,11 @@ class StackStudent(Student):
 
     @abstractmethod
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """What its first layer reads."""
+        """The inputs of the first layer."""
 
     @abstractmethod
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
-        """Those of its output layer, of normed states."""
+        """The logits of its output layer, from normed states."""
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         x = self.stack(self.inputs(batch))
@@ -166,17 +164,17 @@ class StackStudent(Student):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedStudent(TableStudent):
-    """A layer in training whose weights begin with `place`. Drafts are of as many steps as `depth_weights`. The
-    target's `target_norm` stays as it is.
+    """A single layer in training, whose weights' names begin with `place`; drafts have as many steps as
+    `depth_weights`.
 
-    At step 0 each place reads what belongs to the text. At step s every place is a root whose draft is s tokens long:
-    what it reads stands s positions further on, and sees the text up to its root, and of the later steps its own tokens
-    alone. That is what a drafter's cache holds while it serves.
+    At step 0 each position reads the text. At step s every position is a root with a draft of s tokens: it reads the
+    token s positions later, and sees the text up to its root, and of the later steps its own tokens only. A drafter's
+    cache holds the same in serving. The target's `target_norm` is not trained.
     """
 
     place: ClassVar[str]
     config: ModelConfig
-    target_norm: Float[Tensor, " hidden"] | None = None  # before the head; None where it does more than scale
+    target_norm: Float[Tensor, " hidden"] | None = None  # before the head; None if it is not a plain RMS norm
     layer: TrainedLayer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,25 +183,25 @@ class DraftedStudent(TableStudent):
 
     @abstractmethod
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """The states that are read beside the tokens behind them, at the first step."""
+        """The states of the first step, each of which is read with the token after it."""
 
     @abstractmethod
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"] | None]:
-        """The layer's stream, and what its attention reads, of tokens beside states; None: the stream, normed."""
+        """The layer's stream and the input of its attention, from tokens and states; None: the normed stream."""
 
     def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
-        """What is read at the next step, of the stream behind the layer."""
+        """The states of the next step, from the stream after the layer."""
         return x
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
-        """What a step says of the token behind it."""
+        """The logits of the next token, from the states of a step."""
         return self.head(states)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every step of the drafts from these roots: with dice so many that each token is guessed about
-        once. Nothing is before a text's first token: where that is the root, what is read is 0."""
+        """The logits of every step of the drafts. With `dice`, roots are sampled so that each token is predicted about
+        once. A text's first token has no state before it: if it is the root, the state is 0."""
         num_steps = len(self.depth_weights)
         roots = batch.roots if dice is None else batch.some_roots(num_steps, dice)
         tokens, states = functional.pad(batch.tokens, (0, num_steps)), self.inputs(batch)
@@ -217,13 +215,13 @@ class DraftedStudent(TableStudent):
         return Predictions(logits, roots)
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
-        """By the rows of the target's head that the draft has."""
+        """As in Student, by the rows of the target's head that the drafter has."""
         if self.vocabulary is None or self.target_norm is None:
             return None
         return self.head(rms_norm(last, self.target_norm, self.config.norm_eps))
 
     def of_first_guesses(self) -> DraftedStudent:
-        """Every place is a root then: that takes as long as all steps from one root in so many."""
+        """As in Student; with a single step all positions are roots, at the cost of all steps from sampled roots."""
         return replace(self, depth_weights=self.depth_weights[:1])
 
     def step(
@@ -233,10 +231,10 @@ class DraftedStudent(TableStudent):
         places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
-        """What is read at the step behind the one that follows `past`, which this step's keys and values join.
+        """Run one step; returns the states for the next, and appends this step's keys and values to `past`.
 
-        At the first step `places` are those of all texts from 0 on, later those whose drafts are gone on with: the same
-        ones at every step. Each sees the text up to its root, and of the later steps its own tokens alone.
+        At the first step `places` are all positions of the texts, later the positions before the roots, the same at
+        every step. Each sees the text up to its root, and of the later steps its own tokens only.
         """
         mask, (x, read) = None, self.entry(embedded, states)
         if past:
@@ -246,5 +244,5 @@ class DraftedStudent(TableStudent):
         return self.output(self.layer(x, places + len(past), mask, past, read))
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """Behind the norm whose gain has this name."""
+        """`x` after the norm whose gain has this name."""
         return rms_norm(x, self.weights[name], self.config.norm_eps)

@@ -1,7 +1,7 @@
-"""Heads over some of the target's tokens: whose tokens theirs are, in a folder and while they draft.
+"""Heads over a reduced vocabulary: the target's ids of their tokens, in a folder and while drafting.
 
-A folder says so by `d2t`, which gives for every id of the head how much larger the target's is; `t2d`, which other
-programs read, says which of the target's tokens the head has.
+In a folder, `d2t` holds for every id of the head the difference to the target's id; `t2d`, for other programs, marks
+the target's tokens that the head has.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from forerun.annotations import Float, Int
 from forerun.device import CPU
 from forerun.errors import UnsupportedModel
 from forerun.heads.layouts import DraftFiles, TargetFacts
-from forerun.models.chains import IdExchange, SameIds
+from forerun.models.chains import IdMap, SameIds
 from forerun.models.weights import Checkpoint
 
 OFFSETS, MASK = "d2t", "t2d"
 
 
 class DraftVocabulary(SameIds):
-    """The ids of a head over some of the target's tokens; the model reads all of them."""
+    """The ids of a head over some of the target's tokens; the layers read all of them."""
 
     def __init__(self, vocab_size: int, ids: Int[Tensor, " draft_vocab"]) -> None:
         super().__init__(vocab_size, vocab_size)
         self.ids = self.head_ids = ids
 
-    def spread(self, logits: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
+    def target_logits(self, logits: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
         if len(logits) == 0:
             return logits.new_empty(0, self.vocab_size)
         return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(1, self.ids, logits)
 
 
-def exchange_of(ids: Int[Tensor, " draft_vocab"], vocab_size: int, device: torch.device = CPU.device) -> IdExchange:
-    """What exchanges the ids of a head of these tokens for the target's, for logits on a device."""
-    every = len(ids) == vocab_size and bool((ids == torch.arange(vocab_size)).all())
-    return SameIds(vocab_size, vocab_size) if every else DraftVocabulary(vocab_size, ids.to(device))
+def id_map_of(ids: Int[Tensor, " draft_vocab"], vocab_size: int, device: torch.device = CPU.device) -> IdMap:
+    """The mapping between the ids of a head over these tokens and the target's, for logits on this device."""
+    has_all = len(ids) == vocab_size and bool((ids == torch.arange(vocab_size)).all())
+    return SameIds(vocab_size, vocab_size) if has_all else DraftVocabulary(vocab_size, ids.to(device))
 
 
 def offsets_of(ids: Int[Tensor, " draft_vocab"]) -> Int[Tensor, " draft_vocab"]:
-    """The table that says so in a folder."""
+    """The table `d2t` of these ids."""
     return ids.cpu() - torch.arange(len(ids))
 
 
 def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
-    """The target's id of every token of the head's. Raises UnsupportedModel for ids that are not the target's."""
+    """The target's id of every token of the head. Raises UnsupportedModel for ids that the target does not have."""
     offsets = checkpoint.take_ids(OFFSETS, (draft_vocab,)) if OFFSETS in checkpoint else None
     return ids_of(offsets, draft_vocab, vocab_size, checkpoint.folder)
 
@@ -56,7 +56,7 @@ def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[T
 def ids_of(
     offsets: Int[Tensor, " draft_vocab"] | None, draft_vocab: int, vocab_size: int, folder: Path
 ) -> Int[Tensor, " draft_vocab"]:
-    """The target's ids, each so much larger than the head's own; None is a head over all of them."""
+    """The target's ids from the table `d2t`; None for a head over all tokens."""
     if offsets is None and draft_vocab != vocab_size:
         raise UnsupportedModel(f"{folder} has no tensor {OFFSETS}, which says whose tokens the head's are")
     ids = torch.arange(draft_vocab) + (0 if offsets is None else offsets)
@@ -69,7 +69,7 @@ def ids_of(
 
 
 def head_ids(files: DraftFiles, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
-    """The target's ids of the head's tokens. Raises UnsupportedModel for a table that gives none."""
+    """The target's ids of the head's tokens. Raises UnsupportedModel for an invalid table."""
     offsets = files.tensors.get(OFFSETS)
     if offsets is None:
         return torch.arange(vocab_size)
@@ -79,13 +79,13 @@ def head_ids(files: DraftFiles, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
 
 
 def check_ids(files: DraftFiles, draft_vocab: int, vocab_size: int) -> None:
-    """Raise UnsupportedModel for a head of other tokens than so many of the target's."""
+    """Raise UnsupportedModel unless the head has `draft_vocab` tokens."""
     if len(head_ids(files, vocab_size)) != draft_vocab:
         raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
 
 
 def with_id_tables(files: DraftFiles, _target: TargetFacts | None = None) -> DraftFiles:
-    """The drafter with `t2d` beside `d2t`, for a head over some of the target's tokens."""
+    """The drafter with `t2d` added if it has `d2t`."""
     if OFFSETS not in files.tensors:
         return files
     vocab_size = files.fields.whole("vocab_size")

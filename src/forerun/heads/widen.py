@@ -1,9 +1,9 @@
-"""Widening the drafters of a target together with it, so that they guess the same at the larger target's cost.
+"""Widening a target's drafters together with it, so that they draft the same tokens at the larger target's cost.
 
-What a drafter writes to a residual stream stays 0 in the new channels, what reads them may hold any value, and norms
-shrink. A tensor that reads several streams side by side grows inside each of them. The file decides what the grown
-tensors hold, and where the folder is written; which tensors and fields there are stands in `blueprint.py` and in the
-blueprint of each kind. Models, which read no states, are widened alone.
+A drafter's outputs to a residual stream stay 0 in the new channels, weights that read these may have any value, and
+norm gains shrink. A tensor that reads several concatenated streams grows inside each of them. This file computes the
+grown tensors and writes the folder; `blueprint.py` and the blueprint of each kind list the tensors and fields. Draft
+models, which read no states of the target, are widened like targets.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int = 0) -> DraftSpec:
-    """Write the drafter of `source` that the specification finds, grown to fit the widened checkpoint in `target`, into
-    a folder inside that one; returns its specification.
+    """Widen the drafter `draft` of `source` for the widened checkpoint in `target`, into a folder inside that one;
+    returns its specification.
 
-    A folder that the same call made before is taken as it is. Raises InvalidRequest for a drafter that is none of
-    HEADS, for a padded vocabulary, and where the folder holds something else; ModelError for an unusable drafter.
+    A folder from an earlier call with the same arguments is reused. Raises InvalidRequest for a drafter that is not in
+    HEADS, for a padded vocabulary, and if the folder holds something else; ModelError for an unusable drafter.
     """
     plan, wide_drafter = planned(draft, source, wider, seed)
     return put(wide_drafter, plan, target / parse_spec(draft).name, draft)
@@ -52,7 +52,7 @@ def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int
 def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) -> DraftSpec:
     """Widen a drafter as `widen_drafter` does, for a checkpoint in the user's cache folder.
 
-    The drafter's folder is named by its weights: a later call with equal ones finds it, and one with others does not.
+    The folder's name contains a digest of the drafter's weights, so a later call with the same weights reuses it.
     """
     plan, wide_drafter = planned(draft, source, wider, 0)
     digest = hashlib.sha256(plan.recipe.encode())
@@ -64,7 +64,7 @@ def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) 
 
 
 def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
-    """The target's widening and what becomes of its drafter; nothing is written."""
+    """The plan of the target's widening, and the widened drafter; nothing is written."""
     spec, plan = parse_spec(draft), Plan.of(source, wider, seed)
     kind = HEADS.get(spec.name)
     if kind is None or spec.argument is None:
@@ -78,7 +78,7 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
 def put(
     found: WideDrafter, plan: Plan, folder: Path, draft: str, told: Sequence[str] = ("from", "recipe", "seed")
 ) -> DraftSpec:
-    """Write the drafter into the folder, unless the same one is there, by what of it is `told`; its specification."""
+    """Write the drafter to the folder, unless one with the same `told` fields is there; returns its specification."""
     spec = parse_spec(draft)
     made = {"from": spec.argument, "recipe": plan.recipe, "seed": plan.seed}
     if folder.exists():
@@ -98,7 +98,7 @@ def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any])
         tensors = {
             name: grown(found, plan, name, checkpoint.take(name, shape), dice) for name, shape in found.narrow.items()
         }
-        if OFFSETS in checkpoint.stored:  # tokens have the ids that they had
+        if OFFSETS in checkpoint.stored:  # ids do not change
             tensors[OFFSETS] = checkpoint.take_ids(OFFSETS, checkpoint.stored[OFFSETS].shape)
         save_weights(tensors, plan.wide.dtype, part)
         counts = {"parameters_before": count(found.narrow), "parameters": count(found.wide)}
@@ -115,7 +115,7 @@ def count(shapes: Shapes) -> int:
 
 
 def grown(found: WideDrafter, plan: Plan, name: str, source: Tensor, dice: torch.Generator) -> Tensor:
-    """One tensor, grown: the source's values where the source's channels are, dead weights or zeros around them."""
+    """One widened tensor: the source's values in its channels; in others zeros, or weights that only read zeros."""
     shape, hidden, wide = found.wide[name], plan.source.config.hidden, plan.wide.hidden
     is_norm = source.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS)
     if is_norm or (found.qk_norm and name.endswith(HEAD_NORMED)):

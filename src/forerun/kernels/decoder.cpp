@@ -69,7 +69,7 @@ class Worker {  // one thread's part of a pass
       each_row([&](int64_t r) { prepare_row(*l.out, s.mixed + r * mixed, next_rows, r); });
     }
     add_up(*l.out, next_rows);
-    const Linear& next = l.experts ? *l.experts->router : *l.every.gate_up;
+    const Linear& next = l.experts ? *l.experts->router : *l.dense.gate_up;
     each_row([&](int64_t r) {
       add(r, l.attention_out_norm);
       if (!l.parallel) norm_stream(r, l.mlp_norm);
@@ -82,8 +82,8 @@ class Worker {  // one thread's part of a pass
       return sparse(l, *l.experts, rows);
     }
     wait();
-    activate(l.every, rows, next_rows);
-    add_up(*l.every.down, next_rows);
+    activate(l.dense, rows, next_rows);
+    add_up(*l.dense.down, next_rows);
     each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
   }
 
@@ -157,7 +157,7 @@ class Worker {  // one thread's part of a pass
       if (pass.num_experts) *pass.num_experts += routes.groups.size() - (per_token > e.active);
     }
     wait();
-    const int64_t deep = std::max(e.gated[0].down->depth, l.every.down ? l.every.down->depth : 0);
+    const int64_t deep = std::max(e.gated[0].down->depth, l.dense.down ? l.dense.down->depth : 0);
     const Products up(l, &Gated::gate_up, deep), down(l, &Gated::down, hidden);
     each_pair([&](const Group& g, int64_t p) {
       prepare_row(up.of(g), s.normed + routes.tokens[p] * hidden, up.rows(g, rows), p - g.first);
@@ -166,7 +166,7 @@ class Worker {  // one thread's part of a pass
     up.multiply(routes.groups, rows, s.wide, thread, num_threads);
     wait();
     each_pair([&](const Group& g, int64_t p) {  // in place: the activation of a number is written where its gate was
-      const Gated& mlp = g.mlp < e.count ? e.gated[g.mlp] : l.every;
+      const Gated& mlp = g.mlp < e.count ? e.gated[g.mlp] : l.dense;
       float *const gate = up.out(g, s.wide).at(p - g.first, 0), *const values = gate + mlp.neurons();
       if (e.limit && g.mlp < e.count) activate_row(gate, values, mlp.neurons(), gate, Bounded{e.alpha, e.limit});
       else activate_row(gate, values, mlp.neurons(), gate, Silu{});
@@ -175,9 +175,9 @@ class Worker {  // one thread's part of a pass
       wait();
       const Group& last = routes.groups.back();
       const int64_t shared = last.mlp < e.count ? last.end : last.first;  // pairs of experts come before those of all tokens
-      const Linear &expert = *e.gated[0].down, &every = *(l.every.down ? l.every.down : e.gated[0].down);
+      const Linear &expert = *e.gated[0].down, &dense = *(l.dense.down ? l.dense.down : e.gated[0].down);
       gather(NEURONS, s.wide, up.width, expert.inputs, expert.depth, shared);
-      gather(NEURONS, s.wide + shared * up.width, up.width, every.inputs, every.depth, last.end - shared);
+      gather(NEURONS, s.wide + shared * up.width, up.width, dense.inputs, dense.depth, last.end - shared);
     }
     each_pair([&](const Group& g, int64_t p) {
       prepare_row(down.of(g), up.out(g, s.wide).at(p - g.first, 0), down.rows(g, rows), p - g.first);
@@ -243,7 +243,7 @@ class Worker {  // one thread's part of a pass
 
   // A query or key is normed and rotated; a key or value goes to its slot.
   void store_head(const Layer& l, int64_t token, int64_t head, T* keys, T* values) {
-    const int64_t turn = (pass.positions[token] + (head < c.heads ? l.first_query_turn : l.first_turn)) * c.head_dim;
+    const int64_t turn = (pass.positions[token] + (head < c.heads ? l.query_rope_start : l.rope_start)) * c.head_dim;
     float* const x = out_of(*l.qkv).at(token, head * c.head_dim);
     if (head < c.heads + c.kv_heads) {
       const float* gain = l.qk_norm && !l.joint_norm ? l.qk_norm + head * c.head_dim : nullptr;

@@ -34,7 +34,7 @@ struct Experts {  // of which each token takes some
 
 struct Layer {
   const Linear *qkv, *out;
-  Gated every;             // what every token takes
+  Gated dense;             // what every token takes
   const Experts* experts;  // or null
   const float *attention_norm, *mlp_norm;  // padded with zeros; null: what is read is not normed
   const float *attention_out_norm, *mlp_out_norm;  // of what is added to the stream; or null
@@ -42,10 +42,10 @@ struct Layer {
   int64_t joint_norm;                      // whether all query heads are normed as one, and all key heads
   const float* sinks;                      // each query head's score of nothing; or null
   int64_t window;                          // 0: sees everything
-  int64_t first_turn, first_query_turn;    // of the tables of cosines and sines: the row of position 0, of keys and queries
+  int64_t rope_start, query_rope_start;    // of the tables of cosines and sines: the row of position 0, of keys and queries
   int64_t parallel;                        // whether the MLP reads what attention reads
 
-  int64_t per_token() const { return (experts ? experts->active : 0) + (every.down != nullptr); }  // MLPs that one takes
+  int64_t per_token() const { return (experts ? experts->active : 0) + (dense.down != nullptr); }  // MLPs that one takes
 };
 
 struct Pass {  // without paths nothing looks: keys and values are made of `read`, in all layers, and `x` is not used

@@ -83,14 +83,14 @@ struct Products {
 
   // Each group's rows have room for `least` numbers too.
   Products(const Layer& l, const Linear* Gated::*of, int64_t least) : layer(l), linear(of), row_bytes(0), width(least + LANES) {
-    for (const Gated* each : {&l.experts->gated[0], &l.every})
+    for (const Gated* each : {&l.experts->gated[0], &l.dense})
       if (each->down) {
         row_bytes = std::max(row_bytes, (each->*of)->row_bytes());
         width = std::max(width, (each->*of)->width + LANES);
       }
   }
   const Linear& of(const Group& g) const {
-    return *((g.mlp < layer.experts->count ? layer.experts->gated[g.mlp] : layer.every).*linear);
+    return *((g.mlp < layer.experts->count ? layer.experts->gated[g.mlp] : layer.dense).*linear);
   }
   Rows rows(const Group& g, Rows all) const { return {all.data + g.first * row_bytes, all.scales + g.first}; }
   Out out(const Group& g, float* all) const { return {all + g.first * width, width}; }

@@ -40,7 +40,7 @@ struct Decoder {
       const auto take = [&](const Gated& g) {
         wide = std::max({wide, g.gate_up->width, g.down->depth}), deep = std::max(deep, g.down->depth);
       };
-      if (l.every.down) take(l.every);
+      if (l.dense.down) take(l.dense);
       if (!l.experts) continue;
       take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
       per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // of a last group that begins within a tile

@@ -1,6 +1,6 @@
-"""Whether two models compute the same function: their logits on the same tokens, compared.
+"""Checks that a widened model computes the same function as its source, by their logits on the same tokens.
 
-This file decides which tokens are read, how far logits may differ, and why that far.
+This file defines the tokens and the tolerance.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from forerun.annotations import Float, ProgressCallback
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 
-CHECK_CHUNKS = (1, 3, 60, 64, 128)  # how the check reads its tokens
+CHECK_CHUNKS = (1, 3, 60, 64, 128)  # sizes of the chunks in which the tokens are read
 CHECK_ROWS = 24  # last positions of each chunk whose logits are compared
-FLOAT32_BOUND = 1e-4  # of the largest logit: sums in another order
-ROUNDING_BOUND = 3.0  # times what rounding to 16 bits does to the source's own logits, for both models' roundings
+FLOAT32_BOUND = 1e-4  # relative to the largest logit, for sums in another order
+ROUNDING_BOUND = 3.0  # relative to the effect of 16-bit rounding on the source's logits; both models round
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far the logits of a widened checkpoint are from its source's, at most, and how far they may be."""
+    """The largest difference between the logits of a widened checkpoint and of its source, and the tolerance."""
 
     largest_difference: float
     tolerance: float
@@ -31,10 +31,10 @@ class Agreement:
 
 
 def agreement(source: Blueprint, folder: Path, progress: ProgressCallback | None) -> Agreement:
-    """Run both models on the same random tokens, in their own number format, and compare logits.
+    """Run both models on the same random tokens in their own dtype, and compare logits.
 
-    In float32 only the order of sums differs. In 16 bits roundings differ too; how much they may move logits is
-    measured on the source itself, as the distance between its logits in 16 bits and in 32.
+    In float32 only the order of sums differs. In 16 bits rounding differs too; its effect is measured on the source, as
+    the distance between its logits in 16 bits and in float32.
     """
     num_tokens = min(sum(CHECK_CHUNKS), source.config.max_positions)
     tokens = torch.randint(source.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -52,7 +52,7 @@ def agreement(source: Blueprint, folder: Path, progress: ProgressCallback | None
 def judged_logits(
     model: Blueprint, tokens: list[int], progress: ProgressCallback | None
 ) -> Float[Tensor, "judged vocab"]:
-    """Logits at the last positions of every chunk, read one after the other as a prompt would be."""
+    """Logits at the last positions of every chunk, which are read one after another like a prompt."""
     runner = model.load(len(tokens), progress, max_model_len=len(tokens))
     logits, start = [], 0
     for size in CHECK_CHUNKS:

@@ -1,7 +1,6 @@
-"""The checkpoints that ship inside the package, by name.
+"""The checkpoints that ship inside the package, by short name: models, and trained heads for the bundled target.
 
-This file is two explicit tables from short names to folders of the package's data: models, and drafters that read the
-states of the bundled target. `source.py` finds all other checkpoints.
+`source.py` finds all other checkpoints.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ BUNDLED = {
     "stdlib": FOLDER / "stdlib" / "target",
     "stdlib-middle": FOLDER / "stdlib" / "middle",
     "stdlib-draft": FOLDER / "stdlib" / "draft",
-    "stdlib-draft-1024": FOLDER / "stdlib" / "draft-1024",  # with a tokenizer of its own
+    "stdlib-draft-1024": FOLDER / "stdlib" / "draft-1024",  # with its own tokenizer
 }
-BUNDLED_HEADS = {  # by what --draft takes in the place of a folder
+BUNDLED_HEADS = {  # the names replace a folder in --draft
     "stdlib-early-exit": FOLDER / "stdlib" / "early-exit",
     "stdlib-block": FOLDER / "stdlib" / "block",
     "stdlib-medusa": FOLDER / "stdlib" / "medusa",
     "stdlib-eagle": FOLDER / "stdlib" / "eagle",
     "stdlib-mtp": FOLDER / "stdlib" / "mtp",
 }
-BUNDLED_DRAFTS = {  # how each drafts
+BUNDLED_DRAFTS = {  # the drafter specification of each
     **{name: f"model:{name}" for name in BUNDLED},
     **{name: f"{name.removeprefix('stdlib-')}:{name}" for name in BUNDLED_HEADS},
     "stdlib-early-exit": "early-exit:2:stdlib-early-exit",
 }
-TARGET, DRAFT = "stdlib", "stdlib-draft"  # the pair that commands run unless told otherwise
+TARGET, DRAFT = "stdlib", "stdlib-draft"  # the default pair of commands
 BUNDLED_NAMES = ", ".join(BUNDLED)
 BUNDLED_HEAD_NAMES = ", ".join(BUNDLED_HEADS)

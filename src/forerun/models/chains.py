@@ -76,7 +76,7 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
 
 
-class Foreseen(NamedTuple):
+class HeadInputs(NamedTuple):
     """The inputs of heads, a row for each chain: the logits after its text, or else the given state, and logits and
     states of the masked positions that were read.
     """
@@ -87,7 +87,7 @@ class Foreseen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedPlaces:
+class MaskedPositions:
     """Mask tokens that are read after each start's text in one pass, to predict draft tokens there.
 
     `count` gives their number for a depth. Those from `first` on predict one token each, as far as the chain reaches.
@@ -105,16 +105,16 @@ class MaskedPlaces:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsAhead:
+class ParallelHeads:
     """Generates whole chains without a pass in between, from `states` of each start, or from masked positions after
     texts.
 
     `logits` computes those of each chain's next token, from its root and the tokens so far [chains, path].
     """
 
-    logits: Callable[[Foreseen, Int[Tensor, "chains path"]], Tensor]
+    logits: Callable[[HeadInputs, Int[Tensor, "chains path"]], Tensor]
     states: Sequence[Float[Tensor, " hidden"]] | None = None
-    places: MaskedPlaces | None = None
+    places: MaskedPositions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +133,23 @@ class JudgedChains:
 
 
 @runtime_checkable
-class IdExchange(Protocol):
+class IdMap(Protocol):
     """The mapping between a model's ids and the target's; draft tokens are sampled and returned as the target's."""
 
     vocab_size: int  # columns of the target's logits
-    num_own: int  # ids that the model can read
+    num_model_ids: int  # ids that the model can read
     same: bool  # whether both mean the same by an id, so that only the numbers of ids may differ
     head_ids: Int[Tensor, " head_vocab"] | None  # of the logits' columns, where they are of some ids alone
 
-    def spread(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
+    def target_logits(self, logits: Float[Tensor, "rows model_vocab"]) -> Float[Tensor, "rows vocab"]:
         """The model's logits over the target's ids; -inf for ids that it does not have."""
         ...
 
-    def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+    def model_ids(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
         """The model's ids of these target ids; -1, which is no token, stays."""
         ...
 
-    def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
+    def model_id_list(self, tokens: Sequence[int]) -> Sequence[int]:
         """The model's ids of these target ids, on the host; missing ones get distinct negative numbers."""
         ...
 
@@ -160,21 +160,21 @@ class SameIds:
     same = True
     head_ids: Int[Tensor, " head_vocab"] | None = None
 
-    def __init__(self, vocab_size: int, num_own: int) -> None:
+    def __init__(self, vocab_size: int, num_model_ids: int) -> None:
         self.vocab_size = vocab_size
-        self.num_own = num_own
+        self.num_model_ids = num_model_ids
 
-    def spread(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
+    def target_logits(self, logits: Float[Tensor, "rows model_vocab"]) -> Float[Tensor, "rows vocab"]:
         """The logits, cut or padded with -inf."""
         missing = self.vocab_size - logits.shape[1]
         if missing == 0:
             return logits
         return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, : self.vocab_size]
 
-    def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+    def model_ids(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
         return tokens
 
-    def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
+    def model_id_list(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens
 
 

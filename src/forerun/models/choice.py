@@ -1,10 +1,9 @@
-"""What computes a model on this CPU: compiled kernels or torch's operators, in 16 bits or 32, by measured times.
+"""The choice of a CPU backend: compiled kernels or torch's operators, in 16 bits or float32, by measured times.
 
-This file decides what is compared, how it is measured, and where the times are kept. A decoder is computed by one kind
-of kernels, in one number format, for any number of rows: rows of a draft must have the bits that the same tokens would
-have in a prompt. So the choice is made once per model, by the times of its linear layers, which read nearly all of the
-memory that a pass reads. Small models are not measured. Their time goes into calls, of which the compiled kernels make
-one for all layers.
+A model runs on one backend in one dtype for any number of rows, since draft tokens must have the same bits as the same
+tokens in a prompt. So the choice is made once for a model, by the times of its linear layers, which read nearly all of
+a pass's memory. Small models are not measured: their time goes into calls, and the compiled kernels make one call for
+all layers.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
 from forerun.store import cache_folder, keep_measured
 
-ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a piece of a prompt
-PASSES = (32, 32, 32, 4)  # how many of each an answer is taken to need: 256 prompt tokens, then 96 rounds
-SMALL_BYTES = 64 << 20  # models below, in float32, stay in a processor's caches
-SAMPLE_WEIGHTS = 1 << 22  # a layer is timed by so many of its weights: by fewer outputs of the same inputs
-COPIES = 4  # of a sample, taken in turn, so that weights come from memory as in a pass
-TURNS = 5  # of all backends, of which the shortest times count: neighbours on the same cores only make times longer
+ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a prompt chunk
+PASSES = (32, 32, 32, 4)  # passes of each kind in a typical answer: 256 prompt tokens, then 96 rounds
+SMALL_BYTES = 64 << 20  # smaller models (in float32) stay in a processor's caches
+SAMPLE_WEIGHTS = 1 << 22  # a layer is timed with this many of its weights: all inputs, fewer outputs
+COPIES = 4  # of a sample, used in turn, so that weights come from memory as in a pass
+TURNS = 5  # repetitions of all backends; the shortest times count, since other programs only make times longer
 TRIES = 2  # of a measurement that other programs disturb
-ADVANTAGE = 1.1  # how many times as fast something else must be than what is preferred
+ADVANTAGE = 1.1  # speedup from which another backend than the preferred one is used
 
 MeasuredTimes = Mapping["BackendKind", Sequence[float]]  # seconds for each of ROWS
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BackendKind:
-    """A way to compute: `kernels` is "native" or "torch", and the number format."""
+    """A backend, "native" or "torch", in one dtype."""
 
     kernels: KernelChoice
     dtype: torch.dtype
@@ -63,7 +62,7 @@ class BackendKind:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend that is taken; and where it was measured, how many times as fast it is as the next best other."""
+    """The chosen backend and, if it was measured, its speed relative to the next best one."""
 
     backend: BackendKind
     other: BackendKind | None = None
@@ -76,7 +75,7 @@ class BackendChoice:
 
 
 def cpu_backend(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Backend:
-    """The compiled kernels or, as `find_kernels` says, torch's operators."""
+    """The compiled kernels if `find_kernels` finds them, else torch's operators."""
     return find_kernels(choice, dtype, progress) or TorchBackend()
 
 
@@ -87,9 +86,9 @@ def choose_backend(
     config: ModelConfig,
     progress: ProgressCallback | None = None,
 ) -> BackendChoice:
-    """The fastest backend that `choice` and `dtypes` allow, preferring compiled kernels and the first format.
+    """The fastest backend that `choice` and `dtypes` allow, with a preference for compiled kernels and the first dtype.
 
-    Raises UnsupportedModel where `choice` is "native" and there are no kernels.
+    Raises UnsupportedModel if `choice` is "native" and there are no kernels.
     """
     native = [dtype for dtype in dtypes if find_kernels(choice, dtype, progress) is not None]
     backends = [BackendKind("native", dtype) for dtype in native]
@@ -97,7 +96,7 @@ def choose_backend(
         backends += [BackendKind("torch", dtype) for dtype in torch_dtypes(dtypes)]
     preferred, *others = backends
     others = [other for other in others if other.kernels == "native" or is_packed(other)]
-    # Of whole numbers torch's operators were never faster, and rows of experts they group in Python, outside the times.
+    # With integer weights torch's operators were never faster; grouping rows of experts in Python is not in the times.
     if not native or not others or quantize is not None or config.experts is not None:
         return BackendChoice(preferred)
     shapes = products(config)
@@ -108,7 +107,7 @@ def choose_backend(
 
 
 def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKind], bool]) -> BackendChoice:
-    """The first of `times`, unless another that can be trusted is faster by more than times are off."""
+    """The first of `times`, unless another trusted backend is faster by more than the measurement error."""
     preferred, *others = times
     for other in sorted(others, key=times.__getitem__):
         if times[other] * ADVANTAGE >= times[preferred]:
@@ -119,7 +118,7 @@ def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKin
 
 
 def torch_dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """Those that torch's operators compute well on this CPU, float32 where there is none among them."""
+    """The dtypes that torch's operators compute fast on this CPU; float32 if none of them is."""
     slow = (torch.float16,) if has_bfloat16_linears() else (torch.float16, torch.bfloat16)
     return [dtype for dtype in dtypes if len(dtypes) == 1 or dtype not in slow] or [torch.float32]
 
@@ -130,13 +129,13 @@ def has_bfloat16_linears() -> bool:
 
 
 def is_packed(backend: BackendKind) -> bool:
-    """Whether torch has a fast operator for it here: what it does without is never faster than compiled kernels."""
+    """Whether torch has packed operators for it here; without them it is never faster than compiled kernels."""
     supported = backend.dtype != torch.bfloat16 or has_bfloat16_linears()
     return supported and packing_available(torch.empty(0, dtype=backend.dtype))
 
 
 def is_trusted(backend: BackendKind, config: ModelConfig) -> bool:
-    """Whether the operators give each row bits of its own, in every layer. Compiled kernels do."""
+    """Whether the bits of a row do not depend on other rows, in every layer. Compiled kernels guarantee it."""
     threads = torch.get_num_threads()
     return backend.kernels == "native" or all(
         trusted_rows(*shape, backend.dtype, False, threads) for shape in products(config)
@@ -146,9 +145,9 @@ def is_trusted(backend: BackendKind, config: ModelConfig) -> bool:
 def answer_times(
     backends: Sequence[BackendKind], shapes: Mapping[tuple[int, int], int], progress: ProgressCallback | None
 ) -> dict[BackendKind, float]:
-    """Seconds that the linear layers of a model take by each of them, for an answer as PASSES has it.
+    """Seconds of each backend for the linear layers of a model in a typical answer (PASSES).
 
-    What is measured is kept, unless other programs disturb it, at a second try too: then nothing is known.
+    Measurements are stored. Returns {} if other programs disturb the measurement at every try.
     """
     total, kept = dict.fromkeys(backends, 0.0), read_times()
     for number, ((outputs, inputs), count) in enumerate(shapes.items()):
@@ -168,7 +167,7 @@ def answer_times(
 
 
 def undisturbed(measure: Callable[[], MeasuredTimes]) -> MeasuredTimes | None:
-    """What is measured while other programs leave the cores alone; None where they do not at two tries."""
+    """The result of a measurement without other busy programs; None if every try was disturbed."""
     for _ in range(TRIES):
         neighbours = Neighbours()
         times = measure()
@@ -179,14 +178,14 @@ def undisturbed(measure: Callable[[], MeasuredTimes]) -> MeasuredTimes | None:
 
 
 def times_key(backend: BackendKind, outputs: int, inputs: int) -> str:
-    """Everything that the times of a layer depend on."""
+    """The key of stored times: everything that the times of a layer depend on."""
     kernels = find_kernels(backend.kernels, backend.dtype)
     by = f"forerun {__version__} {kernels.file}" if kernels else f"torch {torch.__version__}"
     return f"{by}, {order_of_sums()}: {backend.dtype}, {outputs} x {inputs}"
 
 
 def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> MeasuredTimes:
-    """The shortest seconds that such a layer takes by each of them, for each of ROWS; measured by turns."""
+    """The shortest seconds of such a layer with each backend for each of ROWS; backends are measured in turn."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5
     x = torch.randn(max(ROWS), inputs, generator=dice)
@@ -204,18 +203,18 @@ def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> Meas
 
 
 def sample(backend: BackendKind, weight: Tensor) -> Linear:
-    """A layer by this backend, whether or not its rows can be trusted."""
+    """A layer of this backend, trusted or not."""
     kernels = find_kernels(backend.kernels, backend.dtype)
     return (kernels.linear if kernels else PackedLinear)(weight.to(backend.dtype), None)
 
 
 def times_file() -> Path:
-    """Where times are kept. Raises OSError where there is no home folder."""
+    """The file of stored times. Raises OSError if there is no home folder."""
     return cache_folder("times") / "layers.json"
 
 
 def read_times() -> dict[str, tuple[float, ...]]:
-    """All times that are kept, of any machine; a file that cannot be read, or is no such file, has none."""
+    """All stored times of all machines; none if the file cannot be read or has another content."""
     with suppress(OSError, ValueError, RecursionError):
         stored = json.loads(times_file().read_text(encoding="utf-8"))
         return {key: tuple(row) for key, row in stored.items() if is_times(row)} if isinstance(stored, dict) else {}
@@ -223,6 +222,6 @@ def read_times() -> dict[str, tuple[float, ...]]:
 
 
 def is_times(value: object) -> bool:
-    """Whether it is what `measured` gives for a backend, as JSON has it."""
+    """Whether a JSON value is the times of a backend as `measured` returns them."""
     rows = value if isinstance(value, list) and len(value) == len(ROWS) else [None]
     return all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in rows)

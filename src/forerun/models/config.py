@@ -1,9 +1,8 @@
-"""ModelConfig: what a checkpoint's config.json says, in one spelling.
+"""ModelConfig: the configuration of a checkpoint, read from config.json into one form.
 
-The file decides which checkpoints the decoder can compute, and refuses the others by name. It reads both spellings of
-Hugging Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`. Absent
-keys mean what they mean to Hugging Face. Whether the tensors are as the configuration says is checked elsewhere, and
-where they lie is in `projections.py`.
+This file decides which checkpoints the decoder supports, and refuses others with the name of the field. It reads both
+forms of Hugging Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`.
+Missing keys have Hugging Face's defaults. `weights.py` checks the tensors against the configuration.
 """
 
 from __future__ import annotations
@@ -26,25 +25,24 @@ from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotar
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
-WIDENED = "forerun_widened"  # the key of config.json by which a widened checkpoint says what it is
-SILU = ("silu", "swish")  # two names of one function
+WIDENED = "forerun_widened"  # key in config.json of a widened checkpoint
+SILU = ("silu", "swish")  # two names of the same function
 GELU = ("gelu_pytorch_tanh",)
-MOST_LAYERS = 10_000  # of any model; the tensors will say how many there are
+MOST_LAYERS = 10_000  # a plausibility limit
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(LayerForm):
-    """The shape of a decoder-only transformer and how its checkpoint is stored.
+    """The configuration of a decoder-only transformer and of its checkpoint.
 
-    `windows[i]` is how many tokens layer i sees, the token itself included; None is all of them. `dtype` is the
-    checkpoint's. `eos_ids` end a generation, any of them; empty means that none does. `widened` is how a checkpoint
-    that `forerun widen` made is to be called wherever a number measured with it is shown. `experts` are those of the
-    sparse layers, None where all layers are dense; `intermediate` is of dense ones. Scales multiply embeddings, what
-    layers add to the stream, queries beside the usual root of their width, and logits. `turned[i]` says by which angles
-    layer i turns queries and keys, all by `rope` where it is empty; `rotary_dim` of each head turn, all where it is 0.
-    `score_cap` and `logits_cap` bound scores of attention and logits softly. `longest_text` is the length that scalings
-    of positions go by, whatever `max_positions` there is memory for; 0: that.
+    `windows[i]` is the number of tokens that layer i attends to, the token itself included; None: all. `dtype` is the
+    checkpoint's. Any of `eos_ids` ends a generation. `widened` is the label of a checkpoint made by `forerun widen`,
+    shown with all measurements. `experts` is None if all layers are dense; `intermediate` is that of dense MLPs. The
+    scales multiply embeddings, the outputs of attention and MLP, queries (besides 1/sqrt(head_dim)), and logits.
+    `turned[i]` selects the rotary table of layer i; empty: all layers use `rope`. `rotary_dim` elements of each head
+    are rotated; 0: all. `score_cap` and `logits_cap` are soft caps of attention scores and logits. `longest_text` is
+    the text length for length-dependent rotary scalings; 0: `max_positions`.
     """
 
     family: str
@@ -81,7 +79,7 @@ class ModelConfig(LayerForm):
 
     @property
     def is_plain(self) -> bool:
-        """Whether layers are Llama's but for widths, biases, windows, norms of heads, sinks and experts."""
+        """Whether layers are like Llama's except for widths, biases, windows, q/k norms, sinks and experts."""
         scales = self.embedding_scale, self.added_scale, self.query_scale, self.logits_scale
         others = self.turned, self.rotary_dim, self.score_cap, self.logits_cap, self.rope.query_beta
         form = {**LLAMA_FORM, "qk_norm": self.qk_norm, "sinks": self.sinks}
@@ -90,12 +88,12 @@ class ModelConfig(LayerForm):
 
     @property
     def num_turns(self) -> int:
-        """Tables of rotations that layers choose from by `turned`."""
+        """Number of rotary tables that `turned` selects from."""
         return 1 + max(self.turned, default=0)
 
     @property
     def queries_grow(self) -> bool:
-        """Whether queries have a table of their own behind the others, in which they grow with their positions."""
+        """Whether queries have their own rotary table after the others, whose values grow with the position."""
         return bool(self.rope.query_beta) and self.max_positions > self.rope.original_max_positions
 
     @property
@@ -104,7 +102,7 @@ class ModelConfig(LayerForm):
         return self.heads // self.kv_heads
 
     def layer_fields(self) -> dict[str, Any]:
-        """The shape of its layers, as config.json has it."""
+        """The shape of the layers as fields of config.json."""
         return {
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
@@ -118,15 +116,14 @@ class ModelConfig(LayerForm):
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`.
 
-    Raises ModelNotFound without config.json, UnsupportedModel for what the decoder does not compute, ModelError for
-    damaged JSON.
+    Raises ModelNotFound without config.json, UnsupportedModel for an unsupported model, ModelError for damaged JSON.
     """
     fields = read_fields(folder / "config.json")
     return config_of(fields, *read_special_ids(folder))
 
 
 def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ()) -> ModelConfig:
-    """The configuration that these fields of config.json spell, with these special ids."""
+    """The configuration in these fields of config.json, with these special ids."""
     fields = text_part(fields)
     family = find_family(fields)
     fields = replace(fields, values={**family.defaults, **fields.values})
@@ -181,7 +178,7 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
 
 
 def find_family(fields: Fields) -> Family:
-    """The row of the table for this architecture, or a base model of it; model_type decides where none is named."""
+    """The family of this architecture, or of its base model; by model_type if no architecture is given."""
     names = fields.names("architectures")
     rows = [FAMILIES[name] for name in (each.replace("Model", "ForCausalLM") for each in names) if name in FAMILIES]
     if not names:
@@ -198,7 +195,7 @@ def find_family(fields: Fields) -> Family:
 
 
 def refuse_options(fields: Fields, family: Family) -> None:
-    """Raise UnsupportedModel for options that change what is computed and that the decoder does not have."""
+    """Raise UnsupportedModel for options that change results and that the decoder does not support."""
     read_scheme(fields)
     if fields.values.get("quantization") is not None:
         raise fields.refuse("quantization", f"weights quantised by MLX are not read: {ORIGINAL}")
@@ -215,12 +212,12 @@ def refuse_options(fields: Fields, family: Family) -> None:
 
 
 def read_scale(fields: Fields, family: Family, of: str) -> float:
-    """What multiplies `of`, where the family has a key for it."""
+    """The scale of `of`, if the family has a key for it; else 1."""
     return fields.number(family.scales[of], 1.0) if of in family.scales else 1.0
 
 
 def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
-    """What multiplies queries beside the usual root of their width."""
+    """The scale of queries, besides 1/sqrt(head_dim)."""
     if "scores" in family.scales:
         return read_scale(fields, family, "scores") * math.sqrt(head_dim)
     if family.query_scalar is None:
@@ -229,13 +226,13 @@ def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
 
 
 def has_bias(fields: Fields, family: Family, declared: bool | str | tuple[str, ...]) -> bool:
-    """A family's declared bias, looked up in config.json where it is declared by key, or by several of one meaning."""
+    """Whether the family has this bias; `declared` is the answer, or the key (or keys) of config.json that hold it."""
     keys = (declared,) if isinstance(declared, str) else declared
     return keys if isinstance(keys, bool) else any(fields.flag(key, family.biased) for key in keys)
 
 
 def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    """The width of a head: said, the family's, or hidden size over heads."""
+    """The width of a head: from config.json, the family's default, or the hidden size over the heads."""
     if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
         raise fields.refuse("num_attention_heads", f"it must divide hidden_size, {hidden}, or head_dim be given")
     head_dim = fields.whole("head_dim", family.head_dim or hidden // heads)
@@ -245,7 +242,7 @@ def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> in
 
 
 def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window, by the family's rule. layer_types that say otherwise are refused, not ignored."""
+    """Each layer's sliding window, by the family's rule. Contradicting layer_types are refused, not ignored."""
     rule = family.windows
     asks = rule in (Windows.ASKED, Windows.LISTED, Windows.BELOW, Windows.NOT_TURNED)
     on = rule is not Windows.NONE and (not asks or fields.flag("use_sliding_window"))
@@ -263,7 +260,7 @@ def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | Non
 
 
 def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]:
-    """Which layers have a window by a family's rule, where the model has any and layer_types does not say."""
+    """Which layers have a window by the family's rule, for a model with windows but without layer_types."""
     if rule is Windows.LISTED:
         return [i >= fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
     if rule in (Windows.EVERY_FOURTH, Windows.EVERY_SIXTH):
@@ -280,7 +277,7 @@ def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]
 
 
 def read_widened(fields: Fields) -> str | None:
-    """How to call a checkpoint that was made from a smaller one; None for all others."""
+    """The label of a widened checkpoint; None for all others."""
     made = fields.values.get(WIDENED)
     if made is None:
         return None
@@ -292,14 +289,14 @@ def read_widened(fields: Fields) -> str | None:
 
 
 def amount(count: int) -> str:
-    """A number of parameters to two digits: 11 M, 0.51 B."""
+    """A number of parameters with two digits: 11 M, 0.51 B."""
     unit, size = next((u, n) for u, n in UNITS.items() if count >= n / 10 or n == 1)
     value = count / size
     return f"{value:.2g} {unit}".rstrip() if value < 99.5 else f"{value:.0f} {unit}".rstrip()
 
 
 def read_dtype(fields: Fields) -> torch.dtype:
-    """The checkpoint's number format; float32 where it is not said."""
+    """The checkpoint's dtype; float32 if config.json has none."""
     key = "dtype" if fields.values.get("dtype") else "torch_dtype"
     name = (fields.text(key) or "float32").removeprefix("torch.")
     if name not in DTYPES:
@@ -308,21 +305,21 @@ def read_dtype(fields: Fields) -> torch.dtype:
 
 
 def special_sources(folder: Path) -> list[Fields]:
-    """The files that name special ids, the one that counts first: generation_config.json may name several ends."""
+    """The files with special ids, by precedence: generation_config.json first, which may list several end ids."""
     paths = [folder / name for name in ("generation_config.json", "config.json")]
     sources = [read_fields(path) for path in paths if path.exists()]
     return [*sources, *map(text_part, sources)]
 
 
 def read_special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
-    """bos and all eos ids."""
+    """The bos id and all eos ids."""
     sources = special_sources(folder)
     bos = next((ids[0] for ids in (token_ids(s, "bos_token_id") for s in sources) if ids), None)
     return bos, next((ids for ids in (token_ids(s, "eos_token_id") for s in sources) if ids), ())
 
 
 def token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """The ids under `key`, one or several; () where absent."""
+    """The ids under `key`, one or several; () if it is missing."""
     value = fields.values.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= INT32 for i in ids):

@@ -1,7 +1,6 @@
-"""ExpertsConfig: the sparse MLPs of a model, as config.json has them, in one spelling.
+"""ExpertsConfig: the mixture-of-experts layers of a model, read from config.json into one form.
 
-The file decides which layers have experts, how many each token takes, and how their weights are made. Which keys a
-family has for that is in `families.py`, and where the tensors lie in `projections.py`.
+`families.py` lists the keys of each family; `projections.py` has the tensors.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from forerun.fields import AGAIN, Fields
 from forerun.models.families import ExpertNames, Sparse
 
-MOST_EXPERTS = 10_000  # of a layer; the tensors will say how many there are
-COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of one number
+MOST_EXPERTS = 10_000  # of a layer: a plausibility limit
+COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of the same number
 
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
-    """A bounded activation: gates up to `limit`, the rest from -limit to limit; `alpha` sharpens the sigmoid."""
+    """A clamped activation: gate at most `limit`, up within [-limit, limit]; the sigmoid's input is times `alpha`."""
 
     alpha: float
     limit: float
@@ -25,11 +24,10 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The sparse MLPs of a model: in each of `layers`, `count` experts, of which each token takes `active`.
+    """The mixture-of-experts layers of a model: each of `layers` has `count` experts, `active` of them for each token.
 
-    `intermediate` is an expert's number of neurons, `shared` that of the expert that all tokens take, weighed by a gate
-    of its own; 0: there is none. `normalised`: the weights of a token's experts add up to 1, as a softmax over these
-    alone gives them; otherwise it goes over all. `clamp` None: the activation is SiLU.
+    `intermediate` is the number of neurons of an expert, `shared` that of the gated shared expert; 0: there is none.
+    `normalised`: routing weights are a softmax over the chosen experts, else over all. `clamp` None: SiLU.
     """
 
     names: ExpertNames
@@ -44,7 +42,7 @@ class ExpertsConfig:
 
 
 def read_experts(fields: Fields, sparse: Sparse | None, layers: int) -> ExpertsConfig | None:
-    """The experts of a model of a family with these facts; None where no layer has any."""
+    """The experts of a model of a family with these facts; None if all layers are dense."""
     if sparse is None:
         return None
     count_key = next((key for key in COUNT_KEYS if fields.values.get(key) is not None), COUNT_KEYS[0])

@@ -1,8 +1,7 @@
-"""The table of families: everything that differs between the architectures that the decoder computes.
+"""The table of model families: all differences between the supported architectures, by their names in config.json.
 
-There is one row per architecture name of config.json. A difference is a value declared here and read once by
-`read_config`; no other file asks which family a model is. All rows share Llama's tensor names, but for the experts',
-once `weights.py` has given tensors their usual names.
+A difference is a value declared here and read once by `read_config`; no other file asks for a model's family. All
+families have Llama's tensor names, except those of experts, after `weights.py` has renamed tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from enum import Enum
 
 
 class Turning(Enum):
-    """Which layers turn queries and keys by their positions."""
+    """Which layers apply rotary position embeddings."""
 
     ALL = "every layer"
     LISTED = "those that no_rope_layers lists or, without it, all but every fourth"
@@ -37,11 +36,11 @@ class Windows(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """How a checkpoint stores the MLPs of a sparse layer.
+    """The tensor names of the experts of a layer.
 
-    `{}` stands for an expert's number; without it one tensor holds all experts, gate and up together, its bias under
-    the same name and `_bias`. `transposed`: that tensor has inputs before outputs, and gate and up by turns. `stacked`
-    is how the same experts may be stored instead.
+    `{}` stands for an expert's number; without it one tensor holds all experts, gate and up fused, and its bias has the
+    suffix `_bias`. `transposed`: that tensor has inputs before outputs, with rows of gate and up alternating. `stacked`
+    are alternative names of the same experts.
     """
 
     router: str
@@ -58,11 +57,11 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """The declared facts of a family whose MLPs are experts, of which a router chooses some for each token.
+    """The declarations of a mixture-of-experts family.
 
     `intermediate` and `shared` are keys of config.json: the neurons of an expert and, in families that have one, of the
-    expert that all tokens share. `normalised`: whether the weights of the chosen add up to 1, or the key that says so.
-    `bias`: of router and experts. `clamped`: their activation is bounded, as `swiglu_limit` and `swiglu_alpha` say.
+    shared expert. `normalised`: whether the routing weights of the chosen experts add up to 1, or the key that says so.
+    `bias`: router and experts have biases. `clamped`: the activation is clamped by `swiglu_limit` and `swiglu_alpha`.
     """
 
     names: ExpertNames
@@ -75,10 +74,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The names of a layer's norms: of what attention and MLP read, and of what they add to the stream.
-
-    None: there is no such norm.
-    """
+    """The names of a layer's norms: of the inputs of attention and MLP, and of their outputs. None: no such norm."""
 
     attention: str | None = "input_layernorm"
     mlp: str | None = "post_attention_layernorm"
@@ -91,15 +87,14 @@ LLAMA_NORMS = LayerNorms()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForm:
-    """How layers differ from Llama's, as a family declares it and a configuration has it.
+    """The differences of layers from Llama's, in a Family and in a ModelConfig.
 
-    `qk_norm`: heads of queries and keys are normed, all of them as one with `joint_norm`. `sinks`: each query head has
-    a score of its own among those of its keys, which takes weight and adds nothing. `norms` are a layer's, whose stored
-    gains are less 1 where they are `from_one`; the mean is subtracted where they are `centred`, and they may have
-    biases (`norm_bias`). `gelu`: the activation is GELU by tanh in place of SiLU. `interleaved`: neighbours turn
-    together, and not the halves of a head. `fused_qkv`, `fused_gate_up`: one tensor holds all parts; with `by_key_head`
-    it has each key head's queries, key and value one after the other. `parallel`: the MLP reads what attention reads.
-    `plain_mlp` are the names of an MLP's two layers where nothing is gated.
+    `qk_norm`: query and key heads are normed, all as one vector with `joint_norm`. `sinks`: each query head has an
+    extra attention score without a value. `norms`: the layer's norms; `from_one`: gains are stored minus 1; `centred`:
+    they are LayerNorms, which subtract the mean; `norm_bias`: they have biases. `gelu`: tanh-GELU instead of SiLU.
+    `interleaved`: rotary pairs are neighbours, not halves of a head. `fused_qkv`, `fused_gate_up`: one tensor holds all
+    parts; with `by_key_head` the queries, key and value of each key head follow one another. `parallel`: the MLP has
+    the same input as attention. `plain_mlp`: names of the two linear layers of an MLP that is not gated.
     """
 
     qk_norm: bool = False
@@ -123,17 +118,16 @@ LLAMA_FORM = {part.name: part.default for part in fields(LayerForm)}
 
 @dataclass(frozen=True, slots=True)
 class Family(LayerForm):
-    """One family's declared facts.
+    """The declarations of one family.
 
-    A bias is there, is not, or is there where config.json sets one of the keys named here; `biased` says what such a
-    key means where it is absent. `head_dim`, `window`, `norm_eps`, `theta` and `rope`, the parameters of positions, are
-    the family's values where config.json lacks the key, and `defaults` those of other keys; head_dim None divides the
-    hidden size by the heads. `sparse` None: all MLPs are dense. `scales` names what multiplies embeddings, what layers
-    add, scores of attention, and logits (`output`), and what divides logits, each by its key. `scaled_embedding`:
-    embeddings are times the root of their width. `capped` are keys of soft bounds on scores and logits.
-    `scaled_queries`: queries may grow with their positions. `local`: layers with a window turn by a base of their own,
-    this one unless told. `rotary` is the share of a head that turns where config.json does not say; None: all of it.
-    `stretched` are other names of LongRoPE in its config.json.
+    A bias exists, does not exist, or is set by the keys of config.json given here; `biased` is the default of such a
+    key. `head_dim`, `window`, `norm_eps`, `theta` and `rope` are the family's defaults for missing keys, and `defaults`
+    those of other keys; head_dim None: hidden size over heads. `sparse` None: all MLPs are dense. `scales` are the keys
+    of factors of embeddings, layer outputs (`added`), attention scores and logits (`output`), and of the divisor of
+    logits (`logits`). `scaled_embedding`: embeddings are times sqrt(hidden). `capped`: keys of soft caps of scores and
+    logits. `scaled_queries`: queries may grow with the position. `local`: the default rotary base of layers with a
+    window; None: the same base. `rotary`: the default share of a head that is rotated; None: always the whole head.
+    `stretched`: other names of LongRoPE in config.json.
     """
 
     name: str
@@ -148,14 +142,14 @@ class Family(LayerForm):
     theta: float = 10_000.0
     rope: Mapping[str, object] = field(default_factory=dict)
     sparse: Sparse | None = None
-    with_experts: str | None = None  # the architecture that is the same but for experts
+    with_experts: str | None = None  # the same architecture with experts
     scales: Mapping[str, str] = field(default_factory=dict)
     scaled_embedding: bool = False
-    query_scalar: int | None = None  # whose root divides queries where config.json does not say; None: their width
+    query_scalar: int | None = None  # default whose root divides queries; None: head_dim
     local: float | None = None
     rotary: float | None = None
     turning: Turning = Turning.ALL
-    tied: bool = False  # what config.json means where it does not say
+    tied: bool = False  # default of tie_word_embeddings
     defaults: Mapping[str, object] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
     capped: tuple[str, ...] = ()
@@ -172,14 +166,14 @@ SANDWICHED = LayerNorms(  # Gemma's
 )
 BEHIND = LayerNorms(None, None, "post_attention_layernorm", "post_feedforward_layernorm")  # OLMo 2's
 BESIDE = LayerNorms("input_layernorm", None)  # Cohere's
-GRANITE = {  # what a number multiplies, by its key in config.json
+GRANITE = {  # scales and their keys in config.json
     "embedding": "embedding_multiplier",
     "added": "residual_multiplier",
     "scores": "attention_multiplier",
     "logits": "logits_scaling",
 }
 
-# Families that others differ from. With ASKED attention has biases where config.json says so; with LLAMA the MLP, too.
+# Bases of other families. In ASKED config.json sets the biases of attention; in LLAMA those of the MLP too.
 ASKED = Family("", qkv_bias="attention_bias", out_bias="attention_bias")
 LLAMA = replace(ASKED, name="llama", mlp_bias="mlp_bias")
 QWEN2 = Family("qwen2", qkv_bias=True, windows=Windows.LISTED, window=4096)

@@ -1,9 +1,8 @@
-"""GenerationDefaults: what a model's own generation_config.json asks of requests that do not say otherwise.
+"""GenerationDefaults: the default sampling parameters of a model, from its generation_config.json.
 
-The file decides which keys are read and what a key means here. A value that no request could have is left out and
-reported in `problems`; it does not keep the model from loading. So is every key that would change answers and is not
-served, and every key that is not known. Special ids are read with the model's configuration, because they are facts
-about the model and not defaults.
+Values that are invalid for a request are ignored and reported in `problems`; the model loads nevertheless. The same
+holds for keys that would change answers but are not supported, and for unknown keys. Special ids are read with the
+model's configuration, since they are properties of the model, not defaults.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from forerun.limits import shown
 from forerun.sampling.params import SamplingParams
 
 FILE = "generation_config.json"
-KEYS = {  # of the file, and the parameter that each one sets
+KEYS = {  # supported keys, and the parameter that each sets
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
     "stop_strings": "stop",
 }
-COUNTS, SHARED = ("top_k", "max_tokens"), ("repetition_penalty", "max_tokens", "stop")  # the latter with greedy answers
+COUNTS, SHARED = ("top_k", "max_tokens"), ("repetition_penalty", "max_tokens", "stop")  # SHARED hold for greedy too
 SERVED = (*KEYS, "do_sample", "bos_token_id", "eos_token_id")
-CHANGING: tuple[tuple[tuple[Any, ...], str], ...] = (  # values that change nothing, of keys that would change answers
+CHANGING: tuple[tuple[tuple[Any, ...], str], ...] = (  # unsupported keys, with the values that have no effect
     ((), "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id max_time"),
     ((), "watermarking_config"),
     ((0,), "diversity_penalty encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff min_length min_new_tokens"),
     ((0,), "no_repeat_ngram_size penalty_alpha"),
     ((1,), "assistant_ensemble_weight encoder_repetition_penalty guidance_scale num_beam_groups num_beams"),
     ((1,), "num_return_sequences top_h typical_p"),
-    ((20,), "max_length"),  # which transformers takes where nothing is said, and wrote into many files
+    ((20,), "max_length"),  # the default of transformers, which is in many files
     ((False,), "remove_invalid_values token_healing"),
     (([], {}), "bad_words_ids begin_suppress_tokens constraints force_words_ids sequence_bias suppress_tokens"),
 )
 UNSERVED = {key: idle for idle, keys in CHANGING for key in keys.split()}
-ONLY_SAMPLED = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")  # of these: without effect on greedy answers
-HARMLESS = {  # keys that change no answer, by what they are about
+ONLY_SAMPLED = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")  # unsupported keys without effect when greedy
+HARMLESS = {  # keys that do not change answers, by topic
     "how beams are searched, which num_beams asks for": "early_stopping length_penalty low_memory",
     "how guesses are made": "assistant_confidence_threshold assistant_early_exit assistant_lookbehind is_assistant "
     "max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule prompt_lookup_num_tokens "
@@ -55,9 +54,9 @@ KNOWN = {*SERVED, *UNSERVED, *" ".join(HARMLESS.values()).split()}
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A model's own defaults for requests: `given` by the names of SamplingParams, with the values of JSON.
+    """A model's defaults for requests: `given` are JSON values by the names of SamplingParams.
 
-    `problems` are full sentences for the user.
+    `problems` are sentences for the user.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -65,9 +64,9 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, folder: Path) -> GenerationDefaults:
-        """The defaults in the folder of a checkpoint; none without the file. Raises ModelError for damaged JSON.
+        """The defaults in a checkpoint's folder; empty without the file. Raises ModelError for damaged JSON.
 
-        `do_sample: false` is temperature 0, as in transformers, where the filters then have no effect.
+        `do_sample: false` is temperature 0, and the filters are ignored, as in transformers.
         """
         path = folder / FILE
         if not path.exists():
@@ -97,17 +96,17 @@ class GenerationDefaults:
         return cls(defaults, tuple(problems))
 
     def params(self) -> SamplingParams:
-        """The parameters of a request without any."""
+        """The parameters of a request that sets none."""
         return SamplingParams(**self.given)
 
 
 def described(given: Mapping[str, Any], between: str) -> str:
-    """Parameters for a reader."""
+    """Parameters as text for a reader."""
     return ", ".join(f"{name}{between}{shown(v) if name == 'stop' else f'{v:g}'}" for name, v in given.items())
 
 
 def has_effect(key: str, values: Mapping[str, Any], positions: object) -> bool:
-    """Whether a key that is not served would change answers of a model with so many positions."""
+    """Whether an unsupported key would change answers of a model with this many positions."""
     value = values.get(key)
     if value is None or any(value == idle for idle in UNSERVED[key]):
         return False

@@ -1,7 +1,7 @@
-"""Models that have a language model as a part, beside parts that read images or sound, which are left out.
+"""Multimodal models with a language model inside; the parts that read images or sound are not loaded.
 
-The table names those whose language model computes with a text what it would compute by itself, and the values of its
-configuration where text_config, which says only what differs, does not have them.
+The table lists the models whose language model treats text as it would alone, with the defaults of its configuration,
+since text_config may omit them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from forerun.fields import Fields
 
-FOR_ALL_PARTS = (  # where they stand beside text_config
+FOR_ALL_PARTS = (  # keys beside text_config that hold for all parts
     *("tie_word_embeddings", "dtype", "torch_dtype"),
     *("quantization_config", "compression_config", "quantization"),
 )
-LLAMA_2: dict[str, object] = {  # of 7 billion parameters
+LLAMA_2: dict[str, object] = {  # Llama 2 7B
     "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 11_008,
@@ -24,7 +24,7 @@ LLAMA_2: dict[str, object] = {  # of 7 billion parameters
     "max_position_embeddings": 2048,
 }
 
-INSIDE: dict[str, dict[str, object]] = {  # models whose text_config is a language model, and its usual values
+INSIDE: dict[str, dict[str, object]] = {  # supported multimodal models, and the defaults of their text_config
     "Mistral3ForConditionalGeneration": {"model_type": "mistral", "head_dim": 128},
     "Gemma3ForConditionalGeneration": {
         "model_type": "gemma3_text",
@@ -45,7 +45,7 @@ INSIDE: dict[str, dict[str, object]] = {  # models whose text_config is a langua
 
 
 def text_part(fields: Fields) -> Fields:
-    """The fields of the language model: of text_config in a model of the table, else all of config.json's."""
+    """The fields of the language model: those of text_config for a model in the table, else all of config.json."""
     usual = next((INSIDE[name] for name in fields.names("architectures") if name in INSIDE), None)
     if usual is None:
         return fields

@@ -32,7 +32,7 @@ class Attention:
     attention.
 
     `sinks` is an extra attention logit per query head, without a value. `norm` is applied to the input and `out_norm`
-    to the output, where present. `first_turn` is the start of this layer's rotary table, `first_query_turn` that of the
+    to the output, where present. `rope_start` is the start of this layer's rotary table, `query_rope_start` that of the
     queries' if it differs. With `joint_norm` all query heads are normed as one vector, and all key heads.
     """
 
@@ -43,8 +43,8 @@ class Attention:
     sinks: Float[Tensor, " heads"] | None
     window: int | None
     out_norm: Float[Tensor, " hidden"] | None = None
-    first_turn: int = 0
-    first_query_turn: int | None = None
+    rope_start: int = 0
+    query_rope_start: int | None = None
     joint_norm: bool = False
 
 
@@ -112,14 +112,14 @@ class StackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The MLP of a layer: `every` is applied to all tokens, experts to the tokens that are routed to them.
+    """The MLP of a layer: `dense` is applied to all tokens, experts to the tokens that are routed to them.
 
-    A dense layer has only `every`, and no router. Norms are as in Attention; with `parallel` the input is that of
+    A dense layer has only `dense`, and no router. Norms are as in Attention; with `parallel` the input is that of
     attention. If experts are `stacked`, `experts` is empty.
     """
 
     norm: Float[Tensor, " hidden"] | None
-    every: GatedMlp | None
+    dense: GatedMlp | None
     router: Router | None = None
     experts: tuple[GatedMlp, ...] = ()
     out_norm: Float[Tensor, " hidden"] | None = None

@@ -1,7 +1,6 @@
-"""Loading: from the name of a checkpoint to a model that can run.
+"""Loading a model: find the folder, read the configuration, check every tensor, then load and pack them.
 
-The file decides the order: find the folder, read the configuration, check every tensor, then stream and pack them. The
-target and drafters that are models are loaded alike; what a model will be used for makes no difference here.
+Targets and draft models are loaded in the same way.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from forerun.models.weights import Checkpoint, StoredGroups, check_weights, numb
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
-# Of a number in layers, and in the head.
+# Bytes of a weight in layers, and in the head.
 HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1), "fp8": (1, 1)}
 
 
 def checkpoint_label(model: str) -> str:
-    """What a checkpoint is called where its numbers are shown: its name or, if it was widened, that of its source."""
+    """The label of a checkpoint beside measurements: its name or, if it was widened, that of its source."""
     return read_widened(read_fields(find_checkpoint(model) / "config.json")) or model
 
 
@@ -60,9 +59,9 @@ def checkpoint_label(model: str) -> str:
 class Blueprint:
     """A checkpoint whose configuration and tensors were checked, but that is not loaded: enough to plan memory.
 
-    `spec` is what was asked for; `name` is what the user called it or, if it was widened, what it was made from, and
-    that it was. `choice` says what computes it, and in which number format; `stored` what
-    weights its file has in groups; `passes` what a GPU has to have room for.
+    `spec` are the user's options; `name` is the user's name for it, or the label of a widened checkpoint. `choice` is
+    the backend and the dtype; `stored` describes quantized weights in its file; `passes` are the largest passes that a
+    GPU needs memory for.
     """
 
     spec: ModelSpec
@@ -77,10 +76,10 @@ class Blueprint:
 
     @classmethod
     def of(cls, model: str | ModelSpec, progress: ProgressCallback | None = None, **options: Any) -> Blueprint:
-        """Find a checkpoint and read its configuration; every tensor is checked to be there.
+        """Find a checkpoint, read its configuration, and check that all tensors exist.
 
-        `options` are other fields of ModelSpec, for a model that is given by name. Raises InvalidRequest for an option
-        that does not exist or that is not for the device, ModelError for an unusable checkpoint.
+        `options` are further fields of ModelSpec. Raises InvalidRequest for an option that does not exist or does not
+        fit the device, ModelError for an unusable checkpoint.
         """
         spec = ModelSpec(model, **options) if isinstance(model, str) else replace(model, **options)
         placement = Placement.of(spec.device, spec.one_gemm)
@@ -110,21 +109,21 @@ class Blueprint:
         if placement.fixed:
             choice = BackendChoice(BackendKind("torch", dtypes[0]))
         elif as_stored and find_kernels(spec.kernels, dtypes[0], progress) is not None:
-            choice = BackendChoice(BackendKind("native", dtypes[0]))  # times of dense layers say nothing of groups
+            choice = BackendChoice(BackendKind("native", dtypes[0]))  # times of dense layers do not apply to groups
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, judged, progress)
         num_bytes = count_parameters(judged) * choice.backend.dtype.itemsize
         return cls(spec, judged.widened or spec.model, folder, judged, choice, num_bytes, placement, stored)
 
     def for_texts(self, max_model_len: int | None, passes: PassSizes = USUAL_PASSES) -> Blueprint:
-        """The model for texts of this length at most, by which some scalings of positions go; None: of any length. And
-        for passes of these sizes."""
+        """The model for texts of at most this length (None: any), on which some rotary scalings depend, and for passes
+        of at most these sizes."""
         length = min(max_model_len or self.config.max_positions, self.config.max_positions)
         return replace(self, config=replace(self.config, longest_text=length), passes=passes)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format that the weights are held in."""
+        """The dtype of the loaded weights that are not quantized."""
         return self.choice.backend.dtype
 
     @property
@@ -137,14 +136,14 @@ class Blueprint:
 
     @property
     def as_stored(self) -> bool:
-        """Whether weights that lie in groups in the file stay so: kernels multiply them, unless a format is named."""
+        """Whether weights stored in groups stay so: if kernels can multiply them, unless the user chose a format."""
         as_asked = self.quantize is None and self.spec.dtype == "auto"
         kernels = (self.kernels == "native" or self.placement.fixed) and self.placement.holds_groups
         return kernels and as_asked and self.stored is not None and bool(self.stored.formats)
 
     @property
     def format(self) -> str:
-        """The number format for a reader: "bfloat16", "bfloat16, int8 weights", or "bfloat16, FP8 weights unpacked"."""
+        """The formats for a reader: "bfloat16", "bfloat16, int8 weights", or "bfloat16, FP8 weights unpacked"."""
         name = str(self.dtype).removeprefix("torch.")
         if self.quantize or self.stored is None:
             return f"{name}, {self.quantize} weights" if self.quantize else name
@@ -155,24 +154,24 @@ class Blueprint:
         return ", ".join([name, *(f"{names} {what}" for names, what in listed)])
 
     def backend(self, progress: ProgressCallback | None = None) -> Backend:
-        """What computes its layers, and layers beside them; compiled if necessary."""
+        """The backend of its layers, and of trained heads for it; kernels are compiled if necessary."""
         fixed = self.placement.fixed
         return GpuBackend(self.placement) if fixed else cpu_backend(self.kernels, self.dtype, progress)
 
     @property
     def computed_by(self) -> str:
-        """The kernels, for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
+        """The backend for a reader: "AMX kernels", "torch, AVX512", or "torch, " and a GPU's name."""
         return self.backend().name
 
     @property
     def computed_where(self) -> str:
-        """The kernels and, where several share the model, how many ranks, for a reader."""
+        """The backend and the number of ranks, if there are several, for a reader."""
         world = self.spec.tensor_parallel_size
         return self.computed_by + (f" on {world} ranks" if world > 1 else "")
 
     @property
     def memory(self) -> ModelMemory:
-        """The memory that it takes on this machine once loaded, by all ranks that run here."""
+        """The memory of the loaded model on this machine, for all ranks that run here."""
         c, shares = self.config, self.shares
         heads = sum(len(share.kv_heads(c)) for share in shares)
         return ModelMemory(
@@ -186,7 +185,7 @@ class Blueprint:
         )
 
     def scratch_bytes(self, vocab: int) -> int:
-        """What passes and verdicts over so many ids take on a GPU."""
+        """Bytes of passes and verdicts over `vocab` ids on a GPU; 0 on CPUs."""
         if not self.placement.graphs:
             return 0
         unpacks = bool(self.quantize or self.as_stored) and not self.placement.one_gemm
@@ -194,15 +193,15 @@ class Blueprint:
 
     @property
     def shares(self) -> list[Shard]:
-        """The shares of the ranks that run on this machine."""
+        """The shards of the ranks that run on this machine."""
         world = self.spec.tensor_parallel_size
         return [Shard(rank, world) for rank in range(num_here(world))]
 
     @property
     def weights_bytes(self) -> int:
-        """What all weights on this machine take once loaded, idle experts too: a tied head is packed apart from the
-        embedding, but on GPUs where it has the same numbers. Where ranks share the model, rank 0 may hold the whole
-        head as well, for drafters."""
+        """Bytes of all loaded weights on this machine, with all experts. A tied head is a packed copy of the embedding,
+        except on GPUs, if their numbers are equal. With several ranks, rank 0 may also hold the whole head, for
+        drafters."""
         c = self.config
         table = c.vocab_size * c.hidden * self.dtype.itemsize
         changed = c.embedding_scale != 1 or c.centred or self.quantize or self.as_stored
@@ -213,11 +212,11 @@ class Blueprint:
 
     @property
     def pass_bytes(self) -> int:
-        """Weights that the pass of a token reads: all but the table of embeddings, a row a token, and idle experts."""
+        """Bytes of the weights that a pass of one token reads: all but the embedding table and idle experts."""
         return self.read_bytes(num_idle(self.config))
 
     def read_bytes(self, num_idle: int) -> int:
-        """All weights as they are held, the head among them, but the table of embeddings and so many of the layers'."""
+        """Bytes of all weights as loaded, without the embedding table and `num_idle` weights of layers."""
         table = self.config.vocab_size * self.config.hidden
         others = self.num_bytes // self.dtype.itemsize - table * (1 if self.config.tied else 2) - num_idle
         size = float(self.dtype.itemsize)
@@ -229,7 +228,7 @@ class Blueprint:
         return Checkpoint.of_model(self.folder, dtype, self.placement.fixed)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that was asked for, the checkpoint's own or another's; TokenizerError if it cannot fit."""
+        """The checkpoint's tokenizer, or the one in the options. Raises TokenizerError if it does not fit the model."""
         folder = self.tokenizer_folder
         tokenizer = Tokenizer.load(folder)
         check_fit(tokenizer, folder, self.config, self.name)
@@ -240,7 +239,7 @@ class Blueprint:
         return self.folder if self.spec.tokenizer is None else find_tokenizer(self.spec.tokenizer)
 
     def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The ids that end an answer, the tokenizer's own end among them; says in the log where files differ."""
+        """The ids that end an answer, the tokenizer's end token included; logs differences between files."""
         return ends_of(tokenizer, self.tokenizer_folder, self.config, self.folder)
 
     def load(
@@ -250,11 +249,10 @@ class Blueprint:
         max_model_len: int | None = None,
         host: Decoder | None = None,
     ) -> Runner:
-        """The model with a cache of `num_tokens`, for texts of `max_model_len` at most (all positions, unless told).
+        """Load the model with a cache of `num_tokens`, for texts of at most `max_model_len` tokens (default: all).
 
-        With a `host` it is layers that read that decoder's states and speak with its head; and with its norm, if the
-        checkpoint has none. Where other ranks share the model, they load their parts at the same time. Raises RankLost
-        where one of them cannot.
+        With a `host` it is layers that read that decoder's states and use its head, and its norm if the checkpoint has
+        none. Other ranks load their shards at the same time. Raises RankLost if one of them fails.
         """
         if self.spec.tensor_parallel_size == 1 or host is not None:
             return self.runner(self.decoder(max_model_len, progress, host), num_tokens)
@@ -267,7 +265,7 @@ class Blueprint:
         return shared_runner(decoder, ranks, num_tokens)
 
     def runner(self, decoder: Decoder, num_tokens: int) -> Runner:
-        """A decoder that runs where this one does, over a fresh cache of `num_tokens`."""
+        """A runner of this decoder on the model's device, with a new cache of `num_tokens`."""
         if not self.placement.fixed:
             return Runner.of(decoder, num_tokens)
         runner = GraphRunner.of(decoder, num_tokens, most_judged=self.passes.judged)
@@ -284,7 +282,7 @@ class Blueprint:
         host: Decoder | None = None,
         ranks: RankGroup | None = None,
     ) -> Decoder:
-        """The model without a cache; the part of this process where `ranks` share it."""
+        """Load the model without a cache; with `ranks`, only this process's shard."""
         c = replace(
             self.config, max_positions=min(max_model_len or self.config.max_positions, self.config.max_positions)
         )
@@ -335,16 +333,16 @@ class Blueprint:
         return digest.hexdigest()[:16]
 
     def weights_digest(self) -> str:
-        """16 hex digits that tell these weights from others, the same on every machine and in every version."""
+        """A digest of the weights, 16 hex digits, the same on every machine and in every version."""
         digest = sha256()
         for path in sorted(self.weight_files):
             digest.update(sample(path))
         return digest.hexdigest()[:16]
 
     def norms_digest(self) -> str:
-        """16 hex digits that tell this model from others, and are the same for every number format it is stored in.
+        """A digest of the model, 16 hex digits, the same for every format that it is stored in.
 
-        Those of the gains of all norms, which formats that quantise leave in 16 bits or more.
+        It hashes the gains of all norms, which quantized formats keep in 16 bits or more.
         """
         digest, checkpoint = sha256(), self.checkpoint(torch.bfloat16)
         for name in sorted(name for name in checkpoint.stored if name.endswith("norm.weight")):
@@ -354,12 +352,12 @@ class Blueprint:
 
     @property
     def weight_files(self) -> set[Path]:
-        """The files that are loaded."""
+        """The files that hold the weights."""
         return {entry.file for entry in self.checkpoint(self.dtype).stored.values()}
 
 
 def sample(path: Path) -> bytes:
-    """A file's name, its size, and its first and last MiB."""
+    """The name, the size, and the first and last MiB of a file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(SAMPLE_BYTES)

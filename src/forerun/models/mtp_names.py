@@ -1,14 +1,13 @@
-"""The table of MTP namings: what checkpoints call the tensors of the modules that they ship for multi-token prediction.
+"""The tensor names of MTP modules (multi-token prediction) in checkpoints, one row for each naming.
 
-There is one row per naming. A difference is a value declared here: the names, whether all modules share norms and
-projection, the order in which embedding and state are joined, and whether modules are numbered behind the target's
-layers. The target's checks read the table too, so that a model with modules is neither refused nor said to hold tensors
-that nobody knows. How modules compute is decided in `heads/mtp/drafter.py`.
+A row declares the names, the order in which embedding and state are concatenated, and whether modules are numbered
+after the target's layers. The checks of the target's tensors read the table too, so that its modules are not unknown
+tensors. `heads/mtp/drafter.py` computes modules.
 
 Sources: the modeling code of DeepSeek-V3 (2412.19437), whose layout GLM-4.5 shares, of MiMo (2505.07608), whose
-projection reads the state first, and of Qwen3-Next, whose layout Qwen3.5 and Mellum share; and how transformers 5.23
-and vLLM read these. In all of them the state that enters the first module is the target's behind its final norm, and
-the one that goes from module to module is behind the module's own.
+projection reads the state first, and of Qwen3-Next, whose layout Qwen3.5 and Mellum share; and the readers of
+transformers 5.23 and vLLM. In all of them the state of the first module is the target's after its final norm, and that
+of further modules is the previous module's output after its own norm.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ class MtpNaming:
     """One naming; `{}` is the number of a module.
 
     All names of modules begin with `prefix`, and those of a module's decoder layer with `layer`. `state_first`: the
-    projection reads the state before the embedding. `behind_layers`: modules are numbered on from the target's layers.
-    `head` and `embedding` are what a module's own are called, which are mostly stored as copies of the target's; None:
-    there are none.
+    projection reads the state before the embedding. `behind_layers`: module numbers continue those of the target's
+    layers. `head` and `embedding` are a module's own, usually copies of the target's; None: there are none.
     """
 
     name: str
@@ -43,18 +41,18 @@ class MtpNaming:
     behind_layers: bool = False
 
     def number(self, module: int, num_layers: int) -> int:
-        """What the checkpoint of a target with so many layers calls this module."""
+        """The number of this module in the checkpoint of a target with `num_layers` layers."""
         return module + num_layers if self.behind_layers else module
 
     def names_in(self, other: MtpNaming) -> dict[str, str]:
-        """Beginnings of the first module's names, and what they are in the other naming."""
+        """The prefixes of the first module's names, mapped to those of the other naming."""
         return {getattr(self, part).format(0): getattr(other, part).format(0) for part in PARTS}
 
     def owned(self, stored: Collection[str], num_layers: int) -> list[str]:
         """The stored tensors that belong to modules."""
         if not self.behind_layers:
             return [name for name in stored if name.startswith(self.prefix)]
-        # A layer behind the last one may also be another model's; a module is one that has a projection.
+        # Further layers may belong to something else; those with a projection are modules.
         numbers = (
             (name, name.removeprefix(self.prefix).partition(".")[0]) for name in stored if name.startswith(self.prefix)
         )
@@ -109,14 +107,14 @@ PACKAGE = replace(MIMO, name="speculators", state_first=False, **ALONE)  # of a 
 
 @dataclass(frozen=True, slots=True)
 class StoredModules:
-    """The tensors of a checkpoint's modules, and how they are named."""
+    """The tensors of a checkpoint's modules, and their naming."""
 
     naming: MtpNaming
     tensors: tuple[str, ...]
 
 
 def find_modules(stored: Collection[str], num_layers: int) -> StoredModules | None:
-    """The modules among these tensors of a checkpoint whose target has so many layers; None where there are none."""
+    """The MTP modules among these tensors of a checkpoint whose target has `num_layers` layers; None without any."""
     for naming in NAMINGS:
         owned = naming.owned(stored, num_layers)
         if owned:

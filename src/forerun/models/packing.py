@@ -1,10 +1,9 @@
-"""LayerMaker: how one layer's weights are fetched, fused and packed.
+"""LayerMaker: fetches, fuses and packs the weights of a layer.
 
-This file decides in which form the tensors of the table (projections.py) are held: query, key and value projections are
-one linear layer, and so are gate and up. What makes a linear layer of a weight is given.
+Query, key and value projections become one linear layer, and so do gate and up.
 
-Norms that subtract the mean are held as norms that do not, over a stream without a mean: what is added to it has none
-(`Edit.centred`), and biases of norms are in those of the layers that read them. Both are equalities.
+LayerNorms, which subtract the mean, become RMS norms over a residual stream whose mean is 0: all that is added to it is
+centred (`Edit.centred`), and the norms' biases move into the layers that read them. Both changes are exact identities.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from forerun.models.shards.shard import WHOLE, Columns, Shard
 
 T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
-TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None where it is not stored in groups
+TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None if it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 StackExperts = Callable[[Sequence[GatedMlp], torch.dtype], StackedExperts | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
-    """Makes layers of tensors in `dtype`: with `make` linear layers, with `make_router` those that choose experts.
+    """Makes layers in `dtype`: `make` makes linear layers, `make_router` routers.
 
-    With `take_groups` linear layers whose weights are stored in groups stay so, made with `make_grouped`. Of a `shard`
-    layers have the outputs of its rank alone, and attention its heads; routers are whole. `stack` may make one of all
-    experts.
+    With `take_groups`, weights stored in groups stay so, in layers by `make_grouped`. With a `shard`, layers have only
+    the outputs and heads of its rank; routers are whole. `stack` may combine all experts into one object.
     """
 
     config: ModelConfig
@@ -103,17 +101,17 @@ class LayerMaker:
             sinks=vector("self_attn.sinks")[self.shard.heads(c)] if c.sinks else None,
             window=c.windows[index],
             out_norm=norm(c.norms.attention_out),
-            first_turn=c.turned[index] * c.max_positions if c.turned else 0,
-            first_query_turn=c.num_turns * c.max_positions if c.queries_grow else None,
+            rope_start=c.turned[index] * c.max_positions if c.turned else 0,
+            query_rope_start=c.num_turns * c.max_positions if c.queries_grow else None,
             joint_norm=c.joint_norm,
         )
         read = shift(c.norms.attention if c.parallel else c.norms.mlp)
-        every = None if table.every is None else gated(table.every, project, added, None, c.gelu, read)
+        dense = None if table.dense is None else gated(table.dense, project, added, None, c.gelu, read)
         kept, norms = () if stacked else tuple(experts), (norm(c.norms.mlp), norm(c.norms.mlp_out))
-        return Layer(attention, Mlp(norms[0], every, router, kept, norms[1], c.parallel, stacked))
+        return Layer(attention, Mlp(norms[0], dense, router, kept, norms[1], c.parallel, stacked))
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
-        """What makes a layer of the outputs that this rank has of a layer with these parts."""
+        """Wraps a maker of linear layers, so that it keeps only the outputs of this rank, from parts of these sizes."""
         if self.shard.world == 1:
             return lambda make: make
         rows = self.shard.rows(what, sizes, self.config)
@@ -129,7 +127,7 @@ class LayerMaker:
         return torch.cat([queries[self.shard.heads(c)], keys[self.shard.kv_heads(c)]])
 
     def head_edits(self) -> list[Edit]:
-        """What is done to queries and keys: what norms them scales them too, where anything does."""
+        """The edits of the query and key projections; if queries are normed, the norm's gains have the scale."""
         c, order = self.config, rotary_order(self.config)
         scale = 1.0 if c.qk_norm else c.query_scale
         if not (c.interleaved or c.rotary_dim):
@@ -142,10 +140,7 @@ class LayerMaker:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What is done to a part of a projection before it is packed.
-
-    Outputs are scaled, put in another order, and, where it is `centred`, get a mean of zero.
-    """
+    """A change to a part of a projection before packing: scale its outputs, reorder them (`rows`), center them."""
 
     scale: float = 1.0
     rows: Int[Tensor, " outputs"] | None = None
@@ -153,7 +148,8 @@ class Edit:
 
 
 def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
-    """The places in a stored head of the elements of one whose halves turn together, what does not turn behind each."""
+    """The stored index of each element of a head, in the order of kernels: the first and second elements of all rotated
+    pairs in one half each, followed there by elements that are not rotated."""
     c = config
     half, turning = c.head_dim // 2, (c.rotary_dim or c.head_dim) // 2
     first = torch.arange(turning) * (2 if c.interleaved else 1)
@@ -163,7 +159,7 @@ def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
 
 
 def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
-    """The parts of a projection, the first of them edited."""
+    """The parts of a projection with the edits applied to the first ones."""
     edited_parts = list(parts)
     for i, edit in enumerate(edits):
         part: Any = edited_parts[i] if edit.rows is None else edited_parts[i][edit.rows]
@@ -173,13 +169,13 @@ def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
 
 
 def centred(numbers: Tensor, dim: int) -> Tensor:
-    """Numbers less their mean along `dim`."""
+    """The numbers minus their mean along `dim`."""
     wide = numbers.float()
     return (wide - wide.mean(dim, keepdim=True)).to(numbers.dtype)
 
 
 def gains(stored: Tensor, from_one: bool) -> Tensor:
-    """A norm's gains; in float32 where they are stored less 1."""
+    """A norm's gains; in float32 if they are stored minus 1 (`from_one`)."""
     return stored.float() + 1 if from_one else stored
 
 
@@ -191,7 +187,7 @@ def gated(
     gelu: bool = False,
     shift: Float[Tensor, " hidden"] | None = None,
 ) -> GatedMlp:
-    """An MLP whose neurons are padded to a multiple of LANES: the activation of zeros is zero."""
+    """An MLP with neurons zero-padded to a multiple of LANES, which has no effect: the activation of 0 is 0."""
     padding, read = -table.down.inputs % LANES, {} if shift is None else {"shift": shift}
     gate_up = project(table.gate_up, Columns.NEURONS, outputs=padding, **read)
     down = project(table.down, Columns.HIDDEN, inputs=padding, edits=added)
@@ -199,7 +195,7 @@ def gated(
 
 
 def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:
-    """A projection's weight in groups, if all its parts are stored so, and are whole numbers or floating-point ones."""
+    """A projection's weight in groups; None unless all its parts are stored in groups of the same dtype."""
     number = projection.stack.expert if projection.stack else None
     parts = [groups(name, shape, number) for name, shape in projection.weights().items()]
     present = [part for part in parts if part is not None]
@@ -217,10 +213,8 @@ def linear(
     edits: Sequence[Edit] = (),
     shift: Float[Tensor, " inputs"] | None = None,
 ) -> Linear:
-    """A projection's layer, with so many outputs of zeros behind each of its parts and inputs behind all.
-
-    It reads what it is given and `shift` together.
-    """
+    """The linear layer of a projection, with `outputs` zero outputs after each part and `inputs` zero inputs at the
+    end; its input is `x + shift`."""
     weights, biases = projection.weight(fetch), projection.bias_of(fetch)
     if shift is not None:
         both = zip(weights, biases or (None,) * len(weights), strict=True)
@@ -233,6 +227,6 @@ def linear(
 def shifted(
     weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, " outputs"] | None, shift: Float[Tensor, " inputs"]
 ) -> Float[Tensor, " outputs"]:
-    """The bias of a layer that reads `shift` beside its inputs."""
+    """The bias of a layer whose input is `x + shift`."""
     shifts = weight.float() @ shift.float()
     return (shifts if bias is None else shifts + bias).to(weight.dtype)

@@ -1,8 +1,7 @@
-"""The table of a layer's tensors: which there are, their names and shapes, and what linear layers they make.
+"""LayerTable: the tensors of a layer, with their names and shapes, and the linear layers that they form.
 
-Checking, loading, the choice of kernels, widening and memory planning all read this table, so a tensor is said once.
-All families share Llama's names; those of experts are declared per family. Embedding, last norm and head are no part of
-a layer: `promised_tensors` has them too.
+Checking, loading, the choice of kernels, widening and memory planning all read this table. All families share Llama's
+names; those of experts are declared per family. `promised_tensors` adds embedding, final norm and head.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from forerun.annotations import Float
 from forerun.models.config import ModelConfig
 from forerun.models.experts_config import ExpertsConfig
 
-T = TypeVar("T", bound=Any)  # of weights: tensors, or weights in groups
+T = TypeVar("T", bound=Any)  # weights: tensors, or GroupedWeight
 FINAL_NORM_BIAS = "model.norm.bias"
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # beside the layers
 HEAD_NORM = "self_attn.{}_norm.weight"
-ADDING = ("o_proj.weight", "down_proj.weight")  # ends of names of matrices that add to the residual stream
+ADDING = ("o_proj.weight", "down_proj.weight")  # name endings of matrices that write to the residual stream
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # a layer's tensor by its name inside the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where an expert's part lies in a tensor of all `count` experts; `transposed` as in ExpertNames."""
+    """The place of one expert in a tensor of all `count` experts; `transposed` as in ExpertNames."""
 
     count: int
     expert: int
@@ -41,10 +40,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear layer: the tensors whose outputs it has one after the other, or a part of one of all experts.
+    """One linear layer: the concatenated outputs of several tensors, or one expert's part of a tensor of all experts.
 
-    `sizes` are the outputs of each of `names`. A stack has one name and all sizes, and so has a tensor that holds the
-    outputs of all parts one after the other, or those of so many `runs` of all parts.
+    `sizes` are the outputs of each of `names`. A stack has one name and all sizes, and so has a fused tensor, in which
+    the parts follow one another once, or `runs` times.
     """
 
     names: tuple[str, ...]
@@ -56,22 +55,22 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        """Of all its tensors together."""
+        """The number of outputs of all parts together."""
         return sum(self.sizes)
 
     def named_sizes(self) -> list[tuple[str, int]]:
-        """The outputs of each tensor of its own."""
+        """The number of outputs of each tensor."""
         return [*zip(self.names, self.sizes if len(self.names) > 1 else (self.outputs,), strict=True)]
 
     def weights(self) -> Shapes:
-        """The tensors that its weight lies in."""
+        """Names and shapes of the tensors of the weight."""
         if self.stack is None:
             return {f"{name}.weight": (size, self.inputs) for name, size in self.named_sizes()}
         size = (self.inputs, self.outputs) if self.stack.transposed else (self.outputs, self.inputs)
         return {self.names[0]: (self.stack.count, *size)}
 
     def biases(self) -> Shapes:
-        """The tensors that its bias lies in; none where it has none."""
+        """Names and shapes of the tensors of the bias; empty without a bias."""
         if not self.bias:
             return {}
         if self.stack is None:
@@ -79,7 +78,7 @@ class Projection:
         return {f"{self.names[0]}_bias": (self.stack.count, self.outputs)}
 
     def weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
-        """The parts of its weight, one of each of `sizes`."""
+        """The parts of the weight, one for each of `sizes`."""
         tensors = [fetch(name, shape) for name, shape in self.weights().items()]
         if self.stack is not None:
             rows = tensors[0][self.stack.expert]
@@ -87,15 +86,15 @@ class Projection:
         return self.parts(tensors)
 
     def bias_of(self, fetch: Fetch) -> list[Float[Tensor, " part"]] | None:
-        """The parts of its bias, likewise; None where it has none."""
+        """The parts of the bias, one for each of `sizes`; None without a bias."""
         tensors = [fetch(name, shape) for name, shape in self.biases().items()]
         if self.stack is not None:
             tensors = [tensor[self.stack.expert] for tensor in tensors]
         return self.parts(tensors) or None
 
     def parts(self, tensors: Sequence[T]) -> list[T]:
-        """The parts, of tensors that hold one each or of one that holds all: one after the other, in runs or, of an
-        expert of some stacks, by turns."""
+        """The parts, from tensors of one part each or from one fused tensor, whose parts follow one another, repeat in
+        runs, or (transposed stacks) alternate row by row."""
         if len(tensors) == len(self.sizes) or not tensors:
             return list(tensors)
         if self.stack is not None and self.stack.transposed:
@@ -109,7 +108,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class GatedTable:
-    """An MLP: gate over up, or what is activated alone, and down."""
+    """The projections of an MLP: gate and up (or only the activated one if it is not gated), and down."""
 
     gate_up: Projection
     down: Projection
@@ -117,16 +116,16 @@ class GatedTable:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """All tensors of a layer: `vectors` are norms and sinks by name; `every` is the MLP that all tokens take.
+    """All tensors of a layer: `vectors` are norms and sinks by name; `dense` is the MLP of all tokens.
 
-    A dense layer has no router and no experts. The router's last output, where experts have an MLP for all tokens
-    beside them, is that one's gate.
+    A dense layer has no router and no experts. Beside experts `dense` is the shared expert, and the router's last
+    output is its gate.
     """
 
     vectors: Mapping[str, int]
     qkv: Projection
     out: Projection
-    every: GatedTable | None
+    dense: GatedTable | None
     router: Projection | None = None
     experts: tuple[GatedTable, ...] = ()
 
@@ -148,17 +147,17 @@ class LayerTable:
         if c.experts is None or layer not in c.experts.layers:
             return cls(vectors, qkv, out, gated(c, "mlp", c.intermediate, c.mlp_bias))
         e = c.experts
-        every = gated(c, "mlp.shared_expert", e.shared, False) if e.shared else None
+        dense = gated(c, "mlp.shared_expert", e.shared, False) if e.shared else None
         routers = (e.names.router, "mlp.shared_expert_gate") if e.shared else (e.names.router,)
         router = Projection(routers, (e.count, 1)[: len(routers)], c.hidden, e.bias)
-        return cls(vectors, qkv, out, every, router, tuple(expert(c, e, i) for i in range(e.count)))
+        return cls(vectors, qkv, out, dense, router, tuple(expert(c, e, i) for i in range(e.count)))
 
     def projections(self, num_experts: int | None = None) -> Iterator[Projection]:
-        """All of them, or those of so many experts, in the order of computation."""
+        """All projections in the order of computation; with `num_experts`, those of so many experts only."""
         yield from (self.qkv, self.out)
         if self.router is not None:
             yield self.router
-        for mlp in (self.every, *self.experts[:num_experts]):
+        for mlp in (self.dense, *self.experts[:num_experts]):
             if mlp is not None:
                 yield from (mlp.gate_up, mlp.down)
 
@@ -190,7 +189,7 @@ def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTab
 
 
 def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the model, one by one: a configuration may promise more than there can be."""
+    """Name and shape of every tensor of the model, lazily, since a bad configuration may promise any number."""
     yield EMBEDDING, (config.vocab_size, config.hidden)
     for layer in range(config.layers):
         yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(config, layer).items())
@@ -207,17 +206,17 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """What `promised_tensors` gives, all at once, in the order of computation."""
+    """`promised_tensors` as a dictionary, in the order of computation."""
     return dict(promised_tensors(config))
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """The numbers in all tensors, every expert's among them; a tied head counts once."""
+    """Number of parameters, with all experts; a tied head counts once."""
     return sum(math.prod(shape) for _, shape in promised_tensors(config))
 
 
 def num_idle(config: ModelConfig) -> int:
-    """The numbers in the experts that one token does not take."""
+    """Number of parameters in the experts that one token does not use."""
     if config.experts is None:
         return 0
     one = LayerTable.of(config, config.experts.layers[0]).experts[0]
@@ -226,10 +225,7 @@ def num_idle(config: ModelConfig) -> int:
 
 
 def products(config: ModelConfig) -> Mapping[tuple[int, int], int]:
-    """(outputs, inputs) of the matrix products that one token needs, head included, and how many there are of each.
-
-    Of the experts of a layer it needs those that it takes.
-    """
+    """The matrix products of one token, head included: (outputs, inputs) and how often. Of experts, the active ones."""
     counts, active = Counter[tuple[int, int]](), config.experts.active if config.experts else None
     for layer in range(config.layers):
         taken = LayerTable.of(config, layer).projections(active)

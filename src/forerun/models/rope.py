@@ -1,7 +1,7 @@
-"""Rotary position embeddings as tables: cosine and sine of every position's angles.
+"""Rotary position embeddings: tables of cosines and sines by position.
 
-This module decides the angles for each supported scaling, in float32 and in the order of operations that checkpoints
-were trained with, so that logits agree with Hugging Face's.
+The angles of each supported scaling are computed in float32, in the order of operations of Hugging Face, so that logits
+agree.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ from forerun.annotations import Float
 from forerun.models.config import ModelConfig
 from forerun.models.rope_config import RopeConfig
 
-# torch shares longer cosines out to threads. Where a process did so with its first one, half of the table came out with
-# errors of 1e-4 in one process of twelve (torch 2.13 with MKL), and with other bits than the next table.
+# torch splits longer cosines over threads. If a process's first cosine was split, half of the table had errors of 1e-4
+# in one process of twelve (torch 2.13 with MKL), and other bits than the next table.
 SERIAL_ELEMENTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
-    """Row t belongs to position t. The two halves of a row are equal: element i turns with element i + head_dim/2.
+    """Row t belongs to position t. The two halves of a row are equal: elements i and i + head_dim/2 are a rotary pair.
 
-    A model with several tables has them one after the other, in the order of `Turned`.
+    Several tables are concatenated in the order of `Turned`.
     """
 
     cos: Float[Tensor, "rows head_dim"]
     sin: Float[Tensor, "rows head_dim"]
 
     def to(self, device: torch.device) -> RopeTables:
-        """The tables on a device; they are computed on the CPU, so that angles have the same bits everywhere."""
+        """The tables on a device; they are computed on the CPU, so that they have the same bits everywhere."""
         return RopeTables(self.cos.to(device), self.sin.to(device))
 
 
 def rope_tables(config: ModelConfig) -> RopeTables:
     """Tables for positions 0 to max_positions - 1, float32; attention factors are multiplied in.
 
-    Scalings that depend on the length of a text go by `longest_text`, so that a token turns alike however long its
-    text becomes, and however many positions there is memory for. Behind the others is the table of queries that grow,
-    where there are any.
+    Length-dependent scalings use `longest_text`, so that rotations depend neither on the length of a text nor on the
+    number of positions that fit into memory. The last table is that of growing queries, if there is one.
     """
-    ropes = (config.rope, config.local_rope or config.rope, None)  # as Turned counts them
+    ropes = (config.rope, config.local_rope or config.rope, None)  # in the order of Turned
     tables = [rope_table(config, rope) for rope in ropes[: config.num_turns]]
     if config.queries_grow:
         growth = query_growth(config.rope, config.max_positions)
@@ -53,7 +52,7 @@ def rope_tables(config: ModelConfig) -> RopeTables:
 
 
 def rope_table(config: ModelConfig, rope: RopeConfig | None) -> tuple[Tensor, Tensor]:
-    """One table's cosines and sines; without a rope nothing turns."""
+    """Cosines and sines of one table; without a `rope` those of no rotation."""
     half = config.head_dim // 2
     if rope is None:
         return torch.ones(config.max_positions, 2 * half), torch.zeros(config.max_positions, 2 * half)
@@ -63,7 +62,7 @@ def rope_table(config: ModelConfig, rope: RopeConfig | None) -> tuple[Tensor, Te
     frequencies = torch.cat([turning, turning.new_zeros(half - len(turning))])
     positions = torch.arange(config.max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies  # [positions, head_dim / 2]
-    factor = torch.ones(half)  # what does not turn is not scaled either
+    factor = torch.ones(half)  # elements that are not rotated are not scaled
     factor[: len(turning)] = attention_factor(rope)
     parts = angles.split(max(1, SERIAL_ELEMENTS // angles.shape[1]))
     cos, sin = (torch.cat([turn(part) for part in parts]) * factor for turn in (torch.cos, torch.sin))
@@ -71,7 +70,7 @@ def rope_table(config: ModelConfig, rope: RopeConfig | None) -> tuple[Tensor, Te
 
 
 def query_growth(rope: RopeConfig, positions: int) -> Float[Tensor, "positions 1"]:
-    """What queries are multiplied by at each position: 1 + beta ln(1 + n), n original contexts lying before it."""
+    """The factor of queries at each position: 1 + beta ln(1 + n), where n original contexts precede it."""
     passed = torch.arange(positions) // rope.original_max_positions
     growth = [1 + rope.query_beta * math.log(1 + n) for n in range(int(passed[-1]) + 1)]
     return torch.tensor(growth)[passed, None]
@@ -89,9 +88,9 @@ def linear_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float
 
 
 def llama3_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
-    """Slow rotations divided by `factor`, fast ones kept, those between interpolated. Llama 3.1.
+    """Low frequencies divided by `factor`, high ones kept, those between interpolated. Llama 3.1.
 
-    Slow and fast are told by how often a rotation completes within the original context.
+    Low and high refer to the number of full rotations within the original context.
     """
     frequencies = default_frequencies(rope, head_dim)
     wavelengths = 2 * math.pi / frequencies
@@ -103,7 +102,7 @@ def llama3_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float
 
 
 def longrope_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
-    """Each frequency divided by a factor of its own: by a long one if texts may be longer than the original context.
+    """Each frequency divided by its own factor, a long one if texts may exceed the original context.
 
     Ding et al. 2402.13753.
     """
@@ -112,13 +111,13 @@ def longrope_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Flo
 
 
 def yarn_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[Tensor, " half"]:
-    """A ramp from fast rotations, kept, to slow ones, divided by `factor`. Peng et al. 2309.00071, section 3.2."""
+    """A ramp from high frequencies, kept, to low ones, divided by `factor`. Peng et al. 2309.00071, section 3.2."""
     first, last = (yarn_dimension(rope, head_dim, rotations) for rotations in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # a step instead of a ramp, as trained checkpoints have it
+        last += 0.001  # a step instead of a ramp, as in training
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     slow, fast = 1.0 / (rope.factor * periods(rope, head_dim)), default_frequencies(rope, head_dim)
     kept = 1 - ramp
@@ -126,13 +125,13 @@ def yarn_frequencies(rope: RopeConfig, head_dim: int, positions: int) -> Float[T
 
 
 def yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
-    """Where in a head the pairs turn `rotations` times within the original context."""
+    """The dimension of a head whose pairs make `rotations` full rotations within the original context."""
     turns = math.log(rope.original_max_positions / (rotations * 2 * math.pi))
     return head_dim * turns / (2 * math.log(rope.theta))
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """The multiplier of queries and keys of yarn and longrope, 1 for other kinds.
+    """The factor of queries and keys of yarn and longrope; 1 for other kinds.
 
     Peng et al. 2309.00071, equation 22; Ding et al. 2402.13753, section 3.3.
     """

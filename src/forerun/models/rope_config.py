@@ -1,7 +1,7 @@
-"""How positions are turned into angles, as config.json says it: bases, scalings, and which layers turn by which.
+"""RopeConfig: the rotary position embeddings in config.json: bases, scalings, and which layers use which.
 
-It reads both spellings of Hugging Face configurations, `rope_theta` and `rope_scaling` or `rope_parameters`. The tables
-of angles are made in `rope.py`.
+Both forms of Hugging Face configurations are read, `rope_theta` and `rope_scaling` or `rope_parameters`. `rope.py`
+computes the tables.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from forerun.fields import AGAIN, Fields
 from forerun.limits import shown
 from forerun.models.families import Family, Turning
 
-ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # required keys of each kind
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -26,12 +26,11 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each kind cannot do without
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions become angles; fields that a kind does not use keep their defaults.
+    """The parameters of one rotary table; fields that a kind does not use keep their defaults.
 
-    `original_max_positions` is the context length before scaling. `attention_factor` None: yarn derives it, from
-    `mscale` and `mscale_all_dim` where both are given, and longrope from `factor`. longrope divides each frequency by a
-    factor of its own, in texts that are longer than the original context by another. `query_beta`: queries grow by so
-    much times the logarithm of how often their position has passed the original context.
+    `original_max_positions` is the context length before scaling. `attention_factor` None: yarn derives it from
+    `mscale` and `mscale_all_dim` if both are given, and longrope from `factor`. longrope divides each frequency by its
+    short factor or, for texts longer than the original context, its long factor. `query_beta`: see `query_growth`.
     """
 
     theta: float
@@ -52,7 +51,7 @@ class RopeConfig:
 
 
 class Turned(IntEnum):
-    """By which table of angles a layer turns queries and keys."""
+    """The rotary table of a layer; NOT: its queries and keys are not rotated."""
 
     GLOBAL = 0
     LOCAL = 1
@@ -60,15 +59,14 @@ class Turned(IntEnum):
 
 
 def key_of_rope(fields: Fields) -> str:
-    """The key that the parameters of positions stand under."""
+    """The key of the rotary parameters."""
     return "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
 
 
 def read_rope(fields: Fields, family: Family, positions: int, width: int, of: str) -> RopeConfig:
-    """How positions are rotated. Scaling may be spelt rope_scaling or rope_parameters, its kind type or rope_type.
+    """The rotary parameters of layers of type `of`; `width` elements of each head are rotated.
 
-    `width` of each head turn. Families with two sets of parameters have them under the names of kinds of layers, or the
-    base of local ones apart.
+    Families with two sets of parameters have them under the names of layer types, or a separate base for local layers.
     """
     key = key_of_rope(fields)
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
@@ -92,7 +90,7 @@ def read_rope(fields: Fields, family: Family, positions: int, width: int, of: st
     original = rope.whole("original_max_position_embeddings", positions) if grown else 0
     if kind == "default":
         return RopeConfig(theta, original_max_positions=original, query_beta=grown or 0.0)
-    if theta <= 1:  # scaled kinds tell slow rotations from fast ones by its logarithm
+    if theta <= 1:  # scalings divide by its logarithm
         raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
     scaling = read_scaling(kind, theta, rope, fields, positions, width)
     original = scaling.original_max_positions or original
@@ -100,12 +98,12 @@ def read_rope(fields: Fields, family: Family, positions: int, width: int, of: st
 
 
 def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int, width: int) -> RopeConfig:
-    """The fields of a scaled kind; a context length beside the scaling counts before the one inside it."""
+    """The fields of a scaled kind; a context length beside the scaling overrides the one inside it."""
     for key in ROPE_KEYS[kind]:
         rope.number(key)
     if kind == "linear":
         return RopeConfig(theta, kind, rope.number("factor"))
-    if kind == "dynamic":  # a base that grows behind max_position_embeddings, where no text goes
+    if kind == "dynamic":  # the base grows only beyond max_position_embeddings, which no text exceeds
         return RopeConfig(theta)
     original = rope.whole("original_max_position_embeddings", positions)
     original = fields.whole("original_max_position_embeddings", original)
@@ -133,7 +131,7 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
 
 
 def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
-    """What longrope divides each frequency by."""
+    """The divisors of longrope, one for each frequency."""
     factors: Any = rope.values.get(key)
     usable = isinstance(factors, list) and len(factors) == width // 2
     if not usable or not all(isinstance(f, int | float) and not isinstance(f, bool) and f > 0 for f in factors):
@@ -142,7 +140,7 @@ def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
 
 
 def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
-    """By which angles each layer turns; empty where all turn alike."""
+    """The rotary table of each layer; empty if all use the same."""
     if family.local:
         return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
     windowed = [window is not None for window in windows]
@@ -153,7 +151,7 @@ def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...])
 
 
 def turning_layers(fields: Fields, layers: int) -> list[bool]:
-    """Which layers turn queries and keys, in a family where some do not: all but every fourth, unless told."""
+    """Which layers apply rotary embeddings, in a family where some do not; default: all but every fourth."""
     interval = fields.whole("no_rope_layer_interval", 4)
     listed = fields.values.get("no_rope_layers")
     listed = [(i + 1) % interval != 0 for i in range(layers)] if listed is None else listed
@@ -163,7 +161,7 @@ def turning_layers(fields: Fields, layers: int) -> list[bool]:
 
 
 def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
-    """How much of a head turns; 0: all of it."""
+    """The number of rotated elements of a head; 0: all."""
     key, rope = "partial_rotary_factor", fields
     if fields.values.get(key_of_rope(fields)) and fields.inside(key_of_rope(fields)).values.get(key) is not None:
         rope = fields.inside(key_of_rope(fields))

@@ -1,6 +1,6 @@
-"""Arithmetic of single rows that decoders, heads and backends share: norms, rotations, padding.
+"""Row-wise arithmetic shared by decoders, heads and backends: norms, rotations, padding.
 
-All of it keeps each row's bits independent of the other rows.
+The bits of a row never depend on other rows.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from torch.nn import functional
 
 from forerun.annotations import Float
 
-MIN_ROWS = 2  # a single row takes another kernel (gemv), with other bits
+MIN_ROWS = 2  # for a single row libraries use another kernel (gemv), with other bits
 BLOCK_ROWS = 8
-EXACT_ROWS = 16  # up to here no row is computed in vain
-WIDTH = 64  # compiled kernels read rows with zeros behind them, up to a multiple of this: a width without tails
-MAX_ROWS = 256  # more are multiplied in pieces, so that every number of rows can be checked
+EXACT_ROWS = 16  # up to here rows are not padded
+WIDTH = 64  # compiled kernels read rows zero-padded to a multiple of this, so that no loop has a tail
+MAX_ROWS = 256  # more are multiplied in blocks, so that every number of rows can be checked
 
 
 def padded_rows(rows: int) -> int:
-    """Rows to compute for so many tokens: exact while small, then of few sizes.
+    """The number of rows to compute for this many tokens: exact while small, then one of few sizes.
 
-    oneDNN compiles and keeps a kernel of about half a megabyte for every number of rows it meets, in every layer
-    shape; a server would meet hundreds.
+    oneDNN compiles and keeps a kernel of about half a megabyte for every number of rows and layer shape; a server would
+    need hundreds.
     """
     step = 1 if rows <= EXACT_ROWS else BLOCK_ROWS if rows <= 64 else 32 if rows <= MAX_ROWS else 64
     return max(MIN_ROWS, -(-rows // step) * step)
 
 
 def pad_rows(x: Float[Tensor, "rows ..."], rows: int) -> Float[Tensor, "padded ..."]:
-    """The rows with rows of zeros behind them, which do not affect the others."""
+    """The rows followed by rows of zeros, which do not affect the others."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
 
 
 def product(linear: Callable[[Tensor], Tensor], x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-    """A linear layer's outputs, of any number of rows."""
+    """The outputs of a linear layer for any number of rows."""
     return linear(pad_rows(x, padded_rows(len(x))))[: len(x)]
 
 
 def rms_norm(x: Float[Tensor, "*rows width"], gain: Tensor, eps: float) -> Float[Tensor, "*rows width"]:
-    """Root-mean-square norm in float32, by hand: three times as fast as torch's own on a CPU.
+    """RMS norm in float32; written out, it is three times as fast as torch's on a CPU.
 
-    Gains of float32 multiply before the result is rounded to the format of `x`, others behind it.
+    A float32 gain is applied before the result is rounded to the dtype of `x`, others after it.
     """
     wide = x.float()
     normed = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
@@ -57,7 +57,7 @@ def norm_heads(
     eps: float,
     joint: bool,
 ) -> Float[Tensor, "rows heads head_dim"]:
-    """Each head normed by itself; with `joint` all heads of each part as one, of which there are so many."""
+    """Each head normed by itself; with `joint` all heads of a part as one vector; `sizes` are heads by part."""
     if not joint:
         return rms_norm(x, gains, eps)
     parts = zip(x.split(sizes, 1), gains.split(sizes), strict=True)
@@ -76,32 +76,32 @@ def rotate(
 
 
 def padded(size: int) -> int:
-    """How wide a row of this size is to compiled kernels."""
+    """The padded width of a row of this size in compiled kernels."""
     return -(-size // WIDTH) * WIDTH
 
 
 def padded_to_width(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows padded"]:
-    """Rows in float32, zeros behind each."""
+    """The rows in float32, each zero-padded to a multiple of WIDTH."""
     return functional.pad(x.float(), (0, padded(x.shape[1]) - x.shape[1])).contiguous()
 
 
 def padded_gains(gain: Float[Tensor, " width"]) -> Float[Tensor, " padded"]:
-    """A norm's gains in float32, zeros behind them."""
+    """A norm's gains in float32, zero-padded to a multiple of WIDTH."""
     return functional.pad(gain.float(), (0, padded(len(gain)) - len(gain)))
 
 
 def power_of_two(size: int) -> int:
-    """The smallest one that is not less."""
+    """The smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def few_rows(rows: int) -> int:
-    """The size of a larger pass: a multiple of 64 up to 512 rows, then of an eighth of the next power of two."""
+    """The padded size of a large pass: a multiple of 64 up to 512 rows, then of an eighth of the next power of two."""
     step = max(64, power_of_two(rows) // 8)
     return -(-rows // step) * step
 
 
 def half_step(size: int) -> int:
-    """The smallest power of two, or number half between two of them, that is not less."""
+    """The smallest power of two, or midpoint of two adjacent ones, that is at least `size`."""
     top = power_of_two(size)
     return top * 3 // 4 if size <= top * 3 // 4 else top

@@ -25,7 +25,7 @@ from forerun.cache.paged import PagedCache
 from forerun.device import Download
 from forerun.models.backends.base import ChainStarts
 from forerun.models.batch import AttentionPath, Copy, QueryRule, TokenBatch
-from forerun.models.chains import Chains, HeadsAhead, IdExchange, JudgedChains, Start, UnreadTexts
+from forerun.models.chains import Chains, IdMap, JudgedChains, ParallelHeads, Start, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree
@@ -234,7 +234,7 @@ class Runner:
         return None
 
     def begin_chains(
-        self, judged: JudgedChains, starts: Sequence[Start], ids: IdExchange, texts: UnreadTexts
+        self, judged: JudgedChains, starts: Sequence[Start], ids: IdMap, texts: UnreadTexts
     ) -> Download | None:
         """Begin the chains of the round behind a judged one, where each row's text are the root and guesses of that;
         None but on a GPU."""
@@ -245,11 +245,11 @@ class Runner:
         draws: Draws,
         starts: Sequence[Start],
         logits: Float[Tensor, "starts vocab"] | None,
-        ids: IdExchange,
+        ids: IdMap,
         states: bool = False,
         before: Float[Tensor, "starts hidden"] | None = None,
         texts: UnreadTexts | None = None,
-        heads: HeadsAhead | None = None,
+        heads: ParallelHeads | None = None,
     ) -> Chains | None:
         """Generate chains after the tails in one call; all but a chain's last token join its tail.
 

@@ -1,8 +1,7 @@
-"""Where a checkpoint's files are: a folder, a checkpoint that ships with the package, or the hub.
+"""Finds the files of a checkpoint: in a folder, in the package, or on the hub, in this order.
 
-This file decides what a name stands for, in this order, and which files are fetched. For a name that stands for nothing
-the error suggests similar names, and mentions the network only if it was tried. huggingface_hub is imported when
-something has to be fetched, so folders and bundled checkpoints work without it.
+The error for an unknown name suggests similar names, and mentions the network only if it was used. huggingface_hub is
+imported only to fetch something, so folders and bundled checkpoints work without it.
 """
 
 from __future__ import annotations
@@ -22,40 +21,40 @@ from forerun.models.gguf.folder import choose_file, folder_of
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
 HUB_FILES = ("*.safetensors", *TOKENIZER_FILES)
-HUB_DUPLICATES = (  # the same weights in other layouts; in folders of a repository only chat templates are read
+HUB_DUPLICATES = (  # the same weights in other layouts; subfolders of a repository are read for chat templates only
     *("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.json", "*/*.txt", "tokenizer*/*"),
     "consolidated*",
 )
 GGUF_NAME = re.compile(r"(.+):((?:I?Q\d|F16|F32|BF16|MXFP4|UD-)\w*)", re.IGNORECASE)  # NAME:FORMAT
-USUAL_FORMAT = "Q4_K_M"  # of the files that a repository has, where none is named
-MOST_SIBLINGS = 2000  # folders beside a missing one that are looked at for a similar name
+USUAL_FORMAT = "Q4_K_M"  # default format of GGUF repositories
+MOST_SIBLINGS = 2000  # most folders beside a missing one that are searched for a similar name
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The folder of `model`: a folder with config.json as it is, else the bundled checkpoint of this name, else the
-    local copy of a hub id at `revision`, fetched if needed.
+    """The folder of `model`: an existing folder, else the bundled checkpoint of this name, else the local copy of a hub
+    id at `revision`, fetched if needed.
 
-    Raises ModelNotFound where there is none of these, InvalidRequest for a revision of something that has none.
+    Raises ModelNotFound if none of these exists, InvalidRequest for a revision of something that is no hub id.
     """
     return find_folder(model, revision, HUB_FILES, "config.json")
 
 
 def find_tokenizer(name: str) -> Path:
-    """The folder of a tokenizer that was named by itself, found as a checkpoint is; it needs no weights."""
+    """The folder of a separate tokenizer, found like a checkpoint; it needs no weights."""
     return find_folder(name, None, TOKENIZER_FILES, "tokenizer.json")
 
 
 def find_folder(name: str, revision: str | None, files: Sequence[str], needed: str) -> Path:
-    """The folder that a name stands for; it holds the `needed` file. `files` are fetched from the hub.
+    """The folder of this name, which must hold the file `needed`; `files` are fetched from the hub.
 
-    A GGUF file stands for such a folder, and so does what holds one; `NAME:FORMAT` chooses among several.
+    A GGUF file, or a folder or repository with one, is unpacked to such a folder; `NAME:FORMAT` chooses among several.
     """
     try:
         in_gguf = None if Path(name).expanduser().exists() else GGUF_NAME.fullmatch(name)
         name, number_format = (in_gguf[1], in_gguf[2]) if in_gguf else (name, None)
         path = Path(name).expanduser()
         there, is_a_file = path.exists(), path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder that is locked
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder without permission
         raise ModelNotFound(f"{name[:200]!r} cannot be looked up ({error}): name another folder") from error
     if is_a_file and path.suffix == ".gguf":
         return folder_of(path)
@@ -91,9 +90,9 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
 
 
 def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """A hub id's files in the local cache: weights as safetensors, configuration, tokenizer.
+    """The folder of a hub id's files in the local cache, fetched if needed.
 
-    A name without an owner that is nearly that of something here is taken for a mistake, and nothing is fetched.
+    A name without an owner that is similar to a local name is treated as a typo, and nothing is fetched.
     """
     if name in BUNDLED_HEADS:
         raise ModelNotFound(f"{name} is no model, but a drafter for stdlib: write {BUNDLED_DRAFTS[name]} as a drafter")
@@ -137,7 +136,7 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
 
 
 def similar(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:
-    """Bundled names and folders beside the missing one that are spelt nearly as it is, the likeliest first."""
+    """Bundled names and sibling folders with similar names, the most similar first."""
     path = Path(name).expanduser()
     try:
         siblings = [
@@ -151,7 +150,7 @@ def similar(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file; no for one that cannot be looked at."""
+    """Whether the file exists; False if it cannot be accessed."""
     try:
         return path.is_file()
     except OSError:

@@ -1,8 +1,8 @@
-"""ModelSpec: everything that decides how a model is loaded, as one frozen value.
+"""ModelSpec: all options of loading a model, as one frozen value.
 
-The library, the command line and the benchmarks share this spelling, and a draft model takes its target's options. This
-file decides which values and spellings are allowed; whether the checkpoint and the device support them is checked when
-a Blueprint is made of the value. The file does not import torch, so that options are cheap.
+The library, the command line and the benchmarks share it, and a draft model inherits its target's options. This file
+checks the values; `Blueprint.of` checks whether the checkpoint and the device support them. It does not import torch,
+so that options are cheap to import.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 
     from forerun.device import Placement
 
-DTYPE_NAMES = {  # every spelling of a number format, and the one that is kept
+DTYPE_NAMES = {  # accepted names of dtypes, and the canonical one
     **{name: name for name in ("auto", "float32", "float16", "bfloat16")},
     **{"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16"},
 }
 
 
-@no_type_check  # run-time type checks in tests would forestall its own, which users meet
+@no_type_check  # run-time type checks in tests would come before its own checks
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which checkpoint to load, and in what form.
+    """The checkpoint to load, and its form.
 
-    `model` is a folder, a bundled name or a hub id, and so is `tokenizer` where it is not the model's own. `revision`
-    is the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype and is kept as one of "auto",
-    "float32", "float16" and "bfloat16". `quantize` is None, "int8", "int4" or, on GPUs, "fp8"; `kernels` are for CPUs.
-    `device` is "cpu" (None too), "cuda", "cuda:1", "rocm", "mps", "auto", a torch.device or a Placement; `one_gemm` is
-    for GPUs. With a `tensor_parallel_size` above 1 so many processes share every layer.
-    Raises InvalidRequest with the name of the field.
+    `model` is a folder, a bundled name or a hub id, and so is `tokenizer`, if it is not the model's own. `revision` is
+    the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype, stored as "auto", "float32", "float16" or
+    "bfloat16". `quantize` is None, "int8", "int4" or, on GPUs, "fp8"; `kernels` is for CPUs. `device` is "cpu" (or
+    None), "cuda", "cuda:1", "rocm", "mps", "auto", a torch.device or a Placement; `one_gemm` is for GPUs.
+    `tensor_parallel_size` is the number of processes that share every layer. Raises InvalidRequest with the field.
     """
 
     model: str
@@ -70,15 +69,12 @@ class ModelSpec:
         require_whole("tensor_parallel_size", self.tensor_parallel_size, least=1)
 
     def beside(self, model: str) -> ModelSpec:
-        """These options for another checkpoint, such as a draft model, with its own tokenizer and revision.
-
-        Such models are small, and rank 0 has them alone.
-        """
+        """These options for another checkpoint, such as a draft model, with its own tokenizer, on rank 0 only."""
         return replace(self, model=model, tokenizer=None, revision=None, tensor_parallel_size=1)
 
 
 def dtype_name(dtype: object) -> str:
-    """A number format, as text in any spelling or as a torch.dtype, by the one name that is kept."""
+    """The canonical name of a dtype, given as text or as a torch.dtype. Raises InvalidRequest."""
     name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if name is None:
         raise _unusable("dtype", dtype, "is not known: use auto, float32, float16 or bfloat16")

@@ -1,6 +1,6 @@
-"""StoredTensor: a tensor of a safetensors file, known by the file's header and read when it is asked for.
+"""StoredTensor: a tensor in a safetensors file, described by the file's header and read on demand.
 
-The file decides what damage to such a file is called. What a tensor is for is none of its business.
+Damaged and incomplete files raise MissingWeights with the cause and the fix.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from torch import Tensor
 from forerun.errors import MissingWeights
 from forerun.fields import mistaken, short
 
-PLAIN = ("F64", "F32", "F16", "BF16")  # number formats that need no scales beside them
+PLAIN = ("F64", "F32", "F16", "BF16")  # formats without scales
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, under which name, and what its file's header says of it."""
+    """The file, the name, the shape and the format of a tensor."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     format: str
 
-    held_bytes: ClassVar[float | None] = None  # of a number, where they are held as they are stored
+    held_bytes: ClassVar[float | None] = None  # bytes of a weight, if it stays as stored
 
     @property
     def readable(self) -> bool:
-        """Whether its numbers mean what they are."""
+        """Whether the numbers are values by themselves, without scales."""
         return self.format in PLAIN
 
     def read(self) -> Tensor:
-        """Its numbers. Raises MissingWeights."""
+        """Read the tensor. Raises MissingWeights."""
         with opened(self.file) as file:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
     def read_part(self, number: int) -> Tensor:
-        """One of the parts that the outermost size counts. Raises MissingWeights."""
+        """Read one slice along the first dimension. Raises MissingWeights."""
         with opened(self.file) as file:
             tensor: Tensor = file.get_slice(self.name)[number]
         return tensor
 
     def read_into(self, result: Tensor) -> Tensor:
-        """Its numbers, in the number format and the memory of `result`. Raises MissingWeights."""
+        """Read the tensor into `result`, converted to its dtype. Raises MissingWeights."""
         return result.copy_(self.read())
 
     def groups(self, _part: int | None = None) -> None:
-        """Nothing is stored in groups here."""
+        """None: a plain tensor has no groups."""
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file."""
+    """The tensors of a safetensors file, by name. Raises MissingWeights."""
     if not file.exists():
         raise MissingWeights(f"{file} is missing: {AGAIN}")
     tensors: dict[str, StoredTensor] = {}
@@ -71,7 +71,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A safetensors file, open. Raises MissingWeights, now or within, where it is no such file or damaged."""
+    """An open safetensors file. A missing or damaged one raises MissingWeights, also inside the block."""
     try:
         if not file.is_file():
             raise MissingWeights(f"{file} is not a file: {AGAIN}")

@@ -1,7 +1,6 @@
-"""Checkpoint: the tensors of a Hugging Face folder, one at a time.
+"""Checkpoint: the tensors of a Hugging Face folder, read one at a time.
 
-The file decides which number format the weights are held in, and checks that every tensor the configuration promises is
-there before any is loaded. What the tensors are for is the decoder's business.
+This file chooses the dtype of the weights, and checks that all tensors of the configuration exist before any is loaded.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from forerun.models.quantized.tensors import QuantizedTensor
 from forerun.models.spec import dtype_name
 from forerun.models.stored import AGAIN, PLAIN, StoredTensor, read_header
 
-MOST_SHARDS = 10_000  # of any model
+MOST_SHARDS = 10_000  # a plausibility limit
 WHOLE = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
-FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # in its own folder: a file elsewhere is none of the checkpoint's
+FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # without folders: files elsewhere are not the checkpoint's
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
-SENSES = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # what reads images and sound begins so
+SENSES = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # name prefixes of image and audio parts
 OUTER = "model."
-OTHER_NAMES = {  # InternLM 2's parts, and what they are called here
+OTHER_NAMES = {  # InternLM 2's names, mapped to Llama's
     "tok_embeddings": "embed_tokens",
     "attention.wqkv": "self_attn.qkv_proj",
     "attention.wo": "self_attn.o_proj",
@@ -57,12 +56,11 @@ log = logging.getLogger(__name__)
 def number_formats(
     requested: str | torch.dtype, config: ModelConfig, activations_too: bool = False
 ) -> tuple[torch.dtype, ...]:
-    """The number formats to hold the weights in, for what was asked for in any spelling; the best first.
+    """The possible dtypes of the weights for a requested one, the best first. Raises InvalidRequest.
 
-    "auto" keeps the checkpoint's 16 bits, or takes float32 where that is faster or 16 bits have no fast operators;
-    float64 is held as float32. With `activations_too`, as on GPUs, activations have the format of the weights, and
-    float16 is held as bfloat16, whose range they do not leave. A format that is named is taken at its word. Raises
-    InvalidRequest.
+    "auto" keeps the checkpoint's 16 bits, with float32 as the alternative if that is faster; float64 becomes float32.
+    With `activations_too`, as on GPUs, activations have the dtype of the weights, and float16 becomes bfloat16, whose
+    range they do not exceed. An explicit dtype is used as it is.
     """
     name = dtype_name(requested)
     if name != "auto":
@@ -77,8 +75,8 @@ Stored = StoredTensor | GgufTensor | QuantizedTensor
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """Weights that are stored in fewer bits: the formats of those in groups that can stay so, the most frequent first,
-    and of those that are unpacked; bytes of a number in layers and head where groups stay."""
+    """The quantized weights of a checkpoint: the formats that can stay in groups, the most frequent first, and those
+    that are dequantized; average bytes of a weight in layers and head if groups stay."""
 
     formats: tuple[str, ...]
     unpacked: tuple[str, ...]
@@ -87,11 +85,10 @@ class StoredGroups:
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face folder, in safetensors, handed out one at a time in `dtype`.
+    """The tensors of a Hugging Face folder in safetensors, read one at a time in `dtype`.
 
-    All headers are read at once, so missing and damaged files are found before anything is loaded. A file is open,
-    and its pages counted as ours, only while one of its tensors is copied: loading holds the weights and a tensor.
-    Raises MissingWeights.
+    All headers are read first, so missing and damaged files are found before anything is loaded. A file is mapped only
+    while one of its tensors is copied, so loading needs memory for the weights and one tensor. Raises MissingWeights.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -101,8 +98,8 @@ class Checkpoint:
 
     @classmethod
     def of_model(cls, folder: Path, dtype: torch.dtype, on_gpu: bool = False) -> Checkpoint:
-        """The tensors of a whole model, which may have other names in front: those of a base model saved without its
-        head have no "model.", and wrappers put their own before it. `on_gpu`: weights are for kernels of GPUs."""
+        """The tensors of a whole model, under their usual names: base models saved without a head lack the prefix
+        "model.", and wrappers add their own. `on_gpu`: quantized weights are for GPU kernels."""
         checkpoint = cls(folder, dtype)
         checkpoint.stored = by_usual_names(checkpoint.stored)
         if on_gpu:
@@ -129,12 +126,12 @@ class Checkpoint:
         return tensor
 
     def groups(self, name: str, shape: tuple[int, ...], part: int | None = None) -> GroupedWeight | None:
-        """A matrix as it is stored in groups, or an expert's of a tensor of all, with outputs before inputs; None where
-        it is stored otherwise. Raises as `take`."""
+        """A matrix, or one expert's part of a stacked tensor, as stored in groups, with outputs before inputs; None if
+        it is not stored in groups. Raises as `take`."""
         return self.find(name, shape).groups(part)
 
     def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
-        """What is stored in fewer bits of the model of this configuration; None where nothing is."""
+        """The quantized weights of the model of this configuration; None if there are none."""
         size = float(self.dtype.itemsize)
         kinds = Counter(
             (bool(e.held_bytes), e.format) for e in self.stored.values() if e.format not in (*PLAIN, *WHOLE)
@@ -150,7 +147,7 @@ class Checkpoint:
         return StoredGroups(stay, others, held / max(1, sum(numbers)), of_head) if kinds else None
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of whole numbers, as int64. Raises MissingWeights or UnsupportedModel."""
+        """An integer tensor as int64. Raises MissingWeights or UnsupportedModel."""
         entry = self.stored.get(name)
         if entry is None or entry.shape != shape or entry.format not in WHOLE:
             finding = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
@@ -158,7 +155,7 @@ class Checkpoint:
         return entry.read().long()
 
     def find(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Where a tensor lies, judged by its header."""
+        """The stored tensor, checked by its header. Raises as `take`."""
         entry = self.stored.get(name)
         if entry is None:
             problem = "the checkpoint is incomplete or of another architecture than config.json says"
@@ -175,7 +172,8 @@ class Checkpoint:
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of a GGUF file that a folder stands for, or of the folder's own files, quantised weights as one."""
+    """The tensors of the folder's safetensors files, or of the GGUF file that it represents; the tensors of a quantized
+    weight are combined into one."""
     if (folder / INDEX).exists():
         return dict(stored_tensors(folder))
     stored = read_headers(folder)
@@ -185,10 +183,7 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of model.safetensors or, where that is absent, of the shards that the index lists.
-
-    Shards without an index are known by their names, which say how many there are.
-    """
+    """The tensors of model.safetensors or else of all shards, from the index or, without one, by their file names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return read_header(single)
@@ -209,7 +204,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The shards of a checkpoint without an index, all of them."""
+    """The shards of a checkpoint without an index. Raises MissingWeights if some are missing."""
     parts = [part for path in sorted(folder.glob("model-*")) if (part := SHARD.fullmatch(path.name))]
     if not parts:
         cure = "download the weights, or convert them if the model is published in another format only"
@@ -224,7 +219,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def require_files(files: Sequence[Path]) -> None:
-    """Raise MissingWeights where some of a checkpoint's files are not there."""
+    """Raise MissingWeights if some of a checkpoint's files are missing."""
     missing = [file for file in files if not file.exists()]
     if missing:
         others = f", and {len(missing) - 1} more of {len(files)} are too" if missing[1:] else ""
@@ -233,9 +228,9 @@ def require_files(files: Sequence[Path]) -> None:
 
 
 def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tensors by the names that a model's have here, whatever stands in front of its embedding, layers and norm.
+    """The tensors under Llama's names, with any prefix of embedding, layers and norm replaced.
 
-    What stands beside these in front, as a part that sees does, is no part of the model: it gets no name of one.
+    Tensors with another prefix, as of an image encoder, are not part of the language model and keep other names.
     """
     if any(name.endswith("tok_embeddings.weight") for name in stored):
         stored = {usual_name(name): entry for name, entry in stored.items()}
@@ -251,7 +246,7 @@ def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def usual_name(name: str) -> str:
-    """What a tensor of OTHER_NAMES is called here."""
+    """The name in Llama's naming of a tensor of InternLM 2 (OTHER_NAMES)."""
     stem, dot, kind = name.rpartition(".")
     part = next((part for part in OTHER_NAMES if stem.endswith(part)), "")
     name = f"{stem.removesuffix(part)}{OTHER_NAMES.get(part, '')}{dot}{kind}"
@@ -259,9 +254,9 @@ def usual_name(name: str) -> str:
 
 
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Judge all tensors by their headers before any is loaded; `config` with `tied` and the experts' names as stored.
+    """Check all tensors by their headers; returns `config` with `tied` and the experts' names as stored.
 
-    A head stored beside an embedding it should be tied to counts where it differs from it. Raises as `check_tensors`.
+    A stored head that differs from the embedding to which it should be tied is used. Raises as `check_tensors`.
     """
     if problem := foreign_tensors(checkpoint.stored):
         raise UnsupportedModel(f"{checkpoint.folder} is not read: {problem}")
@@ -291,7 +286,7 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def with_stored_names(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """`config`, its experts stacked where the checkpoint has more of its tensors under those names."""
+    """`config` with the stacked names of experts if more of the checkpoint's tensors have those."""
     experts = config.experts
     if experts is None or experts.names.stacked is None:
         return config
@@ -307,12 +302,11 @@ def with_stored_names(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfi
 def check_tensors(
     promised: Iterable[tuple[str, tuple[int, ...]]], checkpoint: Checkpoint, layers: int, idle: Collection[str] = ()
 ) -> None:
-    """Judge tensors by their headers, and those that are stored beside them by what they would do.
+    """Check the promised tensors by their headers, and the other stored tensors by their names.
 
-    Raises as `take` does, and stops at the first tensor that is missing, however many are promised. What is stored
-    inside the layers or beside the embedding, norm and head, and is not read, would change what the model computes:
-    it raises UnsupportedModel, unless it is a bias of zeros or a table that can be computed. Other tensors, such as
-    heads for other tasks and layers behind the last one, are logged. `idle` are names that need not be read.
+    Raises as `take` at the first missing tensor. An unread tensor inside the layers, or beside embedding, norm and
+    head, would change results: it raises UnsupportedModel, unless it is a bias of zeros or a buffer that can be
+    recomputed. Others, such as heads for other tasks and further layers, are logged. `idle` are names to ignore.
     """
     read = set(idle)
     for name, shape in promised:
@@ -341,7 +335,7 @@ def check_tensors(
 
 
 def changes_logits(name: str, layers: int) -> bool:
-    """Whether a tensor of this name has a part in the logits of a decoder with so many layers."""
+    """Whether a tensor of this name would affect the logits of a decoder with this many layers."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal():
         return int(parts[2][:9]) < layers
@@ -349,6 +343,6 @@ def changes_logits(name: str, layers: int) -> bool:
 
 
 def is_idle_bias(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a tensor is a bias of zeros, as conversions between families leave them."""
+    """Whether a tensor is a bias of zeros, which conversions between families leave."""
     entry = checkpoint.stored[name]
     return name.endswith(".bias") and entry.readable and not checkpoint.take(name, entry.shape).any()

@@ -1,16 +1,15 @@
-"""Widening: a larger checkpoint that computes the same function as a small one.
+"""Widening: makes a larger checkpoint that computes the same function as a small one.
 
-This file decides how a checkpoint grows without changing what it computes. The residual stream gets additional channels
-that stay 0: nothing writes to them, so the weights that read them may have any value. Additional heads and neurons
-compute, and their output columns are 0; additional layers compute and write nothing; widen_experts.py decides about
-experts. Every unused weight is random and as large as the weights beside it, so no kernel can profit from it. A norm
-sees its mean square shrink by the ratio of the widths: its gain shrinks by the root of that, its eps by the ratio
-itself. Norms of query and key heads have the same eps, so their inputs shrink as well. At ratios of 4, 16, ... all this
-shrinks by powers of two, which loses no bit.
+The residual stream gets additional channels that stay 0: nothing writes to them, so weights that read them may have any
+value. Additional heads and neurons compute, but their output columns are 0; additional layers compute and write
+nothing; widen_experts.py handles experts. Unused weights are random and as large as their neighbours, so no kernel can
+skip them. The mean square that a norm sees shrinks by the ratio of the widths: its gain shrinks by the root of the
+ratio, its eps by the ratio. Norms of query and key heads share the eps, so their inputs shrink too. At ratios of 4, 16,
+... all factors are powers of two, which are exact.
 
-So the costs and gains of speculation can be shown at the size of a real model where none is available. config.json
-says that a checkpoint was widened (`forerun_widened`), and every measurement shows it. `agreement` compares the logits
-of both models before a checkpoint gets its name.
+So the costs and gains of speculation can be measured at the size of a real model if none is available. config.json
+marks a widened checkpoint (`forerun_widened`), and every measurement shows it. `agreement` compares the logits of both
+models before a checkpoint gets its final name.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Wider:
             wider, hidden = cls(hidden, layers), hidden * 4
 
     def shape(self, config: ModelConfig) -> ModelConfig:
-        """`config` grown to this shape. Raises InvalidRequest where something would shrink or does not divide."""
+        """`config` grown to this shape. Raises InvalidRequest if something would shrink or does not divide."""
         for name in ("hidden", "layers"):
             require_whole(name, getattr(self, name), getattr(config, name))
         ratio = self.hidden / config.hidden
@@ -127,13 +126,13 @@ class Wider:
         return wide if self.experts is None else given_experts(config, wide, self.experts, self.active)
 
     def default_heads(self, config: ModelConfig) -> int:
-        """As many more heads as channels, or a few less where that many do not divide the channels."""
+        """The default number of heads: grown like the channels, or a few less so that it divides the channels."""
         most = round(config.kv_heads * self.hidden / config.hidden) * config.group
         fitting = (heads for heads in range(most, config.heads, -config.group) if self.hidden % heads == 0)
         return next(fitting, config.heads)
 
     def origins(self, config: ModelConfig) -> list[LayerOrigin]:
-        """Where each layer comes from."""
+        """The origin of each layer of the widened model."""
         count = config.layers
         places = [(i + 1) * self.layers // count - 1 if self.spread else i for i in range(count)]
         nearest = [min(bisect_left(places, layer), count - 1) for layer in range(self.layers)]
@@ -142,7 +141,7 @@ class Wider:
 
 @dataclass(frozen=True, slots=True)
 class LayerOrigin:
-    """The source's layer that a layer is; where it is not `real`, the one it only resembles."""
+    """The source's layer of a layer; if not `real`, the layer is an addition that only resembles it."""
 
     layer: int
     real: bool
@@ -151,11 +150,11 @@ class LayerOrigin:
 def widen(
     source: str, destination: Path, wider: Wider, progress: ProgressCallback | None = None, seed: int = 0
 ) -> Path:
-    """Write `source`, grown, to the folder `destination`, in the source's number format; returns it.
+    """Write `source`, widened, to the folder `destination`, in the source's dtype; returns the folder.
 
-    A folder that the same call made before is taken as it is. Anything else there raises InvalidRequest, as does a
-    shape that does not fit; a widened source raises UnsupportedModel. The folder appears whole, checked, or not at
-    all: WidenedDiffers if the logits differ.
+    A folder from an earlier call with the same arguments is reused. Raises InvalidRequest for any other existing folder
+    or a shape that does not fit, UnsupportedModel for a widened source, WidenedDiffers if the logits differ. The folder
+    appears only complete and checked.
     """
     plan = Plan.of(source, wider, seed)
     destination = Path(destination)
@@ -171,7 +170,7 @@ def widen(
 
 
 def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None = None) -> Path:
-    """Widen into the user's cache folder, at first use: a later call with equal weights and shape finds it there."""
+    """Widen into the user's cache folder; a later call with the same weights and shape reuses the folder."""
     try:
         folder = cache_folder("widened")
     except OSError as error:
@@ -181,7 +180,7 @@ def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A widening that can be done: from what, to which shape, and a fingerprint of everything that goes into it."""
+    """A checked widening: the source, the new shape, and a fingerprint of all inputs (`recipe`)."""
 
     source: Blueprint
     wide: ModelConfig
@@ -191,7 +190,7 @@ class Plan:
 
     @classmethod
     def of(cls, source: str, wider: Wider, seed: int) -> Plan:
-        """Judge the source and the shape; nothing is written."""
+        """Check the source and the shape; nothing is written."""
         blueprint = Blueprint.of(source)
         if blueprint.config.widened is not None:
             raise UnsupportedModel(f"{source} is {blueprint.name} already: widen what it was made from")
@@ -211,7 +210,7 @@ class Plan:
         return plan
 
     def is_at(self, folder: Path) -> bool:
-        """Whether this widening lies there already. Raises InvalidRequest where something else does."""
+        """Whether the folder holds this widening. Raises InvalidRequest if it holds anything else."""
         if not folder.exists():
             return False
         made = read_fields(folder / "config.json").values.get(WIDENED) if (folder / "config.json").is_file() else None
@@ -221,7 +220,7 @@ class Plan:
 
 
 def refuse_what_cannot_be_said(plan: Plan) -> None:
-    """Raise InvalidRequest where a family with experts cannot have biases or windows that the dense source has."""
+    """Raise InvalidRequest if the family with experts cannot express the dense source's biases or windows."""
     fields, wide = read_fields(plan.source.folder / "config.json"), plan.wide
     if plan.source.config.experts is not None or wide.experts is None:
         return
@@ -234,7 +233,7 @@ def refuse_what_cannot_be_said(plan: Plan) -> None:
 
 
 def refuse_emitted_padding(source: Blueprint) -> None:
-    """Raise InvalidRequest where the tokenizer has ids that padding of the vocabulary would turn into real ones."""
+    """Raise InvalidRequest if the tokenizer has ids that a padded vocabulary would turn into real ones."""
     num_ids, vocab_size = source.tokenizer().num_ids, source.config.vocab_size
     if num_ids > vocab_size:
         problem = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
@@ -242,7 +241,7 @@ def refuse_emitted_padding(source: Blueprint) -> None:
 
 
 def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
-    """Write the checkpoint, and check it before it has its place."""
+    """Write the checkpoint and check it; only then it gets its name."""
     with whole_folder(destination) as partial:
         size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
         free = shutil.disk_usage(partial).free
@@ -263,13 +262,13 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files beside the weights that a checkpoint keeps when it is widened, and config.json."""
+    """config.json and the files beside the weights that a widened checkpoint keeps."""
     files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in files if not path.name.endswith((".safetensors.index.json", INDEX)))
 
 
 def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:
-    """Copy files of one folder to their places in another."""
+    """Copy files from one folder to the same places in another."""
     for path in paths:
         copy = destination / path.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
@@ -277,7 +276,7 @@ def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:
 
 
 def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
-    """The source's config.json with the new shape, and what was made of what."""
+    """Write the source's config.json with the new shape and a description of the widening."""
     text = json.dumps(config_values(plan, found), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
@@ -307,7 +306,7 @@ def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
 
 
 def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -> None:
-    """All tensors in shards, one of which is in memory at a time, and the index."""
+    """Write all tensors in shards, of which one is in memory at a time, and the index."""
     checkpoint = plan.source.checkpoint(plan.wide.dtype)
     generator = torch.Generator().manual_seed(plan.seed)
     shapes = tensor_shapes(plan.wide)
@@ -328,7 +327,7 @@ def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -
 
 
 def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
-    """The names in order, in groups of about SHARD_BYTES."""
+    """The tensor names in order, in groups of about SHARD_BYTES."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -341,7 +340,7 @@ def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]
 
 
 def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """One tensor of the wide model: the source's in the first corner, dead weights or zeros around it."""
+    """One tensor of the widened model: the source's values in the first corner, zeros or unused weights around it."""
     config, layer = plan.source.config, LAYER.fullmatch(name)
     number = int(layer[1]) if layer else 0
     origin = plan.origins[number] if layer else LayerOrigin(0, True)
@@ -369,5 +368,5 @@ def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
 
 
 def shrinkage(config: ModelConfig, wide: ModelConfig) -> float:
-    """By what the root mean square of the residual stream shrinks as zeros join in."""
+    """The factor by which the root mean square of the residual stream shrinks with the added zeros."""
     return math.sqrt(config.hidden / wide.hidden)

@@ -102,11 +102,11 @@ class ExpertPart:
 def parts_of(source: ModelConfig, wide: ModelConfig) -> dict[str, ExpertPart]:
     """The tensors of experts that a dense source was given, by their names inside a layer; none for other sources."""
     table = LayerTable.of(source, 0)
-    if source.experts is not None or wide.experts is None or table.every is None:
+    if source.experts is not None or wide.experts is None or table.dense is None:
         return {}
     parts = {}
     for number, expert in enumerate(LayerTable.of(wide, 0).experts):
-        for mine, its, axis in ((table.every.gate_up, expert.gate_up, 0), (table.every.down, expert.down, 1)):
+        for mine, its, axis in ((table.dense.gate_up, expert.gate_up, 0), (table.dense.down, expert.down, 1)):
             for name, new in zip(mine.weights(), its.weights(), strict=True):
                 parts[new] = ExpertPart(name, number, axis)
     return parts

@@ -139,7 +139,7 @@ class Draws:
         drawn = torch.cat([drawn, torch.full_like(tokens, -1)[:, None]], dim=1)
         return PathState(row, drawn.scatter(1, end[:, None], tokens[:, None]), position + 1)
 
-    def foresee(self, depth: int) -> None:
+    def head_inputs(self, depth: int) -> None:
         """Compute the noise of paths of `depth` tokens at once, cheaper than level by level; no effect with kernels."""
         if self.row_laws is not None and not self.rejection:
             return

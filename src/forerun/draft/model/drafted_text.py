@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.device import Download
 from forerun.draft.base import Budget
-from forerun.models.chains import Chains, IdExchange, Start
+from forerun.models.chains import Chains, IdMap, Start
 from forerun.models.runner import Read
 
 
@@ -123,15 +123,15 @@ class RootPass:
     logits: Float[Tensor, "judged vocab"]
 
 
-def number_guesses(texts: Mapping[int, DraftedText], ids: IdExchange, chains: Chains, starts: Sequence[Start]) -> None:
+def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains, starts: Sequence[Start]) -> None:
     """Number the draft tokens that were read into these texts' tails; unseen ones when the host knows them."""
     if chains.guesses is None:
         for start in starts:
             read = chains.trees[start.row].tokens[1 : 1 + chains.num_read.get(start.seq_id, 0)]
-            for token in ids.own_list(read):
+            for token in ids.model_id_list(read):
                 texts[start.seq_id].append(token)
     elif chains.num_read:
-        download = Download(ids.own(chains.guesses))
+        download = Download(ids.model_ids(chains.guesses))
 
         def guesses(row: int, num_read: int) -> Sequence[int]:
             read: list[int] = download.values[row][:num_read]

@@ -18,7 +18,7 @@ from forerun.draft.base import NO_DRAFT, Committed
 from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS, Follower
 from forerun.draft.model.unread_states import ShownText
-from forerun.models.chains import Chains, HeadsAhead, Start, UnreadTexts
+from forerun.models.chains import Chains, ParallelHeads, Start, UnreadTexts
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 
@@ -96,7 +96,7 @@ class FedFollower(Follower):
             for row in rows
         ]
         started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
-        read, heads = self.unread_texts(reads), self.heads_ahead(rows)
+        read, heads = self.unread_texts(reads), self.parallel_heads(rows)
         chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, heads)
         self.pass_s += time.perf_counter() - started_s
         if chains is not None:
@@ -110,7 +110,7 @@ class FedFollower(Follower):
         """These reads of text as UnreadTexts; called only if `draws_behind_text`."""
         raise AssertionError(f"{type(self).__name__} does not draw behind text")
 
-    def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead | None:
+    def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads | None:
         """The heads that generate these rows' chains without a pass in between; None if there are none."""
         return None
 

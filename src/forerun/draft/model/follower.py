@@ -24,7 +24,7 @@ from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import UnreadStates
-from forerun.models.chains import Chains, IdExchange, Start, joined
+from forerun.models.chains import Chains, IdMap, Start, joined
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.sampling.draws import Draws
@@ -47,7 +47,7 @@ class Follower:
     taps: tuple[int, ...] = ()
     rereads: ClassVar[bool] = True
 
-    def __init__(self, runner: Runner, ids: IdExchange) -> None:
+    def __init__(self, runner: Runner, ids: IdMap) -> None:
         self.runner = runner
         self.ids = ids
         self.sequences: dict[int, DraftedText] = {}
@@ -185,11 +185,11 @@ class Follower:
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
         """Read one more token of each chain, known to the device only; None if the cache is full."""
-        return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.own(drawn.tokens))))
+        return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.model_ids(drawn.tokens))))
 
     def logits(self, states: States | None) -> Tensor | None:
         """The logits of a pass, over the target's ids."""
-        return None if states is None else self.ids.spread(states.logits)
+        return None if states is None else self.ids.target_logits(states.logits)
 
     def draft_rows(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
         """The sequences to be drafted, with depths limited by nodes, the model's context and the cache."""
@@ -217,7 +217,7 @@ class Follower:
     def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
         """The greatest depth after the text and `late`; the last draft token need not be read."""
         highest = max([drafted.highest, *late])
-        if drafted.lost or highest >= self.ids.num_own:  # its vocabulary may be the smaller one
+        if drafted.lost or highest >= self.ids.num_model_ids:  # its vocabulary may be the smaller one
             return 0
         return max(0, self.window + 1 - len(drafted.text) - len(late))
 
@@ -293,7 +293,9 @@ class Follower:
         while reads:
             states = self.read(reads, active, features=joined(self.states.of(reads)) if of_text and self.taps else None)
             if states is not None:
-                return RootPass(reads, [row for row in rows if row.seq_id in active], self.ids.spread(states.logits))
+                return RootPass(
+                    reads, [row for row in rows if row.seq_id in active], self.ids.target_logits(states.logits)
+                )
             youngest = max(read.seq_id for read in reads)  # ids grow with arrival
             if self.rereads:
                 self.release([youngest])

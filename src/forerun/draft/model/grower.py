@@ -25,7 +25,7 @@ from forerun.device import upload, upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText
 from forerun.draft.model.tree_shape import GrowingTree, Ranks
-from forerun.models.chains import Chains, IdExchange, Start
+from forerun.models.chains import Chains, IdMap, Start
 from forerun.models.runner import DeviceTokens, Read
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
@@ -69,7 +69,7 @@ def grow(
     coupled = not draws.rejection
     roots = [HostTree([row.tokens[-1]], [-1], survival=[1.0], law_rows=[-1]) for row in draws.rows]
     growing = [GrowingTree(budget, coupled, root) for budget, root in zip(budgets, roots, strict=True)]
-    draws.foresee(max((budget.depth for budget in budgets), default=0))
+    draws.head_inputs(max((budget.depth for budget in budgets), default=0))
     laws: list[Tensor] = []
     # Whether any tree's shape depends on survival: over a large vocabulary it costs more than the draw.
     survival = any(budget.width > 1 or budget.min_survival > 0 for budget in budgets)
@@ -150,9 +150,7 @@ class LevelReader:
     Without a tail the root is the last token of the kept text, and its number is -1.
     """
 
-    def __init__(
-        self, sequences: Mapping[int, DraftedText], read: ReadAll, ids: IdExchange, seq_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, sequences: Mapping[int, DraftedText], read: ReadAll, ids: IdMap, seq_ids: Sequence[int]) -> None:
         self.sequences = sequences
         self.read = read
         self.ids = ids
@@ -161,7 +159,7 @@ class LevelReader:
 
     def __call__(self, places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None if the cache is full."""
-        guesses = self.ids.own_list([each.tree.tokens[node] for _, node, _, each in places])
+        guesses = self.ids.model_id_list([each.tree.tokens[node] for _, node, _, each in places])
         parents = [self.numbers[row, each.tree.parents[node]] for row, node, _, each in places]
         reads = []
         for row, group in groupby(range(len(places)), key=lambda i: places[i].row):

@@ -48,7 +48,7 @@ class ModelDrafter(Follower):
         asked = {q.seq_id: i for i, (q, room) in enumerate(zip(questions, rooms, strict=True)) if room > len(q.guesses)}
         # An id beyond its vocabulary is one that it never says: what is read in its place is of no consequence.
         rows = [
-            DraftRow(q.seq_id, q.late, Budget(depth=1), [g if g < self.ids.num_own else 0 for g in q.guesses])
+            DraftRow(q.seq_id, q.late, Budget(depth=1), [g if g < self.ids.num_model_ids else 0 for g in q.guesses])
             for q in (questions[i] for i in asked.values())
         ]
         self.cut_tails(rows)

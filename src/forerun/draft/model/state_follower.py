@@ -24,7 +24,7 @@ from forerun.device import Download
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.models.chains import IdExchange, JudgedChains, Start, UnreadTexts, joined
+from forerun.models.chains import IdMap, JudgedChains, Start, UnreadTexts, joined
 from forerun.models.decoder import States
 from forerun.models.runner import DeviceTokens, Read, Runner
 
@@ -37,7 +37,7 @@ class StateFollower(FedFollower, ABC):
 
     draws_behind_text = True
 
-    def __init__(self, runner: Runner, ids: IdExchange, num_outputs: int) -> None:
+    def __init__(self, runner: Runner, ids: IdMap, num_outputs: int) -> None:
         super().__init__(runner, ids)
         self.num_outputs = num_outputs
         self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # of text's last token, and of guesses behind it
@@ -100,7 +100,7 @@ class StateFollower(FedFollower, ABC):
         started_s = time.perf_counter()
         logits = self.runner.logits(torch.stack([self.outputs[row.seq_id][0] for row in rows]))
         self.pass_s += time.perf_counter() - started_s
-        return RootPass([], rows, self.ids.spread(logits))
+        return RootPass([], rows, self.ids.target_logits(logits))
 
     def begin_next(self, judged: JudgedChains) -> Download | None:
         """Let a device generate the next chains after the tokens that it has accepted; returns the verdict's copy.

@@ -190,8 +190,8 @@ def translated(runner: Runner, vocab_size: int, how: Transcriber, shared: bool |
     """A drafter with another vocabulary; it drafts `shared` tokens if there are enough of them."""
     if shared is None:
         shared = shared_weight(how.target, shared_ids(how.target, how.own)) >= ENOUGH
-    num_own, device = runner.vocab_size, runner.device
+    num_model_ids, device = runner.vocab_size, runner.device
     if not shared:
-        return TranslatingDrafter(ModelDrafter(runner, num_own), how)
-    tokens = SharedTokens.of(how.target, how.own, vocab_size, num_own, device)
+        return TranslatingDrafter(ModelDrafter(runner, num_model_ids), how)
+    tokens = SharedTokens.of(how.target, how.own, vocab_size, num_model_ids, device)
     return TranslatingDrafter(ModelDrafter(runner, vocab_size, tokens), how)

@@ -98,28 +98,30 @@ class SharedTokens:
     same = False
     head_ids: Int[Tensor, " head_vocab"] | None = None
 
-    def __init__(self, own_ids: Int[Tensor, " vocab"], num_own: int) -> None:
+    def __init__(self, own_ids: Int[Tensor, " vocab"], num_model_ids: int) -> None:
         self.vocab_size = len(own_ids)
-        self.num_own = num_own
+        self.num_model_ids = num_model_ids
         self.own_ids = own_ids
         self.known: list[int] = own_ids.tolist()
-        self.columns = torch.where(own_ids < 0, num_own, own_ids)
+        self.columns = torch.where(own_ids < 0, num_model_ids, own_ids)
 
     @classmethod
-    def of(cls, target: Vocabulary, own: Vocabulary, vocab: int, num_own: int, device: torch.device) -> SharedTokens:
-        """Those of two vocabularies, whose models' logits have `vocab` and `num_own` columns."""
+    def of(
+        cls, target: Vocabulary, own: Vocabulary, vocab: int, num_model_ids: int, device: torch.device
+    ) -> SharedTokens:
+        """Those of two vocabularies, whose models' logits have `vocab` and `num_model_ids` columns."""
         own_ids = -1 - torch.arange(vocab)
         for token, own_token in shared_ids(target, own).items():
             own_ids[token] = own_token
-        return cls(own_ids.to(device), num_own)
+        return cls(own_ids.to(device), num_model_ids)
 
-    def spread(self, logits: Float[Tensor, "rows own_vocab"]) -> Float[Tensor, "rows vocab"]:
+    def target_logits(self, logits: Float[Tensor, "rows model_vocab"]) -> Float[Tensor, "rows vocab"]:
         return functional.pad(logits, (0, 1), value=-math.inf)[:, self.columns]
 
-    def own(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
+    def model_ids(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
         return torch.where(tokens < 0, -1, self.own_ids[tokens.clamp_min(0)])
 
-    def own_list(self, tokens: Sequence[int]) -> Sequence[int]:
+    def model_id_list(self, tokens: Sequence[int]) -> Sequence[int]:
         return [self.known[token] for token in tokens]
 
 

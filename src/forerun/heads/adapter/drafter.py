@@ -1,16 +1,16 @@
-"""The target's own first layers as drafter: their states, under the target's norm and head, guess (2404.16710).
+"""Early exit: the target's first layers, with its norm and head, as the drafter (LayerSkip, 2404.16710).
 
-This module decides what is read, where, and which of it the target's pass need not read again. Root and guesses go
-through the layers below the exit, in the target's own cache, into the slots where verification expects them; there is
-no other model and, without an adapter, no other cache. The target has read all committed text, so there is nothing else
-to read or to remember. A chain's keys, values and states are handed on with the draft (`Resume`): these layers compute
-the same bits for one token as for many, so the target's pass begins at the exit, except for the last guess, which was
-not read yet. Trees, whose nodes lie in other slots in the target's pass, and passes of fixed shape are read again.
+Root and draft tokens run through the layers below the exit in the target's own cache, in the slots where verification
+expects them; there is no other model and, without an adapter, no other cache. The target has read all committed text,
+so nothing else needs to be read. For chains, the keys, values and states are handed to the target's pass (`Resume`):
+the layers compute the same bits for one token as for many, so that pass starts at the exit, except for the last draft
+token, which was not read yet. Trees, whose nodes get other slots in the target's pass, and passes of fixed shape are
+computed again from the first layer.
 
 An adapter is trained layers above the exit (Kangaroo, 2404.18911), with the target's head. It reads the target's states
-at the exit, in a cache of its own: those of final text before a draft, those of guesses behind the lower layers'
-pass; accepted guesses are not read again. Where a device draws whole chains all of this is one call, which forgets the
-guesses: those that are accepted are read from the target's states, beside the next root, in a pass that is made anyway.
+at the exit in its own cache: those of final text before a draft, and those of draft tokens after the lower layers'
+pass; accepted draft tokens are not read again. If a device drafts whole chains, all of this is one call, which drops
+its draft tokens: accepted ones are read again from the target's states, with the next root, in the next call.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from forerun.sampling.draws import Draws
 
 
 class EarlyExitDrafter(FedFollower):
-    """Drafts with the first `layer` layers of `target`, for engines that run on this very runner.
+    """Drafts with the first `layer` layers of `target`, which must be the engine's runner.
 
-    An `adapter` is a runner that reads their states, and has the target's head, in a cache of its own.
+    `adapter` is the runner of an adapter, with the target's head and its own cache.
     """
 
     names: tuple[str, ...] = ("early-exit",)
@@ -65,9 +65,9 @@ class EarlyExitDrafter(FedFollower):
         self.draws_behind_text = adapter is not None and self.runner.draws_unseen
 
     def observe(self, news: Committed) -> None:
-        """Count what became final, and keep the states that the adapter reads.
+        """Note the final tokens, and keep the states that the adapter reads.
 
-        Raises WrongTarget where the target's cache does not hold it, or where an adapter is not shown its states.
+        Raises WrongTarget if the target's cache does not hold the tokens, or an adapter gets no states.
         """
         for seq_id, tokens, _ in news.rows():
             known = self.sequences.get(seq_id)
@@ -82,13 +82,13 @@ class EarlyExitDrafter(FedFollower):
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
-        self.noted = {} if self.lower.resumes and tail is None else None  # else there is text before a root
+        self.noted = {} if self.lower.resumes and tail is None else None  # a tail is unread text before the root
         draft = super().propose(draws, budgets, tail)
         self.noted = None
         return draft
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
-        """One pass through the lower layers, and the adapter if there is one; through it alone for final text."""
+        """One pass of the lower layers and, if there is one, the adapter; of the adapter alone for final text."""
         if self.adapter is not None:
             return self.adapter.read(reads, inputs=self.inputs(reads, features, drawn))
         states = super().run(reads, drawn)
@@ -98,10 +98,10 @@ class EarlyExitDrafter(FedFollower):
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None, drawn: DeviceTokens | None
     ) -> Float[Tensor, "total hidden"]:
-        """The states at the exit, which the lower layers compute for roots and guesses."""
+        """The states at the exit: given for final text, computed by the lower layers for roots and draft tokens."""
         if features is not None:
             return features[:, 0]
-        assert self.adapter is not None, "without an adapter tokens are read"
+        assert self.adapter is not None, "only an adapter reads states"
         cache = self.adapter.cache
         counts = [len(r.tokens) + (0 if r.seq_id in self.adapter.tails else r.scratch) for r in reads]
         if not cache.can_reserve([r.seq_id for r in reads], counts):
@@ -111,7 +111,7 @@ class EarlyExitDrafter(FedFollower):
         return hidden
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """The text whose states the adapter was shown, and behind it the roots, which the lower layers read."""
+        """The text for which the adapter has states, followed by the roots, which the lower layers read."""
         config, stream = self.target.decoder.config, self.target.decoder.stream
         features = self.states.of([read for read in reads if read.tokens])
         features = features or [torch.empty(0, 1, config.hidden, dtype=stream, device=self.target.device)]
@@ -121,7 +121,7 @@ class EarlyExitDrafter(FedFollower):
     def draw_at_once(
         self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
     ) -> Chains | None:
-        """The chains by one call of the lower layers, their states noted where they are wanted."""
+        """The chains, drafted by one call of the lower layers; their states are noted if they can be resumed from."""
         chains = super().draw_at_once(draws, starts, logits, self.noted is not None)
         if chains is not None and chains.states is not None and self.noted is not None:
             for start, states_read in zip(starts, chains.states, strict=True):
@@ -136,7 +136,7 @@ class EarlyExitDrafter(FedFollower):
                 self.noted.setdefault(read.seq_id, []).append(rows)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """Leave the chains that were read to the target's pass, with their states; nothing else stays in its cache."""
+        """Hand the chains that were read to the target's pass, with their states; drop all else from its cache."""
         rows = {s: row for row, s in enumerate(draws.seq_ids) if s in granted and granted[s].width == 1}
         rows = {} if self.noted is None else rows
         self.lower.hand_over([*rows])
@@ -150,14 +150,14 @@ class EarlyExitDrafter(FedFollower):
         return replace(draft, resume=Resume(self.layer, torch.tensor(nodes), hidden))
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
-        """Keep of the adapter's tails what the texts confirm; the target keeps its own."""
+        """Keep the part of the adapter's tails that became final; the target keeps its own."""
         if self.adapter is not None:
             super().confirm(seq_ids)
         for seq_id in seq_ids:
             self.sequences[seq_id].clear()
 
     def cut_tails(self, rows: Sequence[DraftRow]) -> None:
-        """Forget all guesses, since they are gone from the target's cache."""
+        """Drop all draft tokens, which are no longer in the target's cache."""
         seq_ids = [row.seq_id for row in rows]
         self.lower.drop(seq_ids)
         if self.adapter is not None:
@@ -171,7 +171,7 @@ class EarlyExitDrafter(FedFollower):
         return self.lower.window if self.adapter is None else min(self.lower.window, self.adapter.window)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Give up what the adapter's cache holds; the target's is its own."""
+        """Free the adapter's cache; the target's cache is the engine's."""
         self.lower.hand_over(seq_ids)
         if self.adapter is not None:
             super().release(seq_ids)
@@ -182,7 +182,7 @@ class EarlyExitDrafter(FedFollower):
 
 @dataclass(frozen=True, slots=True)
 class ExitBlueprint(HeadBlueprint):
-    """`early-exit:E[:DIR]`: the target's first E layers, its norm and its head; between them the adapter in DIR."""
+    """`early-exit:E[:DIR]`: the target's first E layers, the adapter in DIR, if any, and the target's norm and head."""
 
     layer: int
     adapter: tuple[HeadFolder, ModelConfig] | None = None  # the folder, and the layers in it
@@ -207,7 +207,7 @@ class ExitBlueprint(HeadBlueprint):
         return cls(layer, (folder, adapter_config(folder, layer)))
 
     def plan(self, name: str) -> DraftPlan:
-        """The plan of this drafter, which is called so; an adapter is loaded under the target as its host."""
+        """The plan of this drafter, under this name; an adapter uses the target's head."""
         if self.adapter is None:
             return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, self.layer))
         folder, config = self.adapter
@@ -220,7 +220,7 @@ class ExitBlueprint(HeadBlueprint):
         return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """The layers of an adapter, for the exit where the same states are. Raises InvalidRequest without one."""
+        """The adapter, widened, for the exit with the same states. Raises InvalidRequest without an adapter."""
         if self.adapter is None:
             problem = f"early-exit:{self.layer} has no weights of its own: name an adapter's folder."
             raise InvalidRequest("draft", problem)

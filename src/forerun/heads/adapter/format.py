@@ -1,7 +1,7 @@
 """The folder of an adapter: trained layers between an exit of a target and its norm and head (Kangaroo, 2404.18911).
 
 It holds a config.json of any family, with the target's hidden size and the exit that it was trained for, and the
-layers' tensors. Embedding and head are the target's; so is the norm before the head where the folder has none.
+tensors of its layers. Embedding and head are the target's, and so is the norm before the head if the folder has none.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from forerun.models.weights import check_tensors, with_stored_names
 
 EXIT = "exit_layer"
 SIGNS = HeadSigns(((EXIT, ""),), needed=EXIT, argument=EXIT)
-HOSTS = (EMBEDDING, HEAD)  # the host's own are used
+HOSTS = (EMBEDDING, HEAD)  # the target's are used
 
 
 def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
-    """The layers of the adapter in a folder, for the exit before layer `layer`; every tensor of theirs was checked.
+    """The configuration of the adapter in a folder, for the exit before layer `layer`, after all tensors were checked.
 
-    Raises ModelError for a folder that cannot be used.
+    Raises ModelError for an unusable folder.
     """
     of, checkpoint = folder.target.config, folder.checkpoint
     defaults = {"vocab_size": of.vocab_size, "max_position_embeddings": of.max_positions, "rms_norm_eps": of.norm_eps}
@@ -43,6 +43,6 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
 
 
 def adapter_shapes(folder: HeadFolder, config: ModelConfig) -> Shapes:
-    """The tensors of these layers that the folder holds, and that are read."""
+    """Names and shapes of the folder's tensors that are read."""
     stored = folder.checkpoint
     return {name: shape for name, shape in tensor_shapes(config).items() if name in stored and name not in HOSTS}

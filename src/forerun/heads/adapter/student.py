@@ -1,8 +1,7 @@
-"""Training an adapter for early exit: layers that read the target's states at an exit, under the target's head.
+"""Training an adapter for early exit: layers that read the target's states at an exit, with the target's head.
 
-The network reads the states of the text, which are the same whether the target wrote it or a draft guessed it. Fresh
-layers add nothing to what they read: training begins at the exit's own guesses. The result is a folder for
-`--draft early-exit:E:DIR`.
+The states of a text do not depend on whether the target or a draft wrote it. Fresh layers add nothing to their input,
+so training starts from the predictions of the exit itself. The result is a folder for `--draft early-exit:E:DIR`.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, promised_t
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterStudent(StackStudent):
-    """An adapter in training, which taps the states at its exit. `head` is the target's, and stays as it is."""
+    """An adapter in training, with a tap at its exit. `head` is the target's, which is not trained."""
 
     kind: ClassVar[str] = "early-exit"
     head: TargetHead
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> AdapterStudent:
-        """An adapter of layers that are shaped like the target's and add nothing yet. Raises InvalidRequest."""
+        """An adapter with layers shaped like the target's that add nothing yet. Raises InvalidRequest."""
         sizes.only(cls.kind, "exit", "layers", "mlp")
         of = target.config
         exit_layer = sizes.exit or max(1, of.layers // 4)

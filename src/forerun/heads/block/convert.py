@@ -1,13 +1,12 @@
 """Block drafters in the layout of DFlash's authors (z-lab) and in those of `speculators`: dflash, dspark and dflash2.
 
-The tensors have the same names. The form that is kept in between is the authors', which `block:DIR` reads. Three things
-differ in `speculators`. A number of `aux_hidden_state_layer_ids` names a layer by its input, so it is one more than the
-authors', who name the layer that leaves the state. Embedding and whole head are always the target's. And what a dflash2
-has beside the selector, its convolutions, no drafter here computes: such layers are read where the convolutions change
-nothing, and are written with such ones.
+The tensors have the same names; the intermediate form is the authors', which `block:DIR` reads. `speculators` differs
+in three points. Its `aux_hidden_state_layer_ids` identify a state by the layer that it enters, one more than the
+authors' index of the layer whose output it is. Embedding and full head are always the target's. And a dflash2 has
+convolutions, which no drafter here computes: they are read only if they are identities, and written as identities.
 
-The target's last layer is refused in both directions: the authors read its state behind the final norm, speculators
-before it. The package's own converter leaves the number out, which leaves `fc.weight` too wide.
+The target's last layer is refused in both directions: the authors read its state after the final norm, speculators
+before it. The converter of speculators omits its index, which leaves `fc.weight` too wide.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from forerun.heads.layouts import (
 from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, head_ids, with_id_tables
 from forerun.models.config import config_of
 
-KINDS: Mapping[str, dict[str, Any]] = {  # the types' own fields, and their values where they are not given
+KINDS: Mapping[str, dict[str, Any]] = {  # the fields of each type, with their defaults
     "dflash": {},
     "dspark": {
         "sample_from_anchor": True,
@@ -72,7 +71,7 @@ NUMBERS = "the last of the target's layers means another state in this format"
 
 
 def named(target: TargetFacts | None, files: DraftFiles) -> TargetFacts:
-    """The target. Raises UnsupportedModel where none was named."""
+    """The target. Raises UnsupportedModel if none was given."""
     if target is None:
         raise UnsupportedModel(f"{files.folder}: {NUMBERS}: name the target with --model")
     return target
@@ -84,7 +83,7 @@ def is_block(files: DraftFiles) -> bool:
 
 
 def read_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """As `block:DIR` reads it."""
+    """The drafter in the authors' layout, as `block:DIR` reads it."""
     return files.without(MASK)
 
 
@@ -107,7 +106,7 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
 
 
 def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
-    """The numbers of the layers that the states enter."""
+    """The indexes of the layers that the states enter."""
     listed = fields.values.get(IDS)
     ids = listed if isinstance(listed, list) else []
     if not ids or not all(isinstance(each, int) and 0 <= each <= num_layers for each in ids):
@@ -118,7 +117,7 @@ def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
 
 
 def read_causal(fields: Fields, layer: Fields) -> bool:
-    """Whether the places of a block see those before them alone: in layers with sliding windows, unless it is said."""
+    """Whether the positions of a block see only those before them: by default in layers with sliding windows."""
     windows = config_of(layer).windows
     causal = any(windows) and not fields.flag("sliding_window_non_causal")
     if causal and not all(windows):
@@ -128,7 +127,7 @@ def read_causal(fields: Fields, layer: Fields) -> bool:
 
 
 def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without convolutions that change nothing. Raises UnsupportedModel for others."""
+    """The tensors without convolutions, which must be identities. Raises UnsupportedModel for others."""
     kept = dict(tensors)
     for name in [each for each in tensors if any(f".{conv}." in each for conv in CONVOLUTIONS)]:
         tensor = kept.pop(name)
@@ -142,7 +141,7 @@ def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[
 
 
 def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors:
-    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
     of = target or TargetFacts.said_by(files.fields, "qwen3")
     meaning = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
     files.check(meaning.shapes(), names.TITLE, (OFFSETS,))
@@ -151,7 +150,7 @@ def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors
 
 
 def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The drafter without embedding and whole head. Raises UnsupportedModel where those are not the target's."""
+    """The drafter without embedding and full head. Raises UnsupportedModel if those differ from the target's."""
     of = named(target, files)
     tables = {names.EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {names.HEAD: of.head})
     for name, table in tables.items():
@@ -167,14 +166,14 @@ def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> Dr
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """As `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
+    """The drafter as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
     fields, of = files.fields, named(target, files)
     meaning = block_meaning(files, of)
     check_written(meaning, fields, of)
     config = meaning.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov_rank or config.confidence else "dflash"
     usual = COMMON | KINDS[kind]
-    usual |= {key: value for key, value in said(config).items() if key in usual}
+    usual |= {key: value for key, value in package_fields(config).items() if key in usual}
     strange = (*AUTHORS, *(key for each in KINDS.values() for key in each), *COMMON, "target_hidden_size")
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -192,8 +191,8 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
     return replace(files, config=package_config(fields, of, kind, values, config.most_depth), tensors=tensors)
 
 
-def said(config: BlockConfig) -> Mapping[str, Any]:
-    """The fields of all types, for this drafter."""
+def package_fields(config: BlockConfig) -> Mapping[str, Any]:
+    """The values of this drafter for the fields of all types of `speculators`."""
     return {
         "block_size": config.block_size,
         "sample_from_anchor": config.sample_from_anchor,
@@ -207,7 +206,7 @@ def said(config: BlockConfig) -> Mapping[str, Any]:
 
 
 def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> None:
-    """Raise UnsupportedModel for what `speculators` cannot say."""
+    """Raise UnsupportedModel for what `speculators` cannot express."""
     c, layers, selects = tensors.config, tensors.config.layers, tensors.config.selector_rank > 0
     some_tokens, other_width = tensors.draft_vocab != of.config.vocab_size, layers.hidden != of.config.hidden
     refused = {
@@ -224,7 +223,7 @@ def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> Non
 
 
 def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """The convolutions that a dflash2 must have, of one place and one group, which change nothing."""
+    """The convolutions that a dflash2 must have, as identities of one position and one group."""
     hidden, convolutions = config.layers.hidden, dict[str, Tensor]()
     for layer in range(config.layers.layers):
         for name in CONVOLUTIONS:

@@ -1,17 +1,15 @@
-"""Block drafters: a few layers that guess a whole block of tokens in one pass, from a target's states (2602.06036).
+"""Block drafters (DFlash, 2602.06036): a few layers that predict a whole block of tokens in one pass.
 
-The target's states of final text, joined and mapped to one state each, are context: every layer makes keys and values
-of them, and they pass through no layer. A block is the root's embedding and masked places behind it, as many as the
-depth asks for, or the whole block where its places see each other. They read the context and each other, or those
-before them alone where the block is `causal`, and the state behind a place gives the logits of one guess. Embedding and
-head are the target's. The cache holds the context's keys and values; those of a block are dropped after its pass. From
-then on chains and trees grow without another pass of the layers.
+The context is the target's states of the final text, concatenated and mapped to one state for each token; every layer
+computes keys and values directly from it. A block is the root's embedding followed by mask tokens: one for each draft
+token if the block is `causal`, else the whole block, whose positions see each other. The output at a position gives the
+logits of one draft token. Embedding and head are the target's, unless the folder has its own. The cache keeps the keys
+and values of the context only; chains and trees then grow from the outputs without another pass.
 
-A block's places do not see what the places before them guess. A Markov head (DSpark, 2607.05147) adds a low-rank bias
-that the token before decides. A candidate selector (DFlash 2) keeps the likeliest tokens of a place, and adds to each a
-score of the pair that it makes with the token before it, which the place's state weighs. Both are read from left to
-right, at the cost of a product with the vocabulary or with some candidates. The confidence head estimates with which
-chance a place's guess is accepted, if those before it are.
+The positions of a block do not see each other's draft tokens. A Markov head (DSpark, 2607.05147) adds a low-rank bias
+that depends on the token before. A candidate selector (DFlash 2) keeps the top tokens of a position, and adds to each a
+score of the pair with the token before, weighted by the state. Both are applied from left to right. The confidence head
+estimates the probability that a draft token is accepted if those before it are.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ from forerun.heads.block.format import BlockTensors, layer_ids
 from forerun.heads.block.student import BlockStudent
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
-from forerun.heads.vocabulary import MASK, OFFSETS, exchange_of, read_ids
+from forerun.heads.vocabulary import MASK, OFFSETS, id_map_of, read_ids
 from forerun.models.batch import TokenBatch
-from forerun.models.chains import Foreseen, HeadsAhead, IdExchange, MaskedPlaces, UnreadTexts
+from forerun.models.chains import HeadInputs, IdMap, MaskedPositions, ParallelHeads, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.models.layer import Linear
 from forerun.models.projections import ADDING
@@ -49,15 +47,14 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 from forerun.sampling.winners import largest
 
-MASKED = -1  # stands for the token of a masked place
-SpreadLogits = Callable[[Tensor], Tensor]  # logits over the head's own ids to those over the target's
+MASKED = -1  # the token of a masked position
+MapLogits = Callable[[Tensor], Tensor]  # maps logits over the head's ids to logits over the target's
 
 
 class BlockDecoder(Decoder):
-    """The layers as a decoder, with `heads` on its states.
+    """The layers as a decoder, with `heads` on its output states.
 
-    It reads the target's states as context, if given any, and else the tokens of blocks. `ids` are the
-    tokens of its head.
+    A pass reads either the target's states as context, or the tokens of blocks. `ids` are the token ids of its head.
     """
 
     layers_alone: ClassVar[bool] = False
@@ -75,24 +72,24 @@ class BlockDecoder(Decoder):
         else:
             head = folder.shared_head(ids, target)
         super().__init__(tensors.config.layers, take, target.dtype, folder.backend, quantize, head=head)
-        exchange = exchange_of(ids, tensors.config.layers.vocab_size, target.embedding.device)
-        self.heads = BlockHeads.load(tensors, folder, exchange.spread)
+        id_map = id_map_of(ids, tensors.config.layers.vocab_size, target.embedding.device)
+        self.heads = BlockHeads.load(tensors, folder, id_map.target_logits)
         self.fc = folder.make(take(names.MAP, ()))
         self.hidden_norm = take(names.MAP_NORM, ())
         mask_id = self.block.mask_id
         self.mask = take(names.MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
-        """The target's states as context: joined, mapped to one, and normed."""
+        """The context: the target's tapped states concatenated, mapped to one state, and normed."""
         return rms_norm(product(self.fc, states.flatten(1).to(self.stream)), self.hidden_norm, self.config.norm_eps)
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
     ) -> Hidden:
-        """Put context into the cache, which is `inputs`; without it read blocks, whose masked places are MASKED."""
-        assert not any(more.values()), "all layers are read, and nobody reads their states"
+        """Write the context `inputs` to the cache; without `inputs`, read blocks, whose masked positions are MASKED."""
+        assert not any(more.values()), "a block decoder has no taps and runs all layers"
         if inputs is not None:
-            self.executor.remember(inputs, batch, cache)
+            self.executor.write_kv(inputs, batch, cache)
             return Hidden(inputs, None)
         masked = (batch.tokens == MASKED)[:, None]
         embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)]).to(self.stream)
@@ -100,28 +97,28 @@ class BlockDecoder(Decoder):
         return Hidden(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
 
     def states(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        """What the heads read of the stream behind the last layer."""
+        """The inputs of the heads: the normed output of the last layer."""
         return rms_norm(hidden, self.norm, self.config.norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
 class MarkovHead:
-    """Adds to a place's logits what the token before it says of the next one."""
+    """Adds a low-rank bias to a position's logits that depends on the token before."""
 
     before: Float[Tensor, "vocab rank"]
     after: Linear
-    spread: SpreadLogits
+    target_logits: MapLogits
 
     def __call__(
         self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The logits after these tokens; the states do not matter."""
-        return logits + self.spread(product(self.after, self.before[tokens]).float())
+        """The logits after these tokens; the states are not used."""
+        return logits + self.target_logits(product(self.after, self.before[tokens]).float())
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateSelector:
-    """Leaves the `top_k` likeliest tokens of a place, with a score of the pair that each makes with the one before."""
+    """Keeps the `top_k` tokens of a position and adds a score of each one's pair with the token before."""
 
     predecessors: Float[Tensor, "vocab rank"]
     successors: Float[Tensor, "vocab rank"]
@@ -131,7 +128,7 @@ class CandidateSelector:
     def __call__(
         self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The logits after these tokens: -inf for all that are no candidates."""
+        """The logits after these tokens; -inf for all tokens that are no candidates."""
         candidates = largest(logits, self.top_k)
         query = self.predecessors[tokens].float() * product(self.projection, states).float()
         pairs = (query[:, None] * self.successors[candidates].float()).sum(-1)
@@ -140,28 +137,28 @@ class CandidateSelector:
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceHead:
-    """The chance that a place's guess is accepted; `before` are a Markov head's embeddings, where it reads them."""
+    """Estimates a draft token's acceptance probability; `before` are a Markov head's embeddings, if it reads them."""
 
     weight: Float[Tensor, " inputs"]
     bias: Float[Tensor, ""]
     before: Float[Tensor, "vocab rank"] | None
 
     def __call__(self, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """Of the guesses after these tokens, from 0 to 1."""
+        """The acceptance probability of the draft tokens after these tokens."""
         read = [states.float()] if self.before is None else [states.float(), self.before[tokens].float()]
         return torch.sigmoid((torch.cat(read, dim=1) * self.weight).sum(-1) + self.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeads:
-    """The heads of one drafter; None where it has no such head."""
+    """The heads of a block drafter; None for those that it does not have."""
 
     after: MarkovHead | CandidateSelector | None
     confidence: ConfidenceHead | None
 
     @classmethod
-    def load(cls, tensors: BlockTensors, folder: HeadFolder, spread: SpreadLogits) -> BlockHeads:
-        """All that the configuration names."""
+    def load(cls, tensors: BlockTensors, folder: HeadFolder, target_logits: MapLogits) -> BlockHeads:
+        """Load the heads that the configuration lists."""
         c, shapes, make = tensors.config, tensors.shapes(), folder.make
 
         def take(name: str) -> Tensor:
@@ -170,7 +167,7 @@ class BlockHeads:
         before = take(names.MARKOV_W1) if c.markov_rank else None
         after: MarkovHead | CandidateSelector | None = None
         if before is not None:
-            after = MarkovHead(before, make(take(names.MARKOV_W2)), spread)
+            after = MarkovHead(before, make(take(names.MARKOV_W2)), target_logits)
         elif c.selector_rank:
             after = CandidateSelector(
                 take(names.PREDECESSORS), take(names.SUCCESSORS), make(take(names.SELECTOR)), c.top_k
@@ -182,18 +179,18 @@ class BlockHeads:
 
 
 class BlockDrafter(FedFollower):
-    """Drafts with the `layers` of a block, which `runner` reads through, and the heads on their states."""
+    """Drafts with block layers, which `runner` runs, and the heads on their output states."""
 
     names: tuple[str, ...] = ("block",)
 
-    def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdExchange) -> None:
+    def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdMap) -> None:
         super().__init__(runner, ids)
-        self.draws_behind_text = runner.draws_unseen  # and does not wait for the host between guesses
+        self.draws_behind_text = runner.draws_unseen  # no wait for the host between text and draft tokens
         self.decoder, self.heads, self.taps = layers, layers.heads, layers.block.taps
-        self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # the states behind the guessing places
+        self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
-        """Final text is read as context; a block's states are kept for the heads."""
+        """Read final text as context (`features`), or blocks, whose output states are kept for the heads."""
         if features is not None:
             return self.runner.read(reads, inputs=self.decoder.fuse(features))
         states = self.runner.read(reads)
@@ -202,36 +199,36 @@ class BlockDrafter(FedFollower):
         return states
 
     def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
-        """The deepest draft behind the text: the whole block has to fit where its places see each other."""
+        """The deepest draft after the text; a block that is not causal must fit as a whole."""
         return 0 if drafted.lost else self.decoder.block.deepest(self.window - len(drafted.text))
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """Read the blocks. Gives the rows that had room, and the logits of all of their guesses."""
+        """Read the blocks; returns the rows that had room, and the logits of all their draft tokens."""
         first = self.decoder.block.first
         judged = [range(first, first + row.budget.depth) for row in rows]
         reads = [Read(row.seq_id, self.block_of(row), judged=places) for row, places in zip(rows, judged, strict=True)]
         return self.read_fitting(reads, rows)
 
     def block_of(self, row: DraftRow) -> Sequence[int]:
-        """The root and the masked places behind it."""
+        """The tokens of a block: the root, then masked positions."""
         return [*row.late, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """Context, which nothing is guessed from."""
+        """The unread context; no draft token is predicted at it."""
         return UnreadTexts([read.tokens for read in reads], self.states.of(reads), None, self.decoder.fuse)
 
-    def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:
-        """All guesses are made at the places of a block."""
+    def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads:
+        """All draft tokens are predicted at the positions of one block."""
 
-        def logits(foreseen: Foreseen, path: Tensor) -> Tensor:
+        def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
             level, after = path.shape[1] - 1, self.heads.after
-            assert foreseen.logits is not None, "blocks are read"
-            assert foreseen.states is not None, "blocks are read"
-            at_place = foreseen.logits[:, level]
-            return at_place if after is None else after(at_place, layers.states(foreseen.states[:, level]), path[:, -1])
+            assert head_inputs.logits is not None, "blocks were read"
+            assert head_inputs.states is not None, "blocks were read"
+            base, states = head_inputs.logits[:, level], head_inputs.states[:, level]
+            return base if after is None else after(base, layers.states(states), path[:, -1])
 
         layers, block = self.decoder, self.decoder.block
-        return HeadsAhead(logits, places=MaskedPlaces([*map(self.block_of, rows)], block.num_places, block.first))
+        return ParallelHeads(logits, places=MaskedPositions([*map(self.block_of, rows)], block.num_places, block.first))
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
@@ -243,14 +240,14 @@ class BlockDrafter(FedFollower):
             return logits[at] if after is None else after(logits[at], states[at], path[:, -1])
 
         def confidence(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-            assert sure is not None, "there is a head to ask"
+            assert sure is not None, "only called with a confidence head"
             return sure(states[places(seq_ids, path)], path[:, -1])
 
         unseen = self.runner.draws_unseen
         return grow_by_heads(draws, granted, logits_behind, unseen, confidence=confidence if sure else None)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """The draft; nothing is left of the blocks."""
+        """The draft; the states of the blocks are dropped."""
         self.runner.drop(list(granted))
         self.blocks = {}
         return draft
@@ -258,7 +255,7 @@ class BlockDrafter(FedFollower):
 
 @dataclass(frozen=True, slots=True)
 class BlockBlueprint(FolderBlueprint):
-    """`block:DIR`: a drafter that was checked, not loaded; `ids` are the target's of its head's tokens."""
+    """`block:DIR`: a checked drafter that is not loaded yet; `ids` are the target's ids of its head's tokens."""
 
     folder: HeadFolder
     tensors: BlockTensors
@@ -279,7 +276,7 @@ class BlockBlueprint(FolderBlueprint):
         return self.folder.memory(tensors.config.layers, tensors.shapes(), tensors.tables, shared)
 
     def load(self, max_model_len: int, target: Decoder) -> BlockDecoder:
-        """The layers and what stands on them, for texts of `max_model_len` at most."""
+        """Load the layers and heads, for texts of at most `max_model_len` tokens."""
         config, layers = self.tensors.config, self.tensors.config.layers
         layers = replace(layers, max_positions=min(max_model_len + config.block_size, layers.max_positions))
         tensors = replace(self.tensors, config=replace(config, layers=layers))
@@ -289,7 +286,7 @@ class BlockBlueprint(FolderBlueprint):
         config = target.decoder.config
         layers = self.load(config.max_positions, target.decoder)
         runner = self.folder.target.runner(layers, num_tokens)
-        return BlockDrafter(layers, runner, exchange_of(self.ids, config.vocab_size, target.device))
+        return BlockDrafter(layers, runner, id_map_of(self.ids, config.vocab_size, target.device))
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, the map of the states that they read, and what stands on their own."""

@@ -3,23 +3,23 @@
 The layout is that of DFlash's authors (z-lab, 2602.06036), with the heads of DSpark (2607.05147) and the candidate
 selector of DFlash 2 as fields that may be absent. All tensors have the target's width and are named without a prefix:
 
-    fc.weight                                   [hidden, taps * hidden]: the target's states, joined, to one
-    hidden_norm.weight, norm.weight             [hidden]: behind fc; behind the last layer
+    fc.weight                                   [hidden, taps * hidden]: maps the concatenated target states to one
+    hidden_norm.weight, norm.weight             [hidden]: norms after fc and after the last layer
     layers.N.self_attn.{q,k,v,o}_proj.weight    with q_norm.weight and k_norm.weight where the family has them
     layers.N.mlp.{gate,up,down}_proj.weight     with input_layernorm.weight and post_attention_layernorm.weight
-    mask_embedding                              [hidden]: what masked places read, without a `mask_token_id`
+    mask_embedding                              [hidden]: embedding of masked positions, without a `mask_token_id`
     markov_head.markov_w1.weight, markov_w2     [vocab, markov_rank]; [draft_vocab, markov_rank]
     confidence_head.proj.weight, .bias          [1, hidden + markov_rank, or hidden]; [1]
     candidate_selector.predecessor_codebook, successor_codebook, hidden_projection.weight
                                                 [vocab, selector_rank] twice; [selector_rank, hidden]
-    embed_tokens.weight, lm_head.weight, d2t    an embedding or a head of its own; the target's unless they are there
+    embed_tokens.weight, lm_head.weight, d2t    own embedding, own head, its token ids; the target's if absent
 
 config.json describes the layers as those of a model of the family `model_type`: qwen3 has q_norm and k_norm, llama has
-not. The fields of the drafter stand beside that or inside `dflash_config`: `target_layer_ids`, each naming the state
-that a layer of the target leaves, -1 the embedding; `block_size`; `mask_token_id`; `causal`, whether the places of a
-block see those before them alone; `sample_from_anchor`, whether the root's place guesses too; `markov_rank`,
-`enable_confidence_head`, `confidence_head_with_markov`, `selector_rank`, `selector_top_k`. Fields of other drafters
-that would change what is computed are refused by name. How `speculators` saves block drafters is said in `convert.py`.
+not. The drafter's fields are beside that or inside `dflash_config`: `target_layer_ids`, the layers whose outputs it
+reads, -1 for the embedding; `block_size`; `mask_token_id`; `causal`: the positions of a block see only those before
+them; `sample_from_anchor`: the root's position predicts a token too; `markov_rank`, `enable_confidence_head`,
+`confidence_head_with_markov`, `selector_rank`, `selector_top_k`. Other fields that would change the computation are
+refused by name. `convert.py` describes how `speculators` saves block drafters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import Shapes, layer_tensors
 
 MOST_BLOCK = 64
-USUAL_BLOCK, USUAL_TOP_K = 16, 16  # of checkpoints that do not say
+USUAL_BLOCK, USUAL_TOP_K = 16, 16  # defaults
 ARCHITECTURE, TITLE = "DFlashDraftModel", "a block drafter with these fields"
 INSIDE, TAP_IDS, MASK_ID = "dflash_config", "target_layer_ids", "mask_token_id"
 MAP, MAP_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
@@ -44,8 +44,8 @@ MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.we
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 PREDECESSORS, SUCCESSORS = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
 SELECTOR = "candidate_selector.hidden_projection.weight"
-LAYER = "layers.{}."  # what the names of a layer begin with
-NEUTRAL = {  # fields of other drafters' arithmetic, and the value with which each changes nothing
+LAYER = "layers.{}."  # prefix of a layer's tensor names
+NEUTRAL = {  # fields that are not supported, with the value at which each has no effect
     "markov_head_type": "vanilla",
     "output_multiplier": 1,
     "final_logit_softcapping": 0,
@@ -54,15 +54,15 @@ NEUTRAL = {  # fields of other drafters' arithmetic, and the value with which ea
     "conv_kernel_size": 0,
 }
 SIGNS = HeadSigns(((INSIDE, ""), ("architectures", "DFlash"), (SPECULATORS, "dflash")))
-RANKED = (MARKOV_W1, MARKOV_W2, PREDECESSORS, SUCCESSORS)  # matrices that read no states
+RANKED = (MARKOV_W1, MARKOV_W2, PREDECESSORS, SUCCESSORS)  # matrices whose width is a rank, not the hidden size
 LOOKED_UP = (EMBEDDING, HEAD, MARKOV_W1, PREDECESSORS, SUCCESSORS)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """What a block is made of. `layers` are its own; `taps` the target's states that it reads, as `Drafter.taps` says.
+    """The configuration of a block drafter. `layers` is that of its layers; `taps` are as in `Drafter.taps`.
 
-    A rank of 0 means that there is no such head. `mask_id` None: masked places read an embedding of their own.
+    A rank of 0 means that there is no such head. Without a `mask_id`, masked positions have their own embedding.
     """
 
     layers: ModelConfig
@@ -79,27 +79,27 @@ class BlockConfig:
 
     @property
     def most_depth(self) -> int:
-        """Guesses of a block."""
+        """Most draft tokens of a block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
     def first(self) -> int:
-        """The place of a block whose state gives the first guess."""
+        """The position in a block that predicts the first draft token."""
         return 0 if self.sample_from_anchor else 1
 
     def num_places(self, depth: int) -> int:
-        """Places to be read for so many guesses: where they see each other, what was trained is the whole block."""
+        """Positions to read for `depth` draft tokens; a block that is not causal is always read as a whole."""
         return depth + self.first if self.causal else self.block_size
 
     def deepest(self, room: int) -> int:
-        """Guesses for which so many places are enough."""
+        """The deepest draft for which `room` positions are enough."""
         least = 1 + self.first if self.causal else self.block_size
         return 0 if room < least else min(self.most_depth, room - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTensors:
-    """Names and shapes of all tensors of a folder but the table of ids, `d2t`."""
+    """Names and shapes of all tensors of a folder except the table of ids, `d2t`."""
 
     config: BlockConfig
     target_hidden: int
@@ -109,9 +109,8 @@ class BlockTensors:
 
     @classmethod
     def of(cls, fields: Fields, of: ModelConfig, target: str, stored: Collection[str]) -> BlockTensors:
-        """Those of the folder with this config.json, for the target of this name; `stored` are the tensors it has.
-
-        Raises UnsupportedModel.
+        """The tensors of the folder with this config.json, for the target `of`, called `target`; `stored` are those
+        that it has. Raises UnsupportedModel.
         """
         config = read_block(fields, of, target)
         draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
@@ -122,7 +121,7 @@ class BlockTensors:
 
     @property
     def tables(self) -> Collection[str]:
-        """Those in which rows are looked up, or that are heads; they are not held as layers are."""
+        """The lookup tables and heads, which are not quantized like layers."""
         return [name for name in self.shapes() if name in LOOKED_UP]
 
     def shapes(self) -> Shapes:
@@ -150,7 +149,7 @@ class BlockTensors:
 
 
 def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
-    """The configuration that these fields spell, for the target of this configuration. Raises UnsupportedModel."""
+    """The configuration in these fields, for the target `of`, called `target`. Raises UnsupportedModel."""
     usual = {"max_position_embeddings": of.max_positions, "model_type": "qwen3", "vocab_size": of.vocab_size}
     fields = model_fields(replace(read, values={**read.values, **read.inside(INSIDE).values}), usual)
     for key, neutral in NEUTRAL.items():
@@ -188,10 +187,9 @@ def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
 
 
 def read_causal(fields: Fields, layers: ModelConfig) -> bool:
-    """Whether places see those before them alone; the authors have had two names for it.
+    """Whether the positions of a block see only those before them; the authors have used two names for the field.
 
-    Where neither is given, layers with sliding windows are causal to them and others are not, so a folder with such
-    layers has to say.
+    Without it the authors' default depends on sliding windows, so a folder with such layers must have it.
     """
     key = "causal" if fields.values.get("causal") is not None else "is_causal"
     if fields.values.get(key) is None and any(layers.windows):
@@ -200,7 +198,7 @@ def read_causal(fields: Fields, layers: ModelConfig) -> bool:
 
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The states that it reads, from the numbers of the layers that leave them; the last one's is read normed."""
+    """The taps, from the indexes of the layers whose output they are; the last layer's is read after the final norm."""
     listed = fields.values.get(TAP_IDS)
     ids = listed if isinstance(listed, list) else []
     known = all(isinstance(each, int) and not isinstance(each, bool) and -1 <= each < num_layers for each in ids)
@@ -210,16 +208,17 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
-    """The numbers of the layers that leave these states."""
+    """The indexes of the layers whose outputs these taps are."""
     return [num_layers - 1 if tap == -1 else tap - 1 for tap in taps]
 
 
 def author_values(
     ids: Sequence[int], block_size: int, mask_id: int | None, markov_rank: int, selector_rank: int, confident: bool
 ) -> dict[str, Any]:
-    """The fields of a block that reads the states which these layers leave, beside those of its layers.
+    """The fields of config.json of a block that reads the outputs of the target's layers `ids`.
 
-    It is causal, and its masked places have an embedding of their own, unless they have that of the token `mask_id`.
+    With a `mask_id` masked positions have the embedding of that token, and the block is not causal; without, they have
+    their own embedding, and it is causal.
     """
     return {
         "architectures": [ARCHITECTURE],

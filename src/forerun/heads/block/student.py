@@ -1,10 +1,10 @@
-"""Training a block drafter: from some roots of a text it guesses whole blocks, each in one pass, as when it serves.
+"""Training a block drafter: it predicts whole blocks from some roots of a text, each in one pass, as in serving.
 
-A block reads the target's states up to the place before its root, and the root's embedding. From which roots it is
-taught is drawn anew in every step, so many that each token of an answer is guessed about once. The Markov head, or the
-selector, is taught with the text's own tokens in the place of guesses before, which is what it reads wherever those
-were right; where they were not, nothing that follows counts. The confidence head learns the overlap of both laws at
-each place. The result is a folder for `--draft block:DIR`, in the layout of `format.py`.
+A block reads the target's states up to the position before its root, and the root's embedding. Roots are sampled anew
+in every step, so many that each token of an answer is predicted about once. The Markov head, or the selector, is
+trained with the text's tokens in place of draft tokens (teacher forcing): that is what it reads as long as the draft is
+right, and nothing after a wrong draft token counts. The confidence head learns the overlap of both laws at each
+position. The result is a folder for `--draft block:DIR`, in the layout of `format.py`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from forerun.models.rope import RopeTables, rope_tables
 from forerun.models.rows import rms_norm
 from forerun.sampling.winners import largest
 
-LAYERS, BLOCK_SIZE = 2, 8  # unless said
-MOST_RANK, RANK_SHARE = 256, 4  # of a Markov head, unless said: a part of the width
+LAYERS, BLOCK_SIZE = 2, 8  # defaults
+MOST_RANK, RANK_SHARE = 256, 4  # default rank of a Markov head: the width over RANK_SHARE, at most MOST_RANK
 NUM_TAPS = 5  # at most
-FADES = 4.0  # depths after which a guess counts 1/e
+FADES = 4.0  # depths after which the loss weight is 1/e
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class BlockStudent(TableStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> BlockStudent:
-        """Layers shaped like the target's, whose heads on the states add nothing yet; a rank of 0 leaves that head out.
+        """Layers shaped like the target's, with heads that add nothing yet; a rank of 0 omits that head.
 
-        Depths count exponentially less, as in both papers. Raises InvalidRequest.
+        Loss weights decrease exponentially with depth, as in both papers. Raises InvalidRequest.
         """
         of_heads = ("markov_rank", "selector_rank", "confidence")
         sizes.only(cls.kind, "layers", "mlp", "block", *of_heads, "taps", "portable", "draft_vocab")
@@ -82,10 +82,10 @@ class BlockStudent(TableStudent):
         )
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every guess of the blocks from these roots, and the confidence in it."""
+        """The logits and confidences of all draft tokens of the blocks from these roots."""
         c = self.config
         roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
-        most = -(-batch.places.shape[1] // c.most_depth)  # roots at once, as many as a step has: it bounds memory
+        most = -(-batch.places.shape[1] // c.most_depth)  # roots at a time, as in a training step: bounds memory
         states = torch.cat([self.states(batch, some) for some in roots.split(most, dim=1)], dim=1)
         padded = functional.pad(batch.tokens, (0, c.block_size))
         rows = torch.arange(len(roots), device=roots.device)[:, None]
@@ -100,7 +100,8 @@ class BlockStudent(TableStudent):
     def logits(
         self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"], whole: bool
     ) -> Float[Tensor, "batch roots vocab"]:
-        """Those of a place, after these tokens. A selector is taught with all tokens as candidates (`whole`)."""
+        """The logits at a position, after these tokens. `whole`: a selector has all tokens as candidates, as in
+        training."""
         w, base = self.weights, self.head(states)
         if names.MARKOV_W1 in w:
             return base + functional.linear(w[names.MARKOV_W1][before], w[names.MARKOV_W2])
@@ -118,14 +119,14 @@ class BlockStudent(TableStudent):
     def confidence(
         self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"]
     ) -> Float[Tensor, "batch roots"]:
-        """The logit of the chance that a place's guess is accepted."""
+        """The logit of the acceptance probability of the draft token at a position."""
         w = self.weights
         read = [states, w[names.MARKOV_W1][before]] if self.config.confidence_with_markov else [states]
         return functional.linear(torch.cat(read, dim=-1), w[names.CONFIDENCE], w[names.CONFIDENCE_BIAS])[..., 0]
 
     def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
-        """What the heads read of every place of the blocks from these roots: a block sees the context before its root,
-        and its own places."""
+        """The inputs of the heads at every position of the blocks from these roots: a block sees the context before its
+        root, and its own positions."""
         c, num_places = self.config, self.config.num_places(self.config.most_depth)
         context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[names.MAP]), names.MAP_NORM)
         rows, text = torch.arange(len(roots), device=roots.device)[:, None], batch.places
@@ -133,7 +134,7 @@ class BlockStudent(TableStudent):
         masked = embedding.expand(*roots.shape, num_places - 1, -1)
         x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masked], dim=2).flatten(1, 2)
         positions = (roots[:, :, None] + torch.arange(num_places, device=x.device)).flatten(1)
-        root = roots.repeat_interleave(num_places, dim=1)[:, :, None]  # of each place
+        root = roots.repeat_interleave(num_places, dim=1)[:, :, None]  # of each position
         beside = (root == root.mT) & (positions[:, None] <= positions[:, :, None] if c.causal else root == root.mT)
         mask = torch.cat([text[:, None] < root, beside], dim=2)[:, None]
         for index in range(c.layers.layers):
@@ -147,10 +148,10 @@ class BlockStudent(TableStudent):
 
 
 def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
-    """The fields of config.json.
+    """The fields of config.json for these sizes.
 
-    A block is causal, so that a shallower draft is a shorter pass, and its masked places have an embedding of their
-    own. A portable one is not causal, and they have that of a token which begins or ends texts.
+    A block is causal, so that a shallower draft is a shorter pass, and has its own mask embedding. A portable one is
+    not causal, and its mask token is the one that begins or ends texts.
     """
     of, block = target.config, sizes.block or BLOCK_SIZE
     mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
@@ -176,6 +177,6 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
 
 
 def usual_layers(num_layers: int) -> list[int]:
-    """The target's layers that are read: evenly spaced from the second to the last but two, as the authors choose."""
+    """The default taps, as the authors choose: evenly spaced from the second layer to the last but two."""
     first, last = min(1, num_layers - 1), max(0, num_layers - 3)
     return sorted({round(first + i * (last - first) / (NUM_TAPS - 1)) for i in range(NUM_TAPS)})

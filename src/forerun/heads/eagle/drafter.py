@@ -1,14 +1,17 @@
-"""EAGLE: decoder layers that read a target's states draft token by token (2401.15077, 2406.16858, 2503.01840).
+"""EAGLE: decoder layers that draft token by token from a target's states (2401.15077, 2406.16858, 2503.01840).
 
-At a place the first layer reads two things: the embedding of the token there, and the target's state after the token
-before it; layers behind it, which few drafters have, are a decoder's own. Where the target has not read that token yet,
-as with guesses, the last layer's output there stands for the state. `state_follower.py` decides which state goes with
-which token, and this file how the two enter the layer, which is what differs between the generations. In EAGLE-1 and
-EAGLE-2 they are mapped together, and the output is read by the target's head. In EAGLE-3 the state is several states of
-different layers, joined and mapped to the layer's width; both are normed and joined, the state is also the residual
-stream, and a norm and perhaps a head of the layer's own follow. P-EAGLE (2602.01469) reads masked places behind the
-root, beside a learned state, as many as there are guesses, all in one pass: the logits of a place are those of every
-guess at its depth. Number format and kernels are the target's.
+At each position the first layer reads the embedding of the token there and the target's state after the token before;
+further layers, which few drafters have, are ordinary decoder layers. For draft tokens, which the target has not read,
+the last layer's output at the parent replaces the state. `state_follower.py` pairs states with tokens; this file
+computes how the two enter the layer, in which the generations differ:
+
+- EAGLE-1 and EAGLE-2: concatenated and mapped to the layer's width; the target's head reads the output.
+- EAGLE-3: states of several layers are concatenated and mapped to the layer's width. State and embedding are normed and
+  concatenated, the state is also the residual stream, and a norm and possibly an own head follow.
+- P-EAGLE (2602.01469): one pass reads mask tokens after the root with a learned state, one for each further draft
+  token; all draft tokens of a depth share the logits of its position.
+
+Dtype and kernels are the target's.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from forerun.heads.layouts import SPECULATORS
 from forerun.heads.state_decoder import StateDecoder
 from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
 from forerun.models.batch import TokenBatch
-from forerun.models.chains import Foreseen, HeadsAhead, MaskedPlaces
+from forerun.models.chains import HeadInputs, MaskedPositions, ParallelHeads
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import StateEntry
 from forerun.models.rows import product
@@ -47,10 +50,9 @@ from forerun.sampling.draws import Draws
 
 
 class EagleDecoder(StateDecoder):
-    """The layers as a decoder over a cache of its own; it reads embeddings and states side by side.
+    """The layers as a decoder with its own cache, which reads embeddings together with states.
 
-    `ids` are the tokens of its head. `mask` is what P-EAGLE's masked places read in the place of a state, None
-    elsewhere.
+    `ids` are the token ids of its head. `mask` is the learned state of P-EAGLE's mask tokens, None for others.
     """
 
     def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
@@ -60,7 +62,7 @@ class EagleDecoder(StateDecoder):
             return folder.take(name, shapes[name])
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
-            """A decoder's tensor; ones for a norm that there is none of, because the entry norms what is read."""
+            """A decoder's tensor; ones for a missing input norm, because the entry norms the inputs."""
             name = name.removeprefix("model.").replace("layers.0.", f"{tensors.place}.", 1)
             return take(name) if name in shapes else target.norm.new_ones(shape, dtype=target.dtype)
 
@@ -85,8 +87,8 @@ class EagleDecoder(StateDecoder):
         self.mask = self.fuse(take(names.MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
-        """The target's states, as the layer reads them: in EAGLE-1 the one, as it is, else all of them through the map,
-        normed where the folder says so."""
+        """The target's states as the layer reads them: unchanged in EAGLE-1, else concatenated, normed if the folder
+        says so, and mapped."""
         states = states.to(self.dtype)
         if self.joined:
             return states.flatten(1)
@@ -95,14 +97,14 @@ class EagleDecoder(StateDecoder):
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
     ) -> Hidden:
-        """Read the batch from `inputs`, the states; the tokens' embeddings are added here."""
-        assert inputs is not None, "it reads states"
-        assert not any(more.values()), "all layers are read, and nobody reads their states"
+        """Run the layers on the batch's embeddings and on `inputs`, the states."""
+        assert inputs is not None, "EAGLE layers read states"
+        assert not any(more.values()), "an EAGLE decoder has no taps and runs all layers"
         layers, embedded = range(len(self.layers)), self.embedding[batch.tokens]
         return Hidden(self.read_beside(self.entry, layers, embedded, inputs, batch, cache), None)
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        """The layer's outputs, as the head reads them."""
+        """The layer's outputs as the head reads them: normed, if there is a norm before the head."""
         return self.behind(hidden, self.head_norm)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
@@ -110,7 +112,7 @@ class EagleDecoder(StateDecoder):
 
 
 class EagleDrafter(StateFollower):
-    """Drafts with `layers`, which `runner` reads through; `taps` are the target's states that they read."""
+    """Drafts with EAGLE layers, which `runner` runs; `taps` are the target's states that they read."""
 
     names: tuple[str, ...] = ("eagle",)
 
@@ -123,42 +125,42 @@ class EagleDrafter(StateFollower):
         return self.decoder.fuse(features)
 
     def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
-        """The layer's output stands for the state."""
+        """The layer's output replaces the state."""
         return output
 
 
 class ParallelEagleDrafter(EagleDrafter):
-    """P-EAGLE: its masked places have the embedding of `mask_token`, and a state that was learned."""
+    """P-EAGLE: predicts further draft tokens at mask tokens, which have a learned state."""
 
     def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, form: EagleForm) -> None:
         super().__init__(layers, runner, ids, form.taps)
-        assert form.mask_token is not None, "it has masked places"
+        assert form.mask_token is not None, "P-EAGLE has a mask token"
         self.mask_token = form.mask_token
-        self.draws_behind_text = runner.draws_unseen  # and does not wait for the host between guesses
+        self.draws_behind_text = runner.draws_unseen  # no wait for the host between text and draft tokens
 
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
     ) -> Float[Tensor, "total inputs"]:
-        """The target's states for text; the learned one for masked places."""
+        """The target's states for text; the learned state for mask tokens."""
         if features is not None:
             return self.fuse(features)
-        assert self.decoder.mask is not None, "it has masked places"
+        assert self.decoder.mask is not None, "P-EAGLE has a learned state"
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
-    def heads_ahead(self, rows: Sequence[DraftRow]) -> HeadsAhead:
-        """The first guess is made behind the text, each further one at a masked place."""
+    def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads:
+        """The first draft token is predicted at the end of the text, each further one at a mask token."""
 
-        def logits(foreseen: Foreseen, path: Tensor) -> Tensor:
-            level = path.shape[1] - 1
-            at_place = foreseen.first if level == 0 or foreseen.logits is None else foreseen.logits[:, level - 1]
-            assert at_place is not None, "text is read"
-            return at_place
+        def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
+            level, at_masks = path.shape[1] - 1, head_inputs.logits
+            logits = head_inputs.first if level == 0 or at_masks is None else at_masks[:, level - 1]
+            assert logits is not None, "the text was read"
+            return logits
 
         tokens = [[self.mask_token] * (row.budget.depth - 1) for row in rows]
-        return HeadsAhead(logits, places=MaskedPlaces(tokens, lambda depth: depth - 1, state=self.decoder.mask))
+        return ParallelHeads(logits, places=MaskedPositions(tokens, lambda depth: depth - 1, state=self.decoder.mask))
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """Read masked places. Gives the rows that had room, and the logits of all of their guesses."""
+        """Read the mask tokens; returns the rows that had room, and the logits of all their draft tokens."""
         masks = {row.seq_id: [self.mask_token] * (row.budget.depth - 1) for row in rows}
         reads = [Read(seq_id, tokens, judged=range(len(tokens))) for seq_id, tokens in masks.items() if tokens]
         ahead = self.read_fitting(reads, rows)
@@ -168,19 +170,19 @@ class ParallelEagleDrafter(EagleDrafter):
         return RootPass(ahead.reads, ahead.rows, torch.cat(packed) if packed else roots.logits)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
-        """Chains or trees, without another pass."""
+        """Grow chains or trees from these logits, without another pass."""
         places = places_of(granted)
         return grow_by_heads(draws, granted, lambda *path: logits[places(*path)], self.runner.draws_unseen)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """The draft; nothing is left of the masked places."""
+        """The draft; the mask tokens leave the cache."""
         self.drop(list(granted))
         return draft
 
 
 @dataclass(frozen=True, slots=True)
 class EagleBlueprint(FolderBlueprint):
-    """`eagle:DIR`: a drafter that was checked, but that is not loaded; `ids` are the target's of its head's tokens."""
+    """`eagle:DIR`: a checked drafter that is not loaded yet; `ids` are the target's ids of its head's tokens."""
 
     folder: HeadFolder
     tensors: EagleTensors
@@ -199,7 +201,7 @@ class EagleBlueprint(FolderBlueprint):
         return self.folder.memory(self.tensors.config, self.tensors.shapes(), (names.EMBEDDING,), shared)
 
     def load(self, max_model_len: int, target: Decoder) -> EagleDecoder:
-        """The layers, for texts of `max_model_len` at most."""
+        """Load the layers, for texts of at most `max_model_len` tokens."""
         config = self.tensors.config
         config = replace(config, max_positions=min(max_model_len, config.max_positions))
         return EagleDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
@@ -214,7 +216,7 @@ class EagleBlueprint(FolderBlueprint):
         return ParallelEagleDrafter(layers, runner, ids, form)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """The layers, and the map of the states that they read."""
+        """The layers and the map of states, grown for the widened target."""
         tensors, name = self.tensors, self.folder.name
         if SPECULATORS in self.folder.fields.values:
             command = f"forerun convert {name} --to eagle --out NEW"

@@ -1,15 +1,14 @@
-"""The folder of an EAGLE drafter: which tensors it must hold, how its config.json is understood, and conversions.
+"""The folder of an EAGLE drafter: its tensors, the fields of its config.json, and conversions.
 
-EAGLE-1 and EAGLE-2 share a layout, EAGLE-3 (2503.01840) has another one with options of its own, and P-EAGLE
-(2602.01469) one more. The authors' layouts have tensors under `midlayer.` or `layers.0.`, and `fc.weight`; a folder
-without the norms of EAGLE-3 is EAGLE-1 or EAGLE-2. What differs is declared in `EagleForm`. Embeddings or a head that a
-folder has no tensor for are the target's own. config.json is read in the authors' spelling, or in that of
-`speculators`, which puts the layer's own fields under `transformer_layer_config`; its options, beside that, have the
-same names and meanings in both, and so have the ids of the target's layers, which name a layer by its input. Layers
-that are not computed are refused by name.
+EAGLE-1 and EAGLE-2 share a layout; EAGLE-3 (2503.01840) has its own, with options, and P-EAGLE (2602.01469) extends it.
+The authors' layouts have `fc.weight` and tensors under `midlayer.` or `layers.0.`; a folder without the norms of
+EAGLE-3 is EAGLE-1 or EAGLE-2. `EagleForm` declares the differences. A missing embedding or head is the target's.
+config.json is read in the authors' form, or in that of `speculators`, which puts the layer's fields under
+`transformer_layer_config`; the options have the same names in both, and so have the ids of the target's layers, which
+identify a state by the layer that it enters. Unsupported layers are refused by name.
 
-A conversion holds the authors' form: EAGLE-3 under `midlayer.`, EAGLE-1 under `layers.0.`, and the head's tokens in the
-order of their ids. `t2d`, which says the same as `d2t`, is left out there and written anew.
+The intermediate form of conversions is the authors': EAGLE-3 under `midlayer.`, EAGLE-1 under `layers.0.`, and the
+head's tokens sorted by id. `t2d`, which is redundant with `d2t`, is omitted there and written again.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from forerun.models.projections import LayerTable, Shapes
 
 PLACES = MIDLAYER, FIRST_LAYER = "midlayer", "layers.0"  # what the layer's tensors are called
 TITLE = "the EAGLE drafter of its config.json"
-FEATURE = (-1,)  # the state that EAGLE-1 reads: the one behind the target's final norm
+FEATURE = (-1,)  # the tap of EAGLE-1: the state after the target's final norm
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
-MASK_STATE = "mask_hidden"  # what stands for the target's states in masked places
+MASK_STATE = "mask_hidden"  # replaces the target's states at mask tokens
 INPUT_NORM, STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 MAP, MAP_BIAS = "fc.weight", "fc.bias"
 ALL_NORM, TAP_NORM = "input_norm.weight", "fc_norm.{}.weight"  # of the states before they are mapped
@@ -52,9 +51,9 @@ TAP_IDS, INSIDE = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 NORMED_RESIDUAL = "norm_before_residual"
 OPTIONS = (NORMED_RESIDUAL, "norm_before_fc", "fc_norm", "norm_output")
 MASK_TOKEN = "mask_token_id"
-USUAL_TAPS = 3  # which vLLM takes, unless told
-KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # of speculators, and their architectures
-# What speculators puts beside the layer's own.
+USUAL_TAPS = 3  # vLLM's default
+KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # types of speculators and their architectures
+# Fields that speculators puts beside those of the layer.
 OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
 MOST_TAPS = 16
 SIGNS = HeadSigns((("architectures", "Eagle"), (SPECULATORS, "eagle")), layout="eagle")
@@ -62,14 +61,13 @@ SIGNS = HeadSigns((("architectures", "Eagle"), (SPECULATORS, "eagle")), layout="
 
 @dataclass(frozen=True, slots=True)
 class EagleForm:
-    """What differs between EAGLE layers, as the folder says. `taps` are the target's states that it reads.
+    """The variant of an EAGLE layer. `taps` are the target's states that it reads.
 
-    `joined` is EAGLE-1: embedding and state are mapped to the layer's input together, there is neither a norm before
-    attention nor one behind the layer, and the head is the target's. The other fields are options of EAGLE-3.
-    `norm_before_residual`: the residual stream is the normed state. `norm_before_fc` and `fc_norm`: the states are
-    normed before they are mapped, all of them together or each by itself. `norm_output`: guesses read the layer's
-    output behind the last norm (EAGLE 3.1). `fc_bias` is of the map. `mask_token` is P-EAGLE, which guesses in masked
-    places, all in one pass: their embedding.
+    `joined` is EAGLE-1: embedding and state are mapped to the layer's input together, there is no norm before attention
+    or after the layer, and the head is the target's. The other fields are options of EAGLE-3. `norm_before_residual`:
+    the residual stream is the normed state. `norm_before_fc`, `fc_norm`: the states are normed before they are mapped,
+    all together or each by itself. `norm_output`: draft tokens read the output after the last norm (EAGLE 3.1).
+    `fc_bias`: the map has a bias. `mask_token`: the id of P-EAGLE's mask token, None for others.
     """
 
     taps: tuple[int, ...]
@@ -96,7 +94,7 @@ class EagleTensors:
 
     @property
     def table(self) -> LayerTable:
-        """The first layer's. In EAGLE-3 the projections of queries, keys and values read twice the width."""
+        """The table of the first layer. In EAGLE-3 its q, k and v projections read twice the width."""
         table = LayerTable.of(self.config, 0)
         if self.form.joined:
             return replace(table, vectors={name: size for name, size in table.vectors.items() if name != INPUT_NORM})
@@ -104,7 +102,7 @@ class EagleTensors:
         return replace(table, vectors=vectors, qkv=replace(table.qkv, inputs=2 * self.config.hidden))
 
     def shapes(self) -> Shapes:
-        """All of them but the table of ids."""
+        """Names and shapes of all tensors except the table of ids."""
         c, form, hidden, inputs = self.config, self.form, self.config.hidden, len(self.form.taps) * self.target_hidden
         shapes: Shapes = {MAP: (hidden, inputs + (hidden if form.joined else 0))}
         if not form.joined:
@@ -128,9 +126,9 @@ class EagleTensors:
 
 
 def author_fields(fields: Fields) -> Fields:
-    """The fields of a drafter's config.json in the spelling of EAGLE's authors.
+    """The fields of a drafter's config.json in the form of EAGLE's authors.
 
-    Raises UnsupportedModel for what `speculators` does not call EAGLE.
+    Raises UnsupportedModel for other drafters of `speculators`.
     """
     kind = fields.values.get(SPECULATORS)
     if kind is None:
@@ -140,15 +138,14 @@ def author_fields(fields: Fields) -> Fields:
     if (kind == "peagle") != (fields.values.get(MASK_TOKEN) is not None):
         raise fields.refuse(MASK_TOKEN, "peagle has one, and eagle3 has none: correct it")
     layer = dict(fields.inside(LAYER_CONFIG).values)
-    layer.setdefault("model_type", "qwen3")  # as speculators takes it
+    layer.setdefault("model_type", "qwen3")  # the default of speculators
     outside = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
     return replace(fields, values=layer | outside)
 
 
 def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target: str) -> EagleTensors:
-    """What a folder with this config.json must hold, for the target of this name; `stored` are the tensors it has.
-
-    Raises UnsupportedModel for a layer that is not computed, or that is another target's.
+    """The tensors that a folder with this config.json must hold, for the target `of`, called `target`; `stored` are
+    those that it has. Raises UnsupportedModel for an unsupported layer, or one for another target.
     """
     usual = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
     fields = model_fields(author_fields(read), usual)
@@ -160,7 +157,7 @@ def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target
 
 
 def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> EagleTensors:
-    """What the folder must hold, by its fields and by the tensors that tell the generations apart."""
+    """The tensors that the folder must hold, by its fields and by the tensors that distinguish the generations."""
     config = replace(config_of(fields), tied=False)
     config = replace(config, qkv_bias=fields.flag("qkv_bias", config.qkv_bias))
     place = next((name for name in PLACES if f"{name}.post_attention_layernorm.weight" in stored), PLACES[0])
@@ -185,7 +182,7 @@ def read_form(fields: Fields, num_layers: int) -> EagleForm:
 
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The states that it reads, each named by the layer that it enters; as the authors choose them, unless said."""
+    """The taps, each identified by the layer that the state enters; the authors' choice if not given."""
     inside = fields.values.get(INSIDE)
     ids = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
     if ids is None:
@@ -200,7 +197,7 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """The states that the authors choose."""
+    """The taps that the authors choose."""
     return (min(2, num_layers), num_layers // 2, max(0, num_layers - 3))
 
 
@@ -214,7 +211,7 @@ def is_authors(files: DraftFiles, joined: bool) -> bool:
 
 
 def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """EAGLE-3, in either spelling."""
+    """An EAGLE-3 drafter of either form, in the authors' form."""
     config = dict(author_fields(files.fields).values)
     inside = config.pop(INSIDE, None)
     if isinstance(inside, dict) and inside.get(TAP_IDS) is not None:
@@ -226,12 +223,12 @@ def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 
 def read_joined(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """EAGLE-1 or EAGLE-2, in the authors' spelling."""
+    """An EAGLE-1 or EAGLE-2 drafter, in the authors' form."""
     return files.without(MASK).renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
 
 
 def in_order(files: DraftFiles) -> DraftFiles:
-    """The drafter with its head's tokens in the order of their ids, without a table of ids for a head over all."""
+    """The drafter with the rows of its head sorted by token id, without a table of ids if the head has all tokens."""
     if OFFSETS not in files.tensors or HEAD not in files.tensors:
         return files
     vocab_size = files.fields.whole("vocab_size")
@@ -242,7 +239,7 @@ def in_order(files: DraftFiles) -> DraftFiles:
 
 
 def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors:
-    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
     of = target or TargetFacts.said_by(files.fields, "llama")
     meaning = fitted_tensors(files.fields, files.tensors, of.config, of.name)
     files.check(meaning.shapes(), TITLE, () if meaning.form.joined else (OFFSETS,))
@@ -252,7 +249,7 @@ def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors
 
 
 def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The drafter with an embedding and a head of its own, which `speculators` expects: the target's, if need be."""
+    """The drafter with its own embedding and head, which `speculators` expects; missing ones are the target's."""
     missing = [name for name in (EMBEDDING, HEAD) if name not in files.tensors]
     if missing and target is None:
         raise UnsupportedModel(f"{files.folder} uses its target's {', '.join(missing)}: name that with --model")
@@ -264,7 +261,7 @@ def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
 
 
 def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """EAGLE-3 as `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
+    """EAGLE-3 as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
     fields = files.fields
     if fields.flag("qkv_bias"):
         raise fields.refuse("qkv_bias", "speculators has no such layer: convert it to another format")

@@ -1,11 +1,11 @@
-"""Training an EAGLE-3 layer: it reads the target's states behind the tokens of a text, and its own for what it guesses.
+"""Training an EAGLE-3 layer, from the target's states of texts and its own outputs.
 
-Training goes through drafts as serving does (the paper's training-time test). At the first step every place reads the
+Training unrolls drafts as serving does (the paper's training-time test). At the first step every position reads the
 target's state before it. At each further step the draft from every root is one token longer: the layer reads the text's
-next token beside its own output of the step before, and sees the target's states up to the root and its own outputs
-behind it. So what it reads at any depth is what it will read when it serves. The layer adds to the normed state
-(`norm_before_residual`): states of late layers are so large that what a fresh layer adds to them is hardly seen, and it
-learns half as fast. The result is a folder for `--draft eagle:DIR`, in the authors' layout.
+next token with its own output of the step before, and attends to the target's states up to the root and to its own
+outputs after it, just as in serving. The residual stream is the normed state (`norm_before_residual`): states of late
+layers are so large that the outputs of a fresh layer hardly change them, and it learns half as fast. The result is a
+folder for `--draft eagle:DIR`, in the authors' layout.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 
-STEPS = 5  # of a draft that training goes through
-DEPTH_WEIGHT = 0.8  # of each step, of the one before it
+STEPS = 5  # depth of the drafts in training
+DEPTH_WEIGHT = 0.8  # loss weight of a step, relative to the step before
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleStudent(DraftedStudent):
-    """A layer in training."""
+    """An EAGLE-3 layer in training."""
 
     kind: ClassVar[str] = "eagle"
     place: ClassVar[str] = names.PLACES[0]
@@ -45,9 +45,9 @@ class EagleStudent(DraftedStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> EagleStudent:
-        """A layer shaped like the target's, with the target's norm, and with the target's head or a copy to train.
+        """A layer shaped like the target's, with the target's norm, and with the target's head or a trainable copy.
 
-        The head has all of the target's tokens, or the first so many. Raises InvalidRequest for more than there are.
+        The head has all of the target's tokens, or the first `draft_vocab`. Raises InvalidRequest.
         """
         sizes.only(cls.kind, "mlp", "shared_head", "draft_vocab", "taps")
         of, is_shared, num_ids = target.config, bool(sizes.shared_head), sizes.draft_vocab or target.config.vocab_size
@@ -81,11 +81,11 @@ class EagleStudent(DraftedStudent):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Its configuration, and whether it has a head of its own."""
+        """The configuration, and whether the head is the target's."""
         return {**super().about, "shared_head": names.HEAD not in self.weights}
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
-        """With these tokens' rows of the target's head, or a copy of them to train."""
+        """The student with these tokens' rows of the target's head, or a trainable copy of them."""
         rows, is_shared = {names.HEAD: self.head.weight[ids]}, names.HEAD not in self.weights
         copied = {} if is_shared else trainable(rows, self.embedding.device)
         return replace(super().with_vocabulary(ids), weights={**self.weights, **copied})
@@ -96,17 +96,17 @@ class EagleStudent(DraftedStudent):
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"]]:
-        """The normed state is the stream, and is read beside the token."""
+        """The normed state is the stream; attention reads it concatenated with the normed token."""
         residual = self.normed(states, f"{self.place}.{names.STATE_NORM}")
         token = self.normed(embedded, f"{self.place}.{names.INPUT_NORM}")
         return residual, torch.cat([token, residual], dim=2)
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
-        """Those of its head, or of the target's."""
+        """The logits of its head, or of the target's."""
         weight, read = self.weights.get(names.HEAD), self.normed(states, names.NORM)
         return self.head(read) if weight is None else functional.linear(read, weight)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The layer and, if it has one, its head, and whose tokens the head's are."""
-        every = {OFFSETS: torch.zeros(len(weights[names.HEAD]), dtype=torch.long)} if names.HEAD in weights else {}
-        super().write({**every, **weights}, folder)
+        """Write the layer and, if it has one, its head with the head's token ids."""
+        all_ids = {OFFSETS: torch.zeros(len(weights[names.HEAD]), dtype=torch.long)} if names.HEAD in weights else {}
+        super().write({**all_ids, **weights}, folder)

@@ -1,14 +1,13 @@
-"""Medusa: heads on the target's last hidden state guess, each one token further ahead (2401.10774).
+"""Medusa (2401.10774): heads on the target's last hidden state, each of which predicts one token further ahead.
 
-This module decides what the heads compute, what they are asked and when. They read no text and keep no cache: all that
-a sequence leaves behind is the state after the last token that the target has read. So a draft costs a few matrix
-products, whatever the length of the text.
+The heads read no text and have no cache: a sequence needs only the state after the last token that the target has read.
+So a draft costs a few matrix products, whatever the length of the text.
 
-Head d maps that state, behind the final norm, to logits of the token d + 1 places behind the next one: through residual
-blocks, each adding the SiLU of a linear layer, and an output matrix, its own or the target's. With `hydra` a head also
-sees the tokens between (2402.05109): the next one, which is final, and the guesses before its own; their embeddings are
-joined with the state and mapped to its width first. Trees are products of what the heads say, or, of hydra's, each
-guess depends on those before it. Device, number format and kernels follow the target's.
+Head d maps that state, after the final norm, to the logits of the token d + 1 positions after the next one: through
+residual blocks, each adding the SiLU of a linear layer, and an output matrix, its own or the target's. With `hydra`
+(2402.05109) a head also reads the tokens in between: the next one, which is final, and the draft tokens before its own;
+their embeddings are concatenated with the state and mapped to its width first. Medusa's trees are products of the
+heads' predictions; in Hydra's each draft token depends on those before it. Device, dtype and kernels are the target's.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa import format as names
 from forerun.heads.medusa.format import MedusaConfig, fitted_heads
 from forerun.heads.medusa.student import make_medusa
-from forerun.models.chains import Chains, Foreseen, HeadsAhead, SameIds, Start
+from forerun.models.chains import Chains, HeadInputs, ParallelHeads, SameIds, Start
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.loading import HELD_BYTES
@@ -40,11 +39,11 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
-MOST_SHARED = 8  # tokens of a sequence in a round whose states are held together until the next one
+MOST_SHARED = 8  # average tokens of a sequence in a round up to which a state stays a view of the round's states
 
 
 class MedusaHeads:
-    """The heads, over a target's embedding and head. Rows do not affect each other."""
+    """The Medusa heads of a target, with its embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
         shapes = config.shapes()
@@ -68,8 +67,8 @@ class MedusaHeads:
     def logits(
         self, head: int, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows seen"]
     ) -> Float[Tensor, "rows vocab"]:
-        """Of one head, in float32. `states` are behind the target's final norm; `tokens` the next one and the guesses
-        before the head's own, which only hydra looks at."""
+        """The logits of one head in float32. `states` are those after the target's final norm; `tokens`, which only
+        Hydra reads, are the next token and the draft tokens before the head's own."""
         rows, x, entry = len(states), states.to(self.dtype), self.entries[head]
         if entry is not None:
             x = torch.cat([x, self.embedding[tokens].flatten(1).to(self.dtype)], dim=1)
@@ -96,18 +95,18 @@ class MedusaDrafter:
         """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
         if news.adopted:
             return
-        copied = len(news.tokens) > MOST_SHARED * len(news.seq_ids)  # a part would hold all of them
+        copied = len(news.tokens) > MOST_SHARED * len(news.seq_ids)  # a view would keep all states in memory
         for i, (seq_id, tokens, _) in enumerate(news.rows()):
             if tokens:
                 state = news.shown("medusa")[news.offsets[i + 1] - 1, 0]
                 self.states[seq_id] = state.clone() if copied else state
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """All: the root is read in any case, and the state after it is all that is needed."""
+        """All of the text: only the state after the root is needed, and the root is read in any case."""
         return most
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """A tree per sequence, grown from the heads' logits; the root alone where there is no state."""
+        """A tree for each sequence, grown from the heads' logits; the root alone if there is no state."""
         assert tail is None, "text that the target has not read has no states"
         each = zip(draws.seq_ids, budgets, strict=True)
         granted = {seq_id: b for seq_id, budget in each if (b := self.granted(seq_id, budget)).depth}
@@ -118,12 +117,12 @@ class MedusaDrafter:
             states = torch.stack([self.states[seq_id] for seq_id in seq_ids])
             return self.heads.logits(path.shape[1] - 1, states, path)
 
-        def logits_ahead(foreseen: Foreseen, path: Tensor) -> Tensor:
-            assert foreseen.first is not None, "states are given"
-            return self.heads.logits(path.shape[1] - 1, foreseen.first, path)
+        def logits_ahead(head_inputs: HeadInputs, path: Tensor) -> Tensor:
+            assert head_inputs.first is not None, "states are given"
+            return self.heads.logits(path.shape[1] - 1, head_inputs.first, path)
 
         def draw(starts: Sequence[Start]) -> Chains | None:
-            heads = HeadsAhead(logits_ahead, [self.states[start.seq_id] for start in starts])
+            heads = ParallelHeads(logits_ahead, [self.states[start.seq_id] for start in starts])
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
         return grow_by_heads(draws, granted, logits_behind, self.target.draws_unseen, draw)
@@ -136,7 +135,7 @@ class MedusaDrafter:
         return budget if depth == budget.depth else replace(budget, depth=depth)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """As many guesses as there are heads; nothing has to be read first."""
+        """Drafts as deep as there are heads; nothing has to be read first."""
         limit = [self.heads.config.num_heads if seq_id in self.states else 0 for seq_id in seq_ids]
         return Outlook(
             unread=[0] * len(seq_ids),
@@ -152,7 +151,7 @@ class MedusaDrafter:
 
 @dataclass(frozen=True, slots=True)
 class MedusaBlueprint(FolderBlueprint):
-    """`medusa:DIR`: heads that were checked, but that are not loaded. They need no cache."""
+    """`medusa:DIR`: checked heads that are not loaded yet. They need no cache."""
 
     folder: HeadFolder
     config: MedusaConfig
@@ -166,7 +165,7 @@ class MedusaBlueprint(FolderBlueprint):
 
     @property
     def memory(self) -> ModelMemory:
-        """What they take once loaded: weights, and no cache."""
+        """The memory of the loaded heads: weights, and no cache."""
         target, size = self.folder.target, sum(map(math.prod, self.config.shapes().values()))
         each, _ = HELD_BYTES.get(self.folder.quantize, (target.dtype.itemsize, 0))
         return ModelMemory(int(size * each), 0, 0, target.config.max_positions)
@@ -175,7 +174,7 @@ class MedusaBlueprint(FolderBlueprint):
         return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder), target)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """What their blocks add stays 0 in the new channels."""
+        """The heads, widened; the outputs of their blocks stay 0 in the new channels."""
         wide = replace(self.config, hidden=plan.wide.hidden)
         fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
         return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, names.ADDED)

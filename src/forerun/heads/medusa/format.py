@@ -34,7 +34,7 @@ FIRST = BLOCK.format(0, 0) + WEIGHT
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """How many heads with how many blocks, whether each has an output matrix, and whether it sees guesses."""
+    """The shape of Medusa heads; `own_output`: each has its own output matrix; `hydra`: heads read draft tokens."""
 
     num_heads: int
     num_blocks: int
@@ -60,7 +60,7 @@ class MedusaConfig:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The fields of config.json, as the authors' code spells them."""
+        """The fields of config.json, as in the authors' code."""
         return {
             "architectures": [ARCHITECTURE],
             HEADS_KEY: self.num_heads,
@@ -72,9 +72,9 @@ class MedusaConfig:
 
 
 def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_size: int, target: str) -> MedusaConfig:
-    """The heads that a folder with this config.json and these tensors holds, for the target of this name and sizes.
+    """The heads of a folder with this config.json and these tensors, for the target of this name and sizes.
 
-    Raises UnsupportedModel for those of another target.
+    Raises UnsupportedModel for heads of another target.
     """
     refuse_sizes(fields, target, hidden_size=hidden, vocab_size=vocab_size)
     num_blocks = fields.whole(BLOCKS, 1)
@@ -83,13 +83,14 @@ def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_siz
 
 
 def holds_heads(files: DraftFiles, is_pickle: bool) -> bool:
-    """Whether a folder is of Medusa heads by its configuration or its tensors, and these are the authors' pickle."""
+    """Whether a folder holds Medusa heads, by its configuration or tensors, as the authors' pickle or (not `is_pickle`)
+    otherwise."""
     heads = HEADS_KEY in files.config or (bool(files.tensors) and all(map(TENSOR.fullmatch, files.tensors)))
     return heads and is_pickle == (files.file == PICKLE)
 
 
 def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """The heads, with the sizes that their tensors have."""
+    """The heads, with the sizes of their tensors."""
     fields, files = files.fields, files.renamed({PREFIX: ""})
     first = files.tensors.get(FIRST)
     if first is None or first.dim() != 2:
@@ -103,7 +104,7 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 
 def medusa_meaning(files: DraftFiles, target: TargetFacts | None) -> MedusaConfig:
-    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    """The heads that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
     fields = files.fields
     if target is not None:
         name, hidden, vocab_size = target.name, target.config.hidden, target.config.vocab_size
@@ -116,7 +117,7 @@ def medusa_meaning(files: DraftFiles, target: TargetFacts | None) -> MedusaConfi
 
 
 def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """As the authors' code reads them. Raises UnsupportedModel for Hydra's, which it does not have."""
+    """The heads as the authors' code reads them. Raises UnsupportedModel for Hydra's, which it does not have."""
     if files.fields.flag(HYDRA):
         raise UnsupportedModel(f"{files.folder}: heads of Hydra have no place in Medusa's own layout: use medusa")
     return replace(files, config={key: value for key, value in files.config.items() if key != HYDRA})

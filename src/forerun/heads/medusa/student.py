@@ -1,15 +1,14 @@
-"""Training Medusa heads: each predicts one token further ahead from the target's last state; hydra's from the tokens
-between, too.
+"""Training Medusa heads, alone or together with their target (Medusa-2).
 
-A head reads the state before a root, which serving has when a round begins. Hydra's heads are taught with the text's
-own tokens in the place of guesses, which is what they read wherever those guesses were right; where they were not,
-nothing that follows counts. The result is a folder for `--draft medusa:DIR`.
+A head reads the state before a root, which serving has when a round begins. Hydra's heads are trained with the text's
+tokens in place of draft tokens (teacher forcing): that is what they read as long as the draft is right, and nothing
+after a wrong draft token counts. The result is a folder for `--draft medusa:DIR`.
 
-The target stays as it is, or is tuned with them, so that its states become easier to guess from (Medusa-2, 2401.10774):
-by low-rank adapters on its layers' projections, which are merged into the weights at the end. What it was is its
-teacher: the loss of each place has the distance of the tuned law from the law that the target had when it wrote the
-answers (the paper's self-distillation). The heads learn the tuned law, which is the one that will verify their guesses.
-Embedding, norms and output matrix stay as they are, and the tuned target is written into a folder of its own.
+The target is fixed, or tuned with the heads so that its states become more predictive (Medusa-2, 2401.10774): by
+low-rank adapters on its layers' projections, which are merged into the weights at the end. The loss includes the
+distance of the tuned law from the original target's law (the paper's self-distillation). The heads learn the tuned law,
+which will verify their drafts. Embedding, norms and output matrix are not tuned, and the tuned target is written to its
+own folder.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, promised_ten
 from forerun.models.widen import companions, copy_files
 from forerun.store import names_in, whole_folder, writable
 
-NUM_HEADS = 4  # unless said
-DEPTH_WEIGHT = 0.8  # of each head, of the one before it
+NUM_HEADS = 4  # by default
+DEPTH_WEIGHT = 0.8  # loss weight of a head, relative to the head before
 RANK = 16  # of the adapters
-SCALE = 0.03  # of what they add: so much slower the target is tuned than the heads are trained
+SCALE = 0.03  # of the adapters' outputs: the target learns so much more slowly than the heads
 INTO, OUT_OF = "target.{}.into", "target.{}.out_of"  # an adapter's two matrices
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TUNED = "forerun_tuned"  # what config.json of a tuned target says of its training
+TUNED = "forerun_tuned"  # key in config.json of a tuned target: the folder of its heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaStudent(TableStudent):
-    """Heads in training, as many as guesses, of all of the target's tokens."""
+    """Medusa heads in training, over all of the target's tokens."""
 
     kind: ClassVar[str] = "medusa"
     may_lack_tokens: ClassVar[bool] = False
@@ -55,10 +54,7 @@ class MedusaStudent(TableStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MedusaStudent:
-        """Heads that say what the target's head says of the state they read, whatever the seed.
-
-        Raises InvalidRequest.
-        """
+        """Heads whose initial logits are those of the target's head, whatever the seed. Raises InvalidRequest."""
         sizes.only(cls.kind, "heads", "layers", "hydra", "shared_head", "tune_target")
         of, num_heads = target.config, sizes.heads or NUM_HEADS
         check_most("heads", num_heads, MOST_HEADS)
@@ -84,7 +80,8 @@ class MedusaStudent(TableStudent):
         )
 
     def inputs(self, batch: TextBatch, head: int) -> Float[Tensor, "batch roots inputs"]:
-        """What a head reads for every root: the state before it and, with hydra, the embeddings of what is between."""
+        """The inputs of a head for every root: the state before it and, with Hydra, the embeddings of the tokens in
+        between."""
         length = batch.read.shape[1]
         states = functional.pad(batch.taps[:, :, 0].float(), (0, 0, 1, 0))[:, batch.first_root : length]
         if not self.config.hydra:
@@ -109,9 +106,9 @@ class MedusaStudent(TableStudent):
 
 @dataclass(frozen=True, kw_only=True)
 class JointMedusaStudent(MedusaStudent):
-    """Heads in training, and adapters of their target among the `weights`, which taps no states: it computes them.
+    """Medusa heads in training together with their target, whose adapters are among the `weights`.
 
-    `layers` are the target's, with weights in float32 that stay as they are.
+    `layers` are the target's, with fixed float32 weights. There are no taps: the student computes the states itself.
     """
 
     taps: tuple[int, ...] = ()
@@ -119,7 +116,7 @@ class JointMedusaStudent(MedusaStudent):
 
     @classmethod
     def of(cls, heads: MedusaStudent, target: Blueprint, seed: int) -> JointMedusaStudent:
-        """Heads with a target that is not tuned yet. Raises UnsupportedModel for one with experts or sinks."""
+        """The heads with fresh adapters of the target. Raises UnsupportedModel for a target with experts or sinks."""
         dice, adapters = torch.Generator().manual_seed(seed), {}
         fixed = target_weights(target)
         for name, tensor in fixed.items():
@@ -136,11 +133,11 @@ class JointMedusaStudent(MedusaStudent):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """The heads', and the rank of the adapters."""
+        """As for the heads, with the rank of the adapters."""
         return {**super().about, "tuned_rank": RANK}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The law of every head behind every root, and the tuned target's own."""
+        """The logits of every head after every root, and those of the tuned target."""
         weights = merged(self.layers.weights, self.weights)
         stack = replace(self.layers, weights=weights)
         states = stack.normed(stack(functional.embedding(batch.read, weights[EMBEDDING])), FINAL_NORM)
@@ -149,18 +146,18 @@ class JointMedusaStudent(MedusaStudent):
         return replace(predicted, target=functional.linear(states[:, batch.first_root :], head))
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The heads; the target is written at the end of the training."""
+        """Write the heads; the target is written at the end of training."""
         super().write({name: weights[name] for name in self.config.shapes()}, folder)
 
 
 def target_weights(target: Blueprint) -> dict[str, Tensor]:
-    """All of a target's weights, read anew in float32."""
+    """All of the target's weights, loaded in float32."""
     checkpoint = target.checkpoint(torch.float32)
     return {name: checkpoint.take(name, shape) for name, shape in promised_tensors(target.config)}
 
 
 def merged(fixed: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A target's weights with these adapters merged into them; other tensors among the adapters are left alone."""
+    """The target's weights with the adapters merged in; other tensors among `adapters` are ignored."""
     weights = dict(fixed)
     for name, tensor in fixed.items():
         if OUT_OF.format(name) in adapters:
@@ -169,13 +166,13 @@ def merged(fixed: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dict[
 
 
 def make_medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """Heads, as many as are asked for, of so many blocks; with the target, if that is to be tuned."""
+    """A student of these sizes: the heads alone, or with the target if `tune_target` is set."""
     heads = MedusaStudent.fresh(target, sizes, seed)
     return heads if sizes.tune_target is None else JointMedusaStudent.of(heads, target, seed)
 
 
 def check_free(folder: Path, heads: Path) -> None:
-    """Raise where a folder for a tuned target is the heads' own, or holds anything but the target of these heads."""
+    """Raise if the folder for a tuned target is the heads', or holds anything but the tuned target of these heads."""
     if folder.resolve() == heads.resolve():
         raise InvalidRequest("tune_target", f"{folder} is where the heads go: name another folder.")
     if not folder.exists() or (folder.is_dir() and not names_in(folder)):
@@ -187,7 +184,7 @@ def check_free(folder: Path, heads: Path) -> None:
 
 
 def write_target(target: Blueprint, adapters: Mapping[str, Tensor], folder: Path, heads: Path) -> None:
-    """Write a tuned target, whole; what lies beside its weights is as it was, but what config.json says of `heads`."""
+    """Write a complete tuned target: merged weights, the source's other files, and `heads` noted in config.json."""
     weights = merged(target_weights(target), {name: tensor.cpu() for name, tensor in adapters.items()})
     with writable(folder, "tune_target"), whole_folder(folder) as part:
         copy_files(companions(target.folder), target.folder, part)

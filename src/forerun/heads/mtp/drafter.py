@@ -1,16 +1,14 @@
-"""MTP modules: layers that a checkpoint ships for predicting further tokens, one module for each (2412.19437).
+"""MTP modules: layers that a checkpoint ships for predicting further tokens, one module for each depth (2412.19437).
 
-A module reads a token beside a state after the token before it: both are normed, joined and mapped to the model's
-width; one decoder layer of the target's own kind follows, and a norm. Embedding and head are the target's. For the
-first module the state is the target's, behind its final norm; for each further one it is the output of the module
-before. So where module m reads a token, it knows the target's state m + 1 places before that token, and of every text
-its first place is the m-th.
+A module reads a token with the state after the token before it: both are normed, concatenated and mapped to the model's
+width; a decoder layer of the target's kind follows, and a norm. Embedding and head are the target's. The state of the
+first module is the target's, after its final norm; that of each further module is the output of the module before. So
+module m depends on the target's state m + 1 positions before its token, and its first position in a text is the m-th.
 
-Module d guesses at depth d + 1, and behind the last module's guess the last module goes on with its own output, as
-often as asked. Every module has read the whole text in its own layer of the cache, so what a round begins with is the
-last row of each. Modules are computed as layers of one decoder, so by the same kernels and in the same number formats
-as the target's own. What a checkpoint must hold is decided in `format.py`, which state goes with which token in
-`state_follower.py`.
+Module d drafts at depth d + 1; beyond the last module's depth the last module continues with its own output. Every
+module has read the whole text into its own layer of the cache, so a round starts from the last row of each. Modules are
+layers of one decoder, with the kernels and dtypes of the target. `format.py` defines the tensors; `state_follower.py`
+pairs states with tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules, guessed_ids
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.state_decoder import StateDecoder
-from forerun.heads.vocabulary import exchange_of
+from forerun.heads.vocabulary import id_map_of
 from forerun.models.batch import TokenBatch
-from forerun.models.chains import IdExchange, joined
+from forerun.models.chains import IdMap, joined
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import Linear, StateEntry
 from forerun.models.loading import Blueprint
@@ -48,12 +46,12 @@ from forerun.models.rows import product
 from forerun.models.runner import Read, Runner
 from forerun.models.widen import Plan
 
-UNKNOWN = math.nan  # stands for a state that the same pass computes, as the module before reads the row before
+UNKNOWN = math.nan  # a state that this pass computes: the output of the module before at the row before
 
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """What a module has beside its layer."""
+    """The parts of a module besides its layer."""
 
     embedding: Float[Tensor, "vocab hidden"]
     entry: StateEntry
@@ -61,12 +59,12 @@ class MtpModule:
 
 
 class MtpDecoder(StateDecoder):
-    """The modules as a decoder over a cache of its own, a layer each.
+    """The modules as a decoder with its own cache, one layer each.
 
-    Row p of a text is its token p + 1, beside what is known of the tokens up to p. A pass reads through all modules, or
-    the last ones: `inputs` has the states of each, side by side, and the pass gives the normed output of each likewise.
-    UNKNOWN is a state that the module before gives for the row before. Logits are those of the first module that read,
-    for the tokens `ids`.
+    Row p of a text is token p + 1 with a state that depends on the tokens up to p. A pass runs all modules or the last
+    few: `inputs` has the states of each, concatenated, and the output has their normed outputs in the same way. UNKNOWN
+    is replaced by the output of the module before at the row before. Logits are those of the first module that ran,
+    over the tokens `ids`.
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
@@ -76,7 +74,7 @@ class MtpDecoder(StateDecoder):
             return folder.take(name, shapes[name])
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
-            if name == FINAL_NORM_BIAS:  # of families whose norms have one; the norms of modules have none
+            if name == FINAL_NORM_BIAS:  # norms of modules have no bias, even in families whose norms have one
                 return torch.zeros(shape, device=target.embedding.device)
             return take(tensors.stored_name(name))
 
@@ -91,7 +89,7 @@ class MtpDecoder(StateDecoder):
             embedding = take(table) if table in tensors.own else target.embedding
             own_head = make_head(take(head)[ids]) if head in tensors.own else None
             self.modules.append(MtpModule(embedding, entry, own_head or folder.shared_head(ids, target)))
-        if len(self.modules) == 1:  # several take turns, step by step
+        if len(self.modules) == 1:  # whole chains in one call need a single module
             first = self.modules[0]
             self.embedding, self.head = first.embedding, first.head
             self.enters_by(first.entry, None, backend)
@@ -99,9 +97,9 @@ class MtpDecoder(StateDecoder):
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total states"] | None = None, **more: Any
     ) -> Hidden:
-        """Read the batch beside `inputs`, through as many of the last modules as it has states for."""
-        assert inputs is not None, "it reads states"
-        assert not any(more.values()), "the states say which modules read, and nobody reads their states"
+        """Run the last modules on the batch, as many as `inputs` has states for."""
+        assert inputs is not None, "MTP modules read states"
+        assert not any(more.values()), "an MTP decoder has no taps, and its inputs say which modules run"
         states = inputs.view(len(inputs), -1, self.config.hidden)
         first, outputs = len(self.modules) - states.shape[1], list[Tensor]()
         for module in range(first, len(self.modules)):
@@ -114,7 +112,7 @@ class MtpDecoder(StateDecoder):
     def read_known(
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
     ) -> Float[Tensor, "total hidden"]:
-        """One module's outputs where it has a state to read, which is from its own number of rows on; zeros before."""
+        """The outputs of one module, zeros at its first `module` rows, which have no state."""
         if module == 0:
             return self.read_module(module, states, batch, cache)
         part, rows = batch.without_first(module)
@@ -126,40 +124,40 @@ class MtpDecoder(StateDecoder):
     def read_module(
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
     ) -> Float[Tensor, "total hidden"]:
-        """One module's outputs, behind its norm."""
+        """The normed outputs of one module."""
         parts = self.modules[module]
         embedded = parts.embedding[batch.tokens]
         return self.read_beside(parts.entry, range(module, module + 1), embedded, states, batch, cache)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
-        """Logits in float32, of outputs that are normed."""
+        """Logits in float32 of normed outputs."""
         width = self.config.hidden
         head = self.modules[len(self.modules) - hidden.shape[1] // width].head
         return product(head, hidden[:, :width]).float()
 
 
 class MtpDrafter(StateFollower):
-    """Drafts with a target's `modules`, which `runner` reads; `ids` are between its guesses and the target's."""
+    """Drafts with MTP `modules`, which `runner` runs; `ids` maps their token ids to the target's."""
 
     names: tuple[str, ...] = ("mtp",)
     taps: tuple[int, ...] = (-1,)
 
-    def __init__(self, modules: MtpDecoder, runner: Runner, ids: IdExchange) -> None:
+    def __init__(self, modules: MtpDecoder, runner: Runner, ids: IdMap) -> None:
         self.num_modules, self.hidden = len(modules.modules), modules.config.hidden
         super().__init__(runner, ids, self.num_modules * self.hidden)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
-        """Nothing where there are several modules: the outputs behind a text, which they read, are not kept."""
+        """Nothing with several modules: the outputs at the end of a text, which they need, are not kept."""
         return super().beginning(text, salt) if self.num_modules == 1 else Beginning()
 
     def fuse(self, features: Float[Tensor, "total modules hidden"]) -> Float[Tensor, "total inputs"]:
-        """Side by side."""
+        """The states of all modules, concatenated."""
         return features.flatten(1)
 
     def before_fusing(
         self, reads: Sequence[Read], features: Sequence[Float[Tensor, "_ taps hidden"]]
     ) -> Sequence[Float[Tensor, "_ modules hidden"]]:
-        """The target's states for the first module; for each further one what the one before gives a row earlier."""
+        """The target's states for the first module; for further ones the output of the one before, a row earlier."""
         if self.num_modules == 1:
             return features
         shown, row = joined(features), 0
@@ -171,11 +169,11 @@ class MtpDrafter(StateFollower):
         return [states]
 
     def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
-        """Each module's output is read by the next one; the last module's by itself, once the others have guessed."""
+        """The states for draft tokens: the outputs of all but the last module, or of the last once it is alone."""
         return output[..., : max(self.hidden, output.shape[-1] - self.hidden)]
 
     def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
-        """Outputs of all modules but the last, behind a text; zeros, on which no guess depends, where there is none."""
+        """Outputs of all modules but the last at the end of a text; unused zeros if there is no text."""
         if seq_id not in self.outputs:
             return torch.zeros(self.num_modules - 1, self.hidden, device=self.runner.device)
         return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
@@ -183,7 +181,7 @@ class MtpDrafter(StateFollower):
 
 @dataclass(frozen=True, slots=True)
 class MtpBlueprint(FolderBlueprint):
-    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have a cache of their own."""
+    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have their own cache."""
 
     folder: HeadFolder
     tensors: MtpTensors
@@ -191,24 +189,24 @@ class MtpBlueprint(FolderBlueprint):
 
     @classmethod
     def of(cls, folder: HeadFolder, ships: bool = False) -> MtpBlueprint:
-        """The modules in a folder, which `ships` says is the target's own. Raises ModelError as `check_modules`."""
+        """The modules in a folder; `ships`: it is the target's. Raises ModelError as `check_modules`."""
         return cls(folder, check_modules(folder, ships), guessed_ids(folder, ships))
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
-        """The target's own, unless the specification names a folder."""
+        """The target's modules, unless the specification names a folder."""
         if spec.argument is not None:
             return cls.of(open_folder(spec.argument))
         return cls.of(HeadFolder.at(target.folder, str(target.folder), target), ships=True)
 
     @property
     def memory(self) -> ModelMemory:
-        """What they take once loaded; tables of their own count as they are stored."""
+        """The memory of the loaded modules; own embeddings and heads count as stored."""
         tensors = self.tensors
         return self.folder.memory(tensors.config, tensors.shapes(), tensors.own, shared_rows=len(self.ids))
 
     def load(self, max_model_len: int, target: Decoder) -> MtpDecoder:
-        """The modules, for texts of `max_model_len` at most."""
+        """Load the modules, for texts of at most `max_model_len` tokens."""
         config = self.tensors.config
         config = replace(config, max_positions=min(max_model_len, config.max_positions))
         return MtpDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
@@ -217,10 +215,10 @@ class MtpBlueprint(FolderBlueprint):
         config = target.decoder.config
         modules = self.load(config.max_positions, target.decoder)
         runner = self.folder.target.runner(modules, num_tokens)
-        return MtpDrafter(modules, runner, exchange_of(self.ids, config.vocab_size, target.device))
+        return MtpDrafter(modules, runner, id_map_of(self.ids, config.vocab_size, target.device))
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """Modules in a folder of their own: what they map into their residual stream stays 0 in the new channels."""
+        """The modules, widened; the outputs of their projections stay 0 in the new channels."""
         tensors, name = self.tensors, self.folder.name
         if tensors.naming.behind_layers:
             raise InvalidRequest("draft", f"{name} numbers its modules behind the target's layers, which become more.")

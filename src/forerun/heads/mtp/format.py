@@ -1,12 +1,12 @@
-"""What a checkpoint must hold to have MTP modules: which tensors, of which shapes, for how many modules.
+"""The tensors of MTP modules in a checkpoint, and conversions of modules.
 
-The file decides how many modules there are, what their layers are shaped like, and that no tensor of theirs is left
-out: each is read, or refused by name. All names of their tensors are in `models/mtp_names.py`.
+This file determines the number of modules and the shape of their layers, and checks that every tensor of theirs is
+either read or refused by name. `models/mtp_names.py` has the names of their tensors.
 
-Conversions know the layout of Qwen3-Next and that of `speculators`. Both compute the same: the embedding, normed,
-before the state, normed; a projection, a layer, a norm. In `speculators` there is one module, its layer is qwen3's, and
-embedding and head are the target's. The state that enters is the target's behind its final norm where a module serves,
-in vLLM as here; the package computes with what it is given.
+Conversions know the layouts of Qwen3-Next and of `speculators`. Both compute the same: normed embedding and normed
+state, concatenated in this order; a projection, a layer, a norm. In `speculators` there is one module with a qwen3
+layer, and embedding and head are the target's. In serving, here and in vLLM, the state is the target's after its final
+norm; the package itself leaves that to its caller.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from forerun.models.mtp_names import PACKAGE, QWEN, MtpNaming, find_modules
 from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, layer_tensors
 from forerun.models.weights import Checkpoint
 
-COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names of one number
-SHAPE_KEY = "hidden_size"  # a folder that says it describes its modules' layers; else they are shaped as the target's
-DRAFT_VOCAB = "draft_vocab_size"  # of how many tokens guesses are, which `d2t` names
+COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names for the number of modules
+SHAPE_KEY = "hidden_size"  # a folder with this key describes its modules' layers; else they are shaped as the target's
+DRAFT_VOCAB = "draft_vocab_size"  # number of tokens of the heads; `d2t` lists their ids
 SIGNS = HeadSigns()
-KIND, COUNT = "mtp", COUNT_KEYS[0]  # its type in speculators, and what a number of modules is called there
+KIND, COUNT = "mtp", COUNT_KEYS[0]  # the type in speculators, and its key for the number of modules
 
 
 @dataclass(frozen=True, slots=True)
 class MtpTensors:
     """Names and shapes of all tensors of a checkpoint's modules; `config` is that of their layers.
 
-    `own` are embeddings and heads that differ from the target's, and `behind` the target's number of layers.
+    `own` are embeddings and heads that differ from the target's; `behind` is the target's number of layers.
     """
 
     config: ModelConfig
@@ -64,11 +64,11 @@ class MtpTensors:
     own: frozenset[str] = frozenset()
 
     def name(self, module: int, pattern: str) -> str:
-        """What one of the naming's patterns is for this module."""
+        """The tensor name of a naming's pattern for this module."""
         return pattern.format(self.naming.number(module, self.behind))
 
     def shapes(self) -> Shapes:
-        """All of them but embeddings and heads that are the target's."""
+        """Names and shapes of all tensors except embeddings and heads that equal the target's."""
         c, n = self.config, self.naming
         shapes: Shapes = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
         for module in range(c.layers):
@@ -79,14 +79,14 @@ class MtpTensors:
         return shapes
 
     def tables(self) -> dict[str, bool]:
-        """What embeddings and heads of modules are called, if there are any; and whether it is a head."""
+        """The names of possible embeddings and heads of modules, and whether each is a head."""
         pairs = ((self.naming.embedding, False), (self.naming.head, True))
         return {
             self.name(m, pattern): is_head for m in range(self.config.layers) for pattern, is_head in pairs if pattern
         }
 
     def stored_name(self, name: str) -> str:
-        """What is stored of a tensor that a decoder of these layers calls so."""
+        """The name in the checkpoint of a tensor with this name in a decoder."""
         if name == FINAL_NORM:
             return self.name(0, self.naming.norm)
         _, _, layer, rest = name.split(".", 3)
@@ -94,10 +94,10 @@ class MtpTensors:
 
 
 def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
-    """The tensors of a checkpoint's modules, all of them judged by their headers; `ships`: it is the target's own.
+    """The tensors of a checkpoint's modules, all checked by their headers; `ships`: it is the target's checkpoint.
 
-    Raises ModelError for a checkpoint without modules, and for tensors that are missing, of another shape, or none of a
-    module's: no weight is left out.
+    Raises ModelError for a checkpoint without modules, and for tensors that are missing, have another shape, or are
+    unknown, so that no weight is ignored.
     """
     checkpoint, target = folder.checkpoint, folder.target
     modules = find_modules(checkpoint.stored, target.config.layers)
@@ -116,9 +116,9 @@ def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
 
 
 def guessed_ids(folder: HeadFolder, ships: bool) -> Int[Tensor, " draft_vocab"]:
-    """The tokens that the modules guess: all of the target's, or those of a folder of its own that names some.
+    """The token ids of the modules' heads: all of the target's, or those listed in the modules' own folder.
 
-    Raises UnsupportedModel for a number or a table of them that cannot be.
+    Raises UnsupportedModel for an invalid number or table.
     """
     vocab_size = folder.target.config.vocab_size
     draft_vocab = vocab_size if ships else folder.fields.whole(DRAFT_VOCAB, vocab_size, most=vocab_size)
@@ -126,19 +126,18 @@ def guessed_ids(folder: HeadFolder, ships: bool) -> Int[Tensor, " draft_vocab"]:
 
 
 def layer_config(folder: HeadFolder, ships: bool, naming: MtpNaming) -> ModelConfig:
-    """The configuration of the modules' layers. There are as many as config.json says or, where it does not say, as are
-    stored."""
+    """The configuration of the modules' layers, as many as config.json says, or else as are stored."""
     of, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
     count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, of.layers))
-    whole = of if ships else described(fields, of, folder.target.name)
+    whole = of if ships else module_config(fields, of, folder.target.name)
     experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, of.layers))}mlp.gate_proj.weight"
     experts = None if experts is None or dense in checkpoint else replace(experts, layers=tuple(range(count)))
     return replace(whole, layers=count, windows=whole.windows[-1:] * count, experts=experts, tied=False)
 
 
-def described(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
-    """The configuration that a folder of modules gives of its layers, for the target of this name: that of the target's
-    last layer, unless it says more. Raises UnsupportedModel for another target's."""
+def module_config(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
+    """The configuration that a folder of modules gives for its layers; the target's (`of`, called `target`) if it gives
+    none. Raises UnsupportedModel for modules of another target."""
     if SHAPE_KEY not in fields.values:
         return of
     refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
@@ -147,12 +146,12 @@ def described(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
 
 
 def promised_modules(fields: Fields) -> int:
-    """How many modules config.json says there are; 0 where it does not say."""
+    """The number of modules in config.json; 0 if it has none."""
     return next((fields.whole(key, 0, least=0) for key in COUNT_KEYS if fields.values.get(key) is not None), 0)
 
 
 def no_modules(fields: Fields, ships: bool) -> str:
-    """The message for a checkpoint without modules; `ships`: they should have come with the target."""
+    """The error message for a checkpoint without modules; `ships`: it is the target's."""
     folder, promised = fields.path.parent, promised_modules(fields)
     if promised:
         return (
@@ -166,7 +165,7 @@ def no_modules(fields: Fields, ships: bool) -> str:
 
 
 def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -> Collection[str]:
-    """The stored embeddings and heads of modules that are no copies of the target's."""
+    """The stored embeddings and heads of modules that differ from the target's."""
     size = (tensors.config.vocab_size, tensors.config.hidden)
     whole, differing = target.checkpoint(target.dtype), list[str]()
     for name, is_head in tensors.tables().items():
@@ -195,16 +194,16 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 
 def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
-    """What the files describe, for comparison. Raises ModelError unless every tensor is used and all are there."""
+    """The modules that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
     of, count = target or TargetFacts.said_by(files.fields, "llama"), promised_modules(files.fields) or 1
-    config = described(files.fields, of.config, of.name)
+    config = module_config(files.fields, of.config, of.name)
     config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
     files.check((meaning := MtpTensors(config, QWEN, 0)).shapes(), f"{count} MTP modules as {QWEN.name} name them")
     return meaning
 
 
 def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """As `speculators` saves it. Raises UnsupportedModel for what it has no field for."""
+    """The module as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
     fields, config = files.fields, modules_meaning(files, target).config
     refused = {
         COUNT_KEYS[-1]: (config.layers != 1, "speculators has one module"),

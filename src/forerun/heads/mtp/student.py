@@ -1,11 +1,10 @@
-"""Training an MTP module: a layer on the target's last state, used again for every guess (FastMTP, 2509.18362).
+"""Training an MTP module: one layer on the target's last state, reused for every draft token (FastMTP, 2509.18362).
 
-At the first step every place reads the text's token there beside the target's state before it, behind the final norm.
-At each further step the draft from every root is one token longer, and the module reads the text's next token beside
-its own output of the step before. So it learns to go on from its own outputs, which modules that were trained for one
-token cannot, and what it reads at any depth is what it will read when it serves. Early steps weigh more, because drafts
-seldom get to the late ones. Embedding, head and target stay as they are. The result is a folder for `--draft mtp:DIR`,
-in the layout of Qwen3-Next.
+At the first step every position reads the text's token there with the target's state before it, after the final norm.
+At each further step the draft from every root is one token longer, and the module reads the text's next token with its
+own output of the step before. So it learns to continue from its own outputs, as in serving, which modules trained for a
+single token cannot. Early steps weigh more, because drafts seldom reach the late ones. Embedding, head and target are
+not trained. The result is a folder for `--draft mtp:DIR`, in the layout of Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import QWEN
 from forerun.models.projections import ADDING
 
-STEPS = 4  # of a draft that training goes through
-DEPTH_WEIGHT = 0.6  # of each step, of the one before it
-LEAST_GAIN = 0.05  # of the target's final norm, that is divided by
-LEAST_ROWS = 4  # of the answers' tokens, for each number that the projection reads
-RIDGE = 1e-3  # of the mean square of what is read, in the fit
+STEPS = 4  # depth of the drafts in training
+DEPTH_WEIGHT = 0.6  # loss weight of a step, relative to the step before
+LEAST_GAIN = 0.05  # smaller gains of the target's final norm are not divided by
+LEAST_ROWS = 4  # answer tokens for each input of the projection, below which there is no fit
+RIDGE = 1e-3  # of the fit, relative to the mean square of the inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class MtpStudent(DraftedStudent):
-    """A module in training."""
+    """An MTP module in training."""
 
     kind: ClassVar[str] = "mtp"
     fitted_answers: ClassVar[int] = 256
@@ -49,9 +48,9 @@ class MtpStudent(DraftedStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MtpStudent:
-        """A module shaped like the target's layers, or with so many neurons, that begins by repeating its state.
+        """A module shaped like the target's layers, with `mlp` neurons if given, whose initial output is its state.
 
-        A portable one has norms on queries and keys, as modules of `speculators` have.
+        A portable one norms queries and keys, as modules of `speculators` do.
         """
         sizes.only(cls.kind, "mlp", "portable", "draft_vocab")
         of, num_ids = target.config, sizes.draft_vocab
@@ -73,11 +72,10 @@ class MtpStudent(DraftedStudent):
 
     @torch.no_grad()
     def fit(self, texts: Sequence[TargetText]) -> None:
-        """Let the module begin as the linear map, of a token and the state before it, that comes nearest to the
-        target's state behind the token; its layer adds nothing yet.
+        """Initialize the projection by ridge regression from a token and the state before it to the target's state
+        after the token, and let the layer add nothing.
 
-        What is fitted are states behind the final norm, without its gains, by least squares with a small ridge. Nothing
-        is where the answers have few tokens for each weight of a row.
+        The states are those after the final norm, without its gains. Does nothing if the answers have too few tokens.
         """
         size = 2 * self.config.hidden
         if sum(len(text.roots) for text in texts) < LEAST_ROWS * size:
@@ -99,7 +97,7 @@ class MtpStudent(DraftedStudent):
     def joined(
         self, embedded: Float[Tensor, "*places hidden"], states: Float[Tensor, "*places hidden"]
     ) -> Float[Tensor, "*places inputs"]:
-        """What the projection reads."""
+        """The inputs of the projection: normed embedding and normed state."""
         return torch.cat([self.normed(embedded, QWEN.embedding_norm), self.normed(states, QWEN.state_norm)], dim=-1)
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
@@ -108,7 +106,7 @@ class MtpStudent(DraftedStudent):
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], None]:
-        """Both are normed and mapped to the stream."""
+        """Embedding and state are normed and mapped to the stream."""
         return functional.linear(self.joined(embedded, states), self.weights[QWEN.projection]), None
 
     def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
@@ -116,5 +114,5 @@ class MtpStudent(DraftedStudent):
 
 
 def safe(gain: Float[Tensor, " hidden"]) -> Float[Tensor, " hidden"]:
-    """The gains, with 1 for those that are too small to be divided by."""
+    """The gains, with 1 in place of those too small to divide by."""
     return torch.where(gain.abs() < LEAST_GAIN, 1.0, gain)

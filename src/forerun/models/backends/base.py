@@ -25,7 +25,7 @@ from forerun.models.shards.ranks import RankGroup
 from forerun.sampling.draws import Draws
 
 Stream = Float[Tensor, "total hidden"]
-Entered = Float[Tensor, "total inputs"]
+AttentionInputs = Float[Tensor, "total inputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Executor(Protocol):
     def num_experts_read(self) -> int: ...
 
     def run(
-        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
         """Returns the residual stream `x` after these layers; `x` is not changed. Keys and values go to the cache.
 
@@ -95,7 +95,7 @@ class Executor(Protocol):
         """
         ...
 
-    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+    def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
         """Write to the cache the keys and values that every layer's attention computes from `read`, as it is."""
         ...
 

@@ -27,7 +27,7 @@ from forerun.config import Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.sampling import RowLaws, address
 from forerun.kernels.threads import num_threads
-from forerun.models.backends.base import ChainDrawer, ChainStarts, DecoderParts, Entered, Stream
+from forerun.models.backends.base import AttentionInputs, ChainDrawer, ChainStarts, DecoderParts, Stream
 from forerun.models.backends.structures import (
     CChains,
     CEntry,
@@ -183,7 +183,7 @@ class NativeExecutor:
         return CLayer(
             qkv=native(a.qkv).pointer,
             out=native(a.out).pointer,
-            every=CGated() if mlp.every is None else gated(mlp.every),
+            dense=CGated() if mlp.dense is None else gated(mlp.dense),
             experts=None if mlp.router is None else pointer(self.experts(mlp.router, mlp.experts)),
             attention_norm=self.gains(a.norm),
             mlp_norm=self.gains(mlp.norm),
@@ -193,8 +193,8 @@ class NativeExecutor:
             joint_norm=a.joint_norm,
             sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
             window=a.window or 0,
-            first_turn=a.first_turn,
-            first_query_turn=a.first_turn if a.first_query_turn is None else a.first_query_turn,
+            rope_start=a.rope_start,
+            query_rope_start=a.rope_start if a.query_rope_start is None else a.query_rope_start,
             parallel=mlp.parallel,
         )
 
@@ -239,7 +239,7 @@ class NativeExecutor:
         return part
 
     def run(
-        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
         tables = pass_tables(batch, cache.keys.shape[2])
         return self.compute(layers, x, (batch.positions, batch.slots), tables, cache, read)
@@ -251,7 +251,7 @@ class NativeExecutor:
         places: tuple[Int[Tensor, " total"], Int[Tensor, " total"]],
         tables: Sequence[array[int]],
         cache: PagedCache,
-        read: Entered | None = None,
+        read: AttentionInputs | None = None,
     ) -> Stream:
         """The stream behind these layers; `places` are positions and slots, `tables` as `pass_tables` gives them."""
         assert x.dtype == self.stream, f"{x.dtype} is not the stream's format"
@@ -267,7 +267,7 @@ class NativeExecutor:
         self.num_experts_read += num_experts.value
         return x
 
-    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+    def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
         """A pass in which nothing looks."""
         read, places = padded_to_width(read), {"positions": batch.positions.data_ptr(), "slots": batch.slots.data_ptr()}
         sizes = {"num_tokens": len(read), "end_layer": self.num_layers}

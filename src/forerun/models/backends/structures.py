@@ -47,13 +47,13 @@ class CLayer(Structure):
 
     _fields_: ClassVar = [
         *((name, c_void_p) for name in ("qkv", "out")),
-        ("every", CGated),
+        ("dense", CGated),
         ("experts", POINTER(CExperts)),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
         ("qk_norm", c_void_p),
         ("joint_norm", c_int64),
         ("sinks", c_void_p),
-        *((name, c_int64) for name in ("window", "first_turn", "first_query_turn", "parallel")),
+        *((name, c_int64) for name in ("window", "rope_start", "query_rope_start", "parallel")),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
-from forerun.models.backends.base import ChainDrawer, Entered, Executor, Stream
+from forerun.models.backends.base import AttentionInputs, ChainDrawer, Executor, Stream
 from forerun.models.backends.native import NativeExecutor, pass_tables
 from forerun.models.batch import QueryRule, TokenBatch
 from forerun.models.decoder import Decoder
@@ -35,7 +35,7 @@ class SharedExecutor:
         self.num_experts_read = 0
 
     def run(
-        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
         assert read is None, "layers that read states are no target's"
         tables = pass_tables(batch, cache.keys.shape[2])
@@ -46,7 +46,7 @@ class SharedExecutor:
         self.num_experts_read = self.part.num_experts_read  # every rank reads a share of the same ones
         return x
 
-    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+    def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
         """No target remembers states."""
         raise AssertionError("layers that read states are no target's")
 

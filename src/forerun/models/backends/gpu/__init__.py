@@ -1,1 +1,1 @@
-"""On a GPU: passes of fixed shape, captured as graphs, with kernels by Triton."""
+"""The GPU backend: passes of fixed shape, captured as CUDA graphs, with Triton kernels."""

@@ -1,8 +1,8 @@
-"""GpuBackend: linear layers by the library's product, or by one that sums in one order for any number of rows.
+"""GpuBackend: linear layers on a GPU, by cuBLAS or by batch-invariant Triton kernels.
 
-This file decides which product is used. cuBLAS chooses a kernel by the number of rows, and with it
-the order of a sum: a token read alone and the same token read beside others differ in their last bits. `OneGemmLinear`
-sums over the inputs in one order, so a row's bits depend on the row alone.
+This file chooses between them. cuBLAS selects a kernel by the number of rows, and with it the order of summation: the
+same token read alone or beside others differs in its last bits. `OneGemmLinear` sums over the inputs in one fixed
+order, so the bits of a row depend on that row alone.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from forerun.models.backends.torch_cpu.linear import CappedLinear
 from forerun.models.backends.torch_cpu.quantized import GROUP, quantize_groups, quantize_rows
 from forerun.models.layer import Bias, ExpertLayers, GatedMlp, Linear, StackedExperts, WeightMatrix
 
-AT_ONCE = 1 << 24  # numbers that are rounded at a time, in float32 and some of them several times
+AT_ONCE = 1 << 24  # weights that are quantized at a time: bounds the float32 copies
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-TRIAL = (160, 256, 1024)  # rows, outputs and inputs of the product by which tiles are compared
+TRIAL = (160, 256, 1024)  # rows, outputs and inputs of the product that compares tile sizes
 
 
 class OneGemmLinear:
-    """A Triton product that sums over the inputs in one order; rows that are missing from the last tile are zeros.
+    """A linear layer by a Triton kernel that sums over the inputs in one order for any number of rows.
 
-    `tiled`: larger tiles for more rows, of which `tiles_agree` has found that they give the bits of the smallest.
+    `tiled`: larger tiles are used for more rows, after `tiles_agree` has checked that all tiles give the same bits.
     """
 
     def __init__(self, kernels: Any, weight: WeightMatrix, bias: Bias | None = None, tiled: bool = False) -> None:
@@ -55,7 +55,7 @@ class OneGemmLinear:
             return self.product(x, self.tile_for(len(x)))
 
     def tile_for(self, rows: int) -> Tile:
-        """The tile that so many rows are multiplied by."""
+        """The tile for a product of this many rows."""
         if not self.tiled:
             return SMALLEST
         return self.tiles.get(rows_measured(rows)) or tile_for(rows, len(self.weight))
@@ -77,9 +77,9 @@ class OneGemmLinear:
 
 @cache
 def tiles_agree(device: torch.device) -> bool:
-    """Whether all tiles give the same bits on this card, in bfloat16, by random numbers.
+    """Whether all tile sizes give the same bits on this GPU in bfloat16, tested with random numbers.
 
-    Small tiles are multiplied by other instructions than large ones. On an H100 both add up in the same order.
+    Small and large tiles use different tensor-core instructions; on an H100 both sum in the same order.
     """
     rows, outputs, inputs = TRIAL
     noise = torch.Generator(device).manual_seed(0)
@@ -91,7 +91,7 @@ def tiles_agree(device: torch.device) -> bool:
 
 
 def quantize_floats(weight: WeightMatrix) -> tuple[Float[Tensor, "outputs inputs"], Float[Tensor, "outputs 1"]]:
-    """FP8 and each output's scale, which maps its largest size to the largest number."""
+    """Weights in FP8 (E4M3) and a scale for each output, which maps its largest magnitude to the largest FP8 number."""
     wide = weight.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST_FP8).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide / scales).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
@@ -101,9 +101,9 @@ QUANTIZERS = {"int8": quantize_rows, "int4": quantize_groups, "fp8": quantize_fl
 
 
 class GpuBackend:
-    """A placement of fixed shapes. `GraphRunner` runs passes; what is asked for between them is computed by torch.
+    """The backend of a placement whose passes have fixed shapes; `GraphRunner` runs the passes.
 
-    On CPUs, where only tests have passes of fixed shape, linear layers are torch's.
+    On a CPU, where only tests use passes of fixed shape, the linear layers are torch's.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -115,21 +115,22 @@ class GpuBackend:
 
     @property
     def arithmetic(self) -> str:
-        """Triton's version; on a CPU what torch's operators depend on."""
+        """Triton's version; on a CPU, the properties on which torch's operators depend."""
         graphs, device = self.placement.graphs, self.placement.device
         if device.type == "mps":
             return self.placement.label
         return f"triton {load_kernels().triton.__version__}" if graphs else TorchBackend().arithmetic
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
-        """A layer whose weights stay in groups; on a CPU without kernels they are unpacked."""
+        """A layer whose weights stay quantized in groups; on a CPU without kernels they are dequantized."""
         place = self.placement
         if not (place.graphs or place.one_gemm):
             return LibraryLinear(weight.dense(), None if bias is None else bias.float())
         return GroupLinear(PackedGroups.of(weight, place.device), bias, unpacks=not place.one_gemm)
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-        """The weight as it is, or in groups: an output's inputs are one where numbers have 8 bits, of either kind."""
+        """A layer of this weight, quantized if asked: int4 with groups of GROUP inputs, int8 and fp8 with one scale for
+        each output."""
         place = self.placement
         if quantize is not None:
             parts = [QUANTIZERS[quantize](part) for part in weight.split(max(1, AT_ONCE // weight.shape[1]))]
@@ -141,13 +142,13 @@ class GpuBackend:
         return OneGemmLinear(load_kernels(), weight, bias, tiled=place.graphs and tiles_agree(place.device))
 
     def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts:
-        """Weights of all experts side by side; those of each are dropped."""
+        """The weights of all experts in one tensor for each linear layer; the experts' own tensors are released."""
         device = self.placement.device
         gate_up, down = (stack([getattr(expert, name) for expert in experts], dtype) for name in ("gate_up", "down"))
         tiled = self.placement.graphs and dtype.itemsize == 2 and type(gate_up) is type(down)
         dense = isinstance(gate_up, ExpertWeights)
         tiled = tiled and not (dense and (dtype != torch.bfloat16 or not tiles_agree(device)))
-        form = replace(experts[0], gate_up=gate_up.of(0), down=down.of(0))  # which holds no weights of its own
+        form = replace(experts[0], gate_up=gate_up.of(0), down=down.of(0))  # views: holds no weights of its own
         num_read = torch.zeros(1, dtype=torch.int64, device=device)
         return StackedExperts(gate_up, down, form, tiled, num_read)
 
@@ -155,12 +156,12 @@ class GpuBackend:
         return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> FixedExecutor:
-        """What computes logits of states, and layers of trained heads; a model's passes are `run_pass`.
+        """The executor for logits of states and for the layers of trained heads; a model's passes are `run_pass`.
 
-        Tiles of large matrices are measured here, where none of them are kept.
+        Tile sizes for large matrices are measured here if no earlier measurement is stored.
         """
         if self.placement.graphs:
-            dense = [layer.mlp.every for layer in parts.layers if layer.mlp.every is not None]
+            dense = [layer.mlp.dense for layer in parts.layers if layer.mlp.dense is not None]
             linears = [of for layer in parts.layers for of in (layer.attention.qkv, layer.attention.out)]
             linears += [of for mlp in dense for of in (mlp.gate_up, mlp.down)]
             choose_tiles([*linears, parts.head], self.placement.device, parts.embedding.dtype)
@@ -168,8 +169,8 @@ class GpuBackend:
 
 
 def stack(layers: Sequence[OneGemmLinear | LibraryLinear | GroupLinear], dtype: torch.dtype) -> ExpertLayers:
-    """One expert's layer each as one. Where some are in groups and others are not, or in other ones, all are unpacked
-    to `dtype`."""
+    """The layers of all experts as one. If they are not all quantized in the same format, all are dequantized to
+    `dtype`."""
     packed = [layer for layer in layers if isinstance(layer, GroupLinear)]
     if len(packed) == len(layers) and (experts := PackedExperts.of_layers(packed)) is not None:
         return experts

@@ -1,7 +1,7 @@
-"""Graphs: functions of static buffers on a GPU, captured once and replayed; KeptShapes: the buffers of one kind.
+"""Graphs: captures functions of static buffers as CUDA graphs and replays them; KeptShapes: their buffers by shape.
 
-This module decides when a capture happens, how many graphs are kept, and what becomes of a function that cannot be
-captured. All graphs of a runner share one pool of memory, and the tables of one kind of graphs one buffer.
+This module decides when a capture happens and how many graphs are kept; a function that cannot be captured runs
+uncaptured. All graphs of a runner share one memory pool, and the tables of all graphs of a kind share one buffer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 BodyResult = TypeVar("BodyResult")
 ShapeKey = TypeVar("ShapeKey", bound=Hashable)
 Static = TypeVar("Static")
-GraphKey = tuple[Any, ...]  # the shape of the buffers, and what else a graph was captured for
-CAPTURES = Lock()  # one capture at a time: it fails where another thread captures
-LOGITS_ROWS = 128  # that graphs share at least: 66 MB of a vocabulary of 128,000
-MOST_SHAPES = 64  # of one kind of graphs that are kept: passes, verdicts, chains
-OFTEN = 1000  # rounds of a shape that larger graphs serve, behind which it is worth one of its own
-LEAST_BYTES = 1 << 16  # of the buffer that the tables of a kind lie in
-WARM_UPS = 2  # runs before a capture, in which libraries choose and compile what they will launch
+GraphKey = tuple[Any, ...]  # the shape of the buffers, then other arguments that a graph is specific to
+CAPTURES = Lock()  # one capture at a time: it fails while another thread captures
+LOGITS_ROWS = 128  # fewest rows of the shared logits buffer: 66 MB for a vocabulary of 128,000
+MOST_SHAPES = 64  # graphs kept of each kind: passes, verdicts, chains
+OFTEN = 1000  # rounds padded to a larger graph before a shape gets a graph of its own
+LEAST_BYTES = 1 << 16  # of the buffer for the tables of a kind of graphs
+WARM_UPS = 2  # runs before a capture, in which libraries choose and compile their kernels
 
 
 class Graphs:
-    """Functions of static buffers, captured at first use and then replayed; where capture is off they just run."""
+    """Runs functions of static buffers: captured at the first use, then replayed; without capture they simply run."""
 
     def __init__(
         self,
@@ -46,19 +46,19 @@ class Graphs:
     ) -> None:
         self.device = device
         self.logits_rows = logits_rows
-        self.counters = counters  # of what is computed, in which runs before a capture do not count
+        self.counters = counters  # updated by the functions; restored after the warm-up runs of a capture
         self.kept_logits: dict[int, Tensor] = {}
-        self.copied: tuple[ReferenceType[Tensor], int] | None = None  # a copy of what is kept, and where it is kept
+        self.copied: tuple[ReferenceType[Tensor], int] | None = None  # a copy of kept logits, and their address
         self.enabled = enabled and device.type == "cuda"
         self.captured: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self.refused: set[GraphKey] = set()  # what could not be captured, and runs without
+        self.refused: set[GraphKey] = set()  # functions that could not be captured
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.num_replays = 0
         self.num_runs = 0
 
     def run(self, key: GraphKey | None, body: Callable[[], BodyResult]) -> BodyResult:
-        """What `body` gives; with a key the same tensors every time, which hold until anything else is run here."""
+        """Run `body` and return its result; with a key, by a graph, whose result is valid until the next run."""
         self.num_runs += 1
         if self.device.type != "cuda":
             return body()
@@ -66,9 +66,9 @@ class Graphs:
             return self.replay(key, body) if self.enabled and key is not None else body()
 
     def logits(self, rows: int, vocab: int) -> Float[Tensor, "rows vocab"]:
-        """The first rows of a static buffer that graphs share, which is laid out for `logits_rows` at once.
+        """The first `rows` rows of the static logits buffer that graphs share; it has at least `logits_rows` rows.
 
-        Beyond these it is laid out anew. Graphs that were captured before go on with the one that they found.
+        If more are needed, a larger buffer replaces it; graphs captured earlier keep using the old one.
         """
         kept = self.kept_logits.get(vocab)
         if kept is None or len(kept) < rows:
@@ -77,31 +77,31 @@ class Graphs:
         return kept[:rows]
 
     def keep_logits(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The logits in float32, in that buffer."""
+        """Copy the logits into the static buffer, as float32."""
         return self.logits(*logits.shape).copy_(logits)
 
     def copy_logits(self, kept: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        """A copy of a pass's logits. If they lie in that buffer it holds them until `put_logits` or another pass."""
+        """A copy of a pass's logits; if they lie in the static buffer, `put_logits` of the copy need not move them."""
         copied, buffer = kept.clone(), self.kept_logits.get(kept.shape[1])
-        lies_there = buffer is not None and buffer.data_ptr() == kept.data_ptr()
-        self.copied = (ref(copied), kept.data_ptr()) if lies_there else None  # other memory may be used again
+        in_buffer = buffer is not None and buffer.data_ptr() == kept.data_ptr()
+        self.copied = (ref(copied), kept.data_ptr()) if in_buffer else None  # other memory may be reused
         return copied
 
     def put_logits(self, logits: Float[Tensor, "rows vocab"], kept: Float[Tensor, "most vocab"]) -> None:
-        """Set the first rows of that buffer; nothing is moved where they lie there, behind the pass that made them."""
+        """Write `logits` to the first rows of the static buffer, unless it still holds them from their own pass."""
         if self.copied is None or self.copied[0]() is not logits or self.copied[1] != kept.data_ptr():
             self.copied = None
             kept[: len(logits)] = logits
 
     def forget(self, shape: Hashable) -> None:
-        """Drop what was captured over buffers of this shape; a graph that is still running ends first."""
+        """Drop the graphs captured for buffers of this shape; a running graph finishes first."""
         self.captured = {key: graph for key, graph in self.captured.items() if key[0] != shape}
         self.refused = {key for key in self.refused if key[0] != shape}
         if not self.captured:
-            self.pool = None  # which ends with the last of its graphs
+            self.pool = None  # a pool is freed with its last graph
 
     def replay(self, key: GraphKey, body: Callable[[], BodyResult]) -> BodyResult:
-        """Replay what was captured under this key, now if it was not; run what cannot be captured."""
+        """Replay the graph of this key, after capturing it if needed; run `body` if it cannot be captured."""
         if key not in self.captured and key not in self.refused:
             self.try_capture(key, body)
         if key in self.refused:
@@ -113,14 +113,14 @@ class Graphs:
         return same
 
     def try_capture(self, key: GraphKey, body: Callable[[], Any]) -> None:
-        """Capture, or note that it fails. What fails without capture too raises."""
+        """Capture `body`, or note that it cannot be captured. Errors of `body` itself are raised."""
         began_s = time.perf_counter()
         self.stream = self.stream or torch.cuda.Stream(self.device)
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
             counted = [counter.clone() for counter in self.counters]
-            for _ in range(WARM_UPS):  # everything is compiled here
+            for _ in range(WARM_UPS):  # kernels are compiled here
                 body()
             for counter, before in zip(self.counters, counted, strict=True):
                 counter.copy_(before)
@@ -135,7 +135,7 @@ class Graphs:
         Captures.taken_s += time.perf_counter() - began_s
 
     def capture(self, body: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Record on this object's stream, which is the current one. All its graphs share one pool of memory."""
+        """Record `body` on this object's stream, which is the current one, with the shared memory pool."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             result = body()
@@ -144,35 +144,35 @@ class Graphs:
 
 
 class KeptShapes(OrderedDict[ShapeKey, Static]):
-    """The static tensors of one kind of graphs, by their shape; those used the longest ago come first.
+    """The static tensors of one kind of graphs by shape, least recently used first.
 
-    Beyond MOST_SHAPES these are dropped, with their graphs. A round that needs them again captures again.
+    Beyond MOST_SHAPES the least recently used are dropped with their graphs, and captured again when needed.
     """
 
     def __init__(self, graphs: Graphs) -> None:
         super().__init__()
         self.graphs = graphs
         self.flat: Tensor | None = None
-        self.num_missed = Counter[ShapeKey]()  # rounds of shapes that were not there
-        self.stand_ins: dict[ShapeKey, ShapeKey] = {}  # what served them
+        self.num_missed = Counter[ShapeKey]()  # rounds of shapes without a graph
+        self.stand_ins: dict[ShapeKey, ShapeKey] = {}  # the larger shapes that they were padded to
 
-    def choose(self, own: ShapeKey, holds: Callable[[ShapeKey], bool], size: Callable[[ShapeKey], Any]) -> ShapeKey:
-        """The shape that a round is padded to: its own, or if that is not there the smallest one that `holds` it.
+    def choose(self, exact: ShapeKey, holds: Callable[[ShapeKey], bool], size: Callable[[ShapeKey], Any]) -> ShapeKey:
+        """The shape to pad a round to: `exact` if it is kept, else the smallest kept one that `holds` it, else `exact`.
 
-        A capture takes as long as many rounds, so a shape that others can serve gets one when it was missed OFTEN.
+        A capture takes as long as many rounds, so a shape that fits into a kept one is captured after OFTEN misses.
         """
-        if own in self:
-            return own
-        if own not in self.stand_ins:
-            there = [shape for shape in self if holds(shape)]
-            if not there:
-                return own
-            self.stand_ins[own] = min(there, key=size)
-        self.num_missed[own] += 1
-        return own if self.num_missed[own] > OFTEN else self.stand_ins[own]
+        if exact in self:
+            return exact
+        if exact not in self.stand_ins:
+            larger = [shape for shape in self if holds(shape)]
+            if not larger:
+                return exact
+            self.stand_ins[exact] = min(larger, key=size)
+        self.num_missed[exact] += 1
+        return exact if self.num_missed[exact] > OFTEN else self.stand_ins[exact]
 
     def take(self, shape: ShapeKey, make: Callable[[], Static]) -> Static:
-        """The tensors of this shape: those that are there, else what `make` gives."""
+        """The tensors of this shape, made by `make` if they are not kept."""
         if shape not in self:
             while len(self) >= MOST_SHAPES:
                 self.graphs.forget(self.popitem(last=False)[0])
@@ -185,9 +185,9 @@ class KeptShapes(OrderedDict[ShapeKey, Static]):
         return self[shape]
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Room for the tables of one shape, in which those of others may lie too: each round sets all of its own.
+        """Memory for the tables of one shape; other shapes share it, since each round fills all its tables.
 
-        Where there is too little a larger buffer is made, and the old one goes with the last graph that reads it.
+        If it is too small, a larger buffer replaces it; the old one is freed with the last graph that reads it.
         """
         if self.flat is None or len(self.flat) < num_bytes:
             with torch.inference_mode(False):

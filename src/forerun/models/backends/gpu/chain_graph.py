@@ -1,13 +1,13 @@
-"""ChainGraph: the whole chains of a draft model, of layers that read states or of heads, as one captured graph.
+"""ChainGraph: drafts whole chains in one captured graph, by a draft model, by layers that read states or by heads.
 
-Draw, read, draw, ... without a launch in between. Layers that read states begin with text: what the target has made of
-it is mapped, read and kept in the same graph, and a guess is read beside what the layers made of its parent. Layers
-over others read what these make of roots and guesses, in the same graph too. Heads that guess several places ahead need
-no pass between two draws, and at most one over masked places before them. A graph does the same work for every round,
-so nothing in it may depend on a request: what requests ask for is in tensors.
-Chains may end at different depths: the deepest come first, and at every step the rows that have ended are padding. So a
-graph also serves shorter chains and fewer rows than it was captured for. What it gives is the round's tree as the
-device holds it, row by row.
+The graph alternates sampling and passes without a launch by the host in between. Layers that read states (EAGLE, MTP)
+first read their unread text with the target's states, and each draft token with their own output at its parent; layers
+on top of others read the states of these, in the same graph. Heads that predict several positions need no pass between
+two tokens, and at most one pass over mask tokens before the first. A graph does the same work in every round, so
+everything that depends on a request is in tensors.
+
+Chains may have different depths: the deepest come first, and at each step the rows of finished chains are padding. So a
+graph also serves shorter chains and fewer rows than it was captured for. Its result is the round's tree on the device.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, run_pass
 from forerun.models.backends.gpu.verdicts import fixed_steps, in_parts, kinds_of, row_sizes
 from forerun.models.chains import (
     Chains,
-    Foreseen,
-    HeadsAhead,
-    IdExchange,
+    HeadInputs,
+    IdMap,
     JudgedChains,
-    MaskedPlaces,
+    MaskedPositions,
+    ParallelHeads,
     Start,
     UnreadTexts,
 )
@@ -57,14 +57,14 @@ from forerun.tree import HostTree
 
 
 class ChainGraph:
-    """Draws chains with a runner, in graphs of a few sizes (powers of two)."""
+    """Drafts chains with a runner, in graphs of few sizes (powers of two)."""
 
-    def __init__(self, runner: ReadingRunner, ids: IdExchange) -> None:
+    def __init__(self, runner: ReadingRunner, ids: IdMap) -> None:
         self.runner = runner
         self.ids = ids
         self.buffers = KeptShapes[ChainShape, Buffers](runner.graphs)
         self.ahead: ChainsAhead | None = None
-        self.pause = 0  # rounds until chains are launched ahead again
+        self.pause = 0  # rounds until chains may be launched ahead again
 
     @torch.inference_mode()
     def draw(
@@ -73,13 +73,13 @@ class ChainGraph:
         starts: Sequence[Start],
         logits: Float[Tensor, "starts vocab"] | None,
         texts: UnreadTexts | None,
-        heads: HeadsAhead | None = None,
+        heads: ParallelHeads | None = None,
     ) -> Chains | None:
-        """The chains, behind these logits or texts, which are kept, or by heads; None, with nothing changed, where the
-        graph cannot draw this round or there is no room.
+        """Draft the chains, after these logits or texts (which stay in the cache), or by heads; None, with nothing
+        changed, if no graph can draft this round or the cache has no room.
 
-        Grammars have no say in it: the host would have to see the guesses. Nor is it known how likely these are, so
-        chains that are to end where that is too little are left to others.
+        Draft tokens are not masked by grammars, since the host does not know them. Survival is not computed, so
+        starts with `min_survival` are refused, as are rejection modes.
         """
         if draws.rejection or type(draws) is not Draws or any(start.min_survival for start in starts):
             return None
@@ -87,7 +87,7 @@ class ChainGraph:
         order = sorted(range(len(starts)), key=lambda i: -starts[i].depth)
         rows = self.tables_of(draws, [starts[i] for i in order])
         steps, depth = rows.steps._replace(masks=0), starts[order[0]].depth
-        most = half_step(depth) if heads is None else depth  # there are no more heads, perhaps
+        most = half_step(depth) if heads is None else depth  # there may be no more heads than `depth`
         shape = self.shape_of(ChainShape(len(draws.rows), most, steps, sum(map(len, unread))))
         if shape is None:
             return None
@@ -97,17 +97,17 @@ class ChainGraph:
         counts = [len(text) + count for text, count in zip(unread, steps_of, strict=True)]
         if not self.reserve(starts, counts, below := below_of(texts)):
             return None
-        begun = self.take(draws, starts, unread)
-        if begun is not None:
-            nodes, ends = begun
-            runner.tails |= {seq_id: Tail(0) for seq_id in seq_ids}  # which hold the texts that were read
+        launched = self.take_launched(draws, starts, unread)
+        if launched is not None:
+            nodes, ends = launched
+            runner.tails |= {seq_id: Tail(0) for seq_id in seq_ids}  # the texts were read by the launched graph
         else:
             buffers = self.buffers_of(shape, texts, heads)
             arrays = self.arrays(buffers, draws, starts, order, unread, places)
             if below is not None:
                 arrays |= lay_out_steps(below, "below", buffers.below, [starts[i] for i in order])
             buffers.packed.fill(rows.arrays(shape.steps) | arrays)
-            self.give(buffers, order, logits, heads)
+            self.fill_first(buffers, order, logits, heads)
             nodes, ends = self.run(shape, buffers, draws.num_ids, texts, heads)
         if texts is not None:
             runner.keep(seq_ids, [range(len(text) - (below is not None)) for text in unread])
@@ -123,32 +123,32 @@ class ChainGraph:
         return Chains(trees, num_read, nodes=nodes[:, : len(trees), : 1 + depth].clone())
 
     def tables_of(self, draws: Draws, starts: Sequence[Start]) -> RoundTables:
-        """What the transforms of these chains read, in their order."""
+        """The tables of the sampling transforms for these chains, in their order."""
         drafted = [draws.rows[start.row] for start in starts]
         return draws.tables if drafted == draws.rows else RoundTables(drafted, self.ids.vocab_size)
 
-    def give(
+    def fill_first(
         self,
         buffers: Buffers,
         order: Sequence[int],
         logits: Float[Tensor, "starts vocab"] | None,
-        heads: HeadsAhead | None,
+        heads: ParallelHeads | None,
     ) -> None:
-        """Set what chains begin with, in their order: logits, or states of heads."""
-        if buffers.given is not None and logits is not None:
+        """Set `buffers.first`, in the order of the chains: the logits, or the states that heads read."""
+        if buffers.first is not None and logits is not None:
             in_order = order == [*range(len(order))]
             ordered = logits if in_order else logits[upload(order, torch.long, self.runner.device)]
-            self.runner.graphs.put_logits(ordered, buffers.given)
-        elif buffers.given is not None and heads is not None and heads.states is not None:
-            torch.stack([heads.states[i] for i in order], out=buffers.given[: len(order)])
+            self.runner.graphs.put_logits(ordered, buffers.first)
+        elif buffers.first is not None and heads is not None and heads.states is not None:
+            torch.stack([heads.states[i] for i in order], out=buffers.first[: len(order)])
 
     @torch.inference_mode()
-    def begin(self, judged: JudgedChains, starts: Sequence[Start], texts: UnreadTexts) -> Download | None:
-        """Launch chains behind what a verdict accepts of the chains of these starts, all as deep as the deepest.
+    def launch_next(self, judged: JudgedChains, starts: Sequence[Start], texts: UnreadTexts) -> Download | None:
+        """Launch the chains that follow the accepted tokens of these verified chains, all as deep as the deepest.
 
-        All their nodes are read as text. What was refused lies behind the chains' own tokens, which no row of them sees
-        and which the chains overwrite. None, with nothing done, where tables depend on the tokens themselves, there is
-        no room, or too many chains were in vain.
+        All verified nodes are read as text. Rejected ones lie after the accepted ones, where no row sees them before
+        the new chains overwrite them. Returns the copy of the verdict to the host; None, with nothing done, if
+        sampling depends on the tokens themselves, there is no room, or recent chains were unused.
         """
         self.pause = max(0, self.pause - 1)
         runner, draws, seq_ids = self.runner, judged.draws, [start.seq_id for start in starts]
@@ -172,33 +172,34 @@ class ChainGraph:
         runner.drop(seq_ids)
         return arriving
 
-    def take(
+    def take_launched(
         self, draws: Draws, starts: Sequence[Start], unread: Sequence[Sequence[int]]
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None] | None:
-        """What `begin` has launched, if it is what is asked for and is still there; None where it has to be made."""
+        """The result of `launch_next`, if it is what this round needs and was not overwritten; else None."""
         ahead, self.ahead = self.ahead, None
         if ahead is None:
             return None
         slots = [self.runner.cache.start(start.seq_id) for start in starts]
         lengths = [self.runner.length(start.seq_id) for start in starts]
-        there = ahead.num_runs == self.runner.graphs.num_runs and slots == [ahead.slots.get(s.seq_id) for s in starts]
-        rows = ahead.rows_for(draws, starts, unread, lengths) if there else None
+        valid = ahead.num_runs == self.runner.graphs.num_runs and slots == [ahead.slots.get(s.seq_id) for s in starts]
+        rows = ahead.rows_for(draws, starts, unread, lengths) if valid else None
         if rows is None:
             self.pause = CHAINS_PAUSE
             return None
         return ahead.outputs_of(rows, starts)
 
     def run(
-        self, shape: ChainShape, buffers: Buffers, num_ids: int, texts: UnreadTexts | None, heads: HeadsAhead | None
+        self, shape: ChainShape, buffers: Buffers, num_ids: int, texts: UnreadTexts | None, heads: ParallelHeads | None
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
-        """What `body` gives over tables that are filled, replayed."""
+        """Run `body` over the filled tables, by the graph of this shape."""
         if buffers.features is not None and texts is not None:
             torch.cat(list(texts.features), out=buffers.features[: sum(map(len, texts.features))])
         key = shape, self.ids, num_ids
         return self.runner.graphs.run(key, lambda: self.body(shape, buffers, num_ids, texts, heads))
 
     def reserve(self, starts: Sequence[Start], counts: Sequence[int], below: ReadingRunner | None) -> bool:
-        """Make room for so many tokens of each, and for roots and guesses below; False where there is none."""
+        """Reserve cache room for so many tokens of each start, and for roots and draft tokens in the layers below;
+        False if there is none."""
         seq_ids, depths = [start.seq_id for start in starts], [start.depth for start in starts]
         if below is not None and not below.cache.can_reserve(seq_ids, depths):
             return False
@@ -218,13 +219,13 @@ class ChainGraph:
         starts: Sequence[Start],
         order: Sequence[int],
         unread: Sequence[Sequence[int]],
-        places: MaskedPlaces | None,
+        places: MaskedPositions | None,
         ahead: bool = False,
     ) -> dict[str, HostArray | Sequence[int]]:
-        """The tables of all steps: where tokens lie is known before they are.
+        """The tables of all passes: the cache slots of the draft tokens are known before the tokens.
 
-        Chains that are launched `ahead` begin behind the first token of each text, or as many further as `advance` says
-        by then, which only the device knows.
+        Chains that are launched `ahead` start after the first token of each text plus `advance` tokens, which only the
+        device knows.
         """
         deepest_first, keys = [starts[i] for i in order], draws.host_keys(Purpose.COUPLED)
         chains, depths = np.zeros((2, len(buffers.packed.lines["depths"])), dtype=np.int64)
@@ -256,9 +257,9 @@ class ChainGraph:
         return arrays | lay_out_steps(runner, "pass", buffers.passes, going_on)
 
     def lay_out_places(
-        self, buffers: Buffers, places: MaskedPlaces, starts: Sequence[Start], order: Sequence[int]
+        self, buffers: Buffers, places: MaskedPositions, starts: Sequence[Start], order: Sequence[int]
     ) -> tuple[Layout, list[int]]:
-        """Rows of the masked places, and which of them make each chain's guesses, as many for each chain."""
+        """The rows of the mask tokens, and those that predict each chain's tokens, equally many for each chain."""
         assert buffers.places is not None, "a pass over them"
         each = buffers.places.shape.judged // len(buffers.packed.lines["depths"])
         layout, firsts = self.runner.lay_out([Read(starts[i].seq_id, places.tokens[i], judged=[0]) for i in order])
@@ -269,7 +270,8 @@ class ChainGraph:
         return layout, judged
 
     def shape_of(self, needed: ChainShape) -> ChainShape | None:
-        """The shape of a captured graph, or of a new one if too much of a captured one would be padding."""
+        """The shape of a captured graph that fits without too much padding, else of a new one; None if no graph can
+        draft these chains."""
         fixed = fixed_steps(needed.steps, needed.depth, self.ids.vocab_size)
         if fixed is None:
             return None
@@ -277,11 +279,11 @@ class ChainGraph:
         exact = ChainShape(power_of_two(needed.rows), needed.depth, fixed, text)
         return self.buffers.choose(exact, lambda shape: shape.holds(exact), ChainShape.size)
 
-    def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
-        """The buffers of this shape, always the same as long as it is kept."""
+    def buffers_of(self, shape: ChainShape, texts: UnreadTexts | None, heads: ParallelHeads | None) -> Buffers:
+        """The buffers of this shape; the same tensors while the shape is kept."""
         return self.buffers.take(shape, lambda: self.make_buffers(shape, texts, heads))
 
-    def make_buffers(self, shape: ChainShape, texts: UnreadTexts | None, heads: HeadsAhead | None) -> Buffers:
+    def make_buffers(self, shape: ChainShape, texts: UnreadTexts | None, heads: ParallelHeads | None) -> Buffers:
         device, vocab, rows, keys = self.runner.device, self.ids.vocab_size, shape.rows, self.runner.most_keys
         passes, below = {}, below_of(texts)
         if texts is not None:
@@ -317,23 +319,24 @@ class ChainGraph:
         buffers: Buffers,
         num_ids: int,
         texts: UnreadTexts | None,
-        heads: HeadsAhead | None,
+        heads: ParallelHeads | None,
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
-        """All steps: tokens and parents of the round's rows, and what layers made of their texts. Tensor code alone."""
-        tables, logits, states, ends = buffers.packed.tables, buffers.given, None, None
+        """All steps: returns tokens and parents of the round's rows, and the layers' outputs at the ends of their
+        texts. It only calls tensor operations, so it can be captured."""
+        tables, logits, states, ends = buffers.packed.tables, buffers.first, None, None
         below, advance = below_of(texts), tables["advance"]
         if buffers.text is not None and buffers.features is not None and texts is not None:
             buffers.text.states = texts.fuse(buffers.features)
             if below is not None:
-                of_roots = states_below(below, buffers.below[0], self.ids.own(tables["begins"]))
+                of_roots = states_below(below, buffers.below[0], self.ids.model_ids(tables["begins"]))
                 together = torch.cat([buffers.text.states, of_roots])
                 buffers.text.states = together[buffers.text.columns["sources"]]
-            text = buffers.text.judged_later(advance) if texts.begins_chains else buffers.text
+            text = buffers.text.judged_further(advance) if texts.begins_chains else buffers.text
             passed = self.read(text)
             if texts.begins_chains:
-                logits, states = self.ids.spread(passed.logits), passed.hidden[text.judged]
+                logits, states = self.ids.target_logits(passed.logits), passed.hidden[text.judged]
                 ends = None if texts.roots is None else states[tables["chains"]]
-        foreseen = self.foresee(shape, buffers, logits, heads)
+        head_inputs = self.head_inputs(shape, buffers, logits, heads)
         transforms = Transforms(shape.steps, lambda: tables, self.ids.vocab_size, num_ids)
         draws = Draws.of_tables(transforms, tables["keys"])
         row = torch.arange(shape.rows, device=tables["keys"].device)
@@ -341,39 +344,41 @@ class ChainGraph:
         for level in range(shape.depth):
             if heads is not None:
                 path = torch.cat([tables["begins"][:, None], drawn.clamp_min(0)], dim=1)
-                logits = heads.logits(foreseen, path)
+                logits = heads.logits(head_inputs, path)
             assert logits is not None, "chains begin with logits, text or heads"
             at = PathState(row, drawn, tables["positions"] + advance + level)
-            guesses = likeliest(draws, logits, at)
+            guesses = next_tokens(draws, logits, at)
             drawn = torch.cat([drawn, guesses], dim=1)
             if level < len(buffers.passes):
-                step, tokens = buffers.passes[level].moved(advance), self.ids.own(guesses[:, 0]).clamp_min(0)
+                step, tokens = buffers.passes[level].advanced(advance), self.ids.model_ids(guesses[:, 0]).clamp_min(0)
                 step.columns["tokens"].copy_(tokens)
                 if below is not None:
                     step.states = states_below(below, buffers.below[1 + level], tokens)
                 elif texts is not None and texts.beside is not None and states is not None:
                     step.states = texts.beside(states)
                 passed = self.read(step)
-                logits, states = self.ids.spread(passed.logits), passed.hidden
+                logits, states = self.ids.target_logits(passed.logits), passed.hidden
         return nodes_of(drawn, tables["roots"], tables["chains"], tables["depths"]), ends
 
-    def foresee(self, shape: ChainShape, buffers: Buffers, first: Tensor | None, heads: HeadsAhead | None) -> Foreseen:
-        """What heads guess from, with the masked places read, where there are any."""
+    def head_inputs(
+        self, shape: ChainShape, buffers: Buffers, first: Tensor | None, heads: ParallelHeads | None
+    ) -> HeadInputs:
+        """The inputs of heads, after a pass over the mask tokens if there are any."""
         places = buffers.places
         if places is None or heads is None or heads.places is None:
-            return Foreseen(first)
+            return HeadInputs(first)
         state = heads.places.state
-        places.states = None if state is None else state.repeat(places.shape.rows, 1)  # kernels read whole rows
+        places.states = None if state is None else state.repeat(places.shape.rows, 1)  # kernels need contiguous rows
         passed = self.read(places)
-        logits, states = self.ids.spread(passed.logits), passed.hidden[places.judged]
-        return Foreseen(first, logits.unflatten(0, (shape.rows, -1)), states.unflatten(0, (shape.rows, -1)))
+        logits, states = self.ids.target_logits(passed.logits), passed.hidden[places.judged]
+        return HeadInputs(first, logits.unflatten(0, (shape.rows, -1)), states.unflatten(0, (shape.rows, -1)))
 
     def read(self, inputs: Inputs) -> States:
         return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
 
 
 def states_below(below: ReadingRunner, step: Inputs, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
-    """What the layers below make of these tokens, one of each chain."""
+    """The states of the layers below for these tokens, one of each chain."""
     step.columns["tokens"].copy_(tokens)
     return run_pass(below.decoder, below.ops, step, below.cache).hidden
 
@@ -384,14 +389,14 @@ def nodes_of(
     chains: Int[Tensor, " rows"],
     depths: Int[Tensor, " rows"],
 ) -> Int[Tensor, "2 rows nodes"]:
-    """Tokens and parents of the round's rows, as in a DraftTree: a chain ends where its depth says, or at no token."""
-    mine, steps = guesses[chains], torch.arange(guesses.shape[1], device=guesses.device)
-    inside = ((mine >= 0) & (steps < depths[:, None])).long().cumprod(1) > 0
+    """Tokens and parents of the round's rows, as in a DraftTree: a chain ends at its depth or before a token of -1."""
+    drafted, steps = guesses[chains], torch.arange(guesses.shape[1], device=guesses.device)
+    inside = ((drafted >= 0) & (steps < depths[:, None])).long().cumprod(1) > 0
     no_parent = torch.full_like(roots, -1)[:, None]
-    tokens = torch.cat([roots[:, None], torch.where(inside, mine, -1)], dim=1)
+    tokens = torch.cat([roots[:, None], torch.where(inside, drafted, -1)], dim=1)
     return torch.stack([tokens, torch.cat([no_parent, torch.where(inside, steps, -1)], dim=1)])
 
 
-def likeliest(draws: Draws, logits: Float[Tensor, "rows vocab"], at: PathState) -> Int[Tensor, "rows 1"]:
-    """One guess after each node."""
+def next_tokens(draws: Draws, logits: Float[Tensor, "rows vocab"], at: PathState) -> Int[Tensor, "rows 1"]:
+    """One draft token after each node."""
     return in_parts(at, lambda part, at: draws.children(logits[part], at, 1, survival=False).tokens)

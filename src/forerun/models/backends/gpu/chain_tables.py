@@ -1,6 +1,6 @@
-"""The tables of a graph of chains: its sizes, the tensors that it reads, and where tokens of all its passes lie.
+"""The tables of a chain graph: its sizes, its static tensors, and the cache slots of the tokens of all its passes.
 
-`chain_graph.py` says what is computed over them.
+`chain_graph.py` computes chains from them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Tail
 from forerun.sampling.tables import Steps
 
-LONGER = 1.5  # how many times its depth a round may be padded to, rather than that another graph is captured
-FEW_ROWS = 16  # take a drafter as long as one
+LONGER = 1.5  # a round is padded to a captured graph of up to this many times its depth
+FEW_ROWS = 16  # a drafter's pass takes as long for so many rows as for one
 LEAST_TEXT = 16  # tokens
 
 
 class ChainShape(NamedTuple):
-    """The sizes of a graph: rows, depth, the tables of its transforms, and tokens of text that are read before."""
+    """The sizes of a chain graph: rows, depth, sampling transforms, and tokens of text that are read first."""
 
     rows: int
     depth: int
@@ -39,31 +39,33 @@ class ChainShape(NamedTuple):
     text: int = 0
 
     def holds(self, other: ChainShape) -> bool:
-        """Whether chains of another shape fit, without too much padding."""
+        """Whether chains of shape `other` fit into this graph, without too much padding."""
         rows, text = max(FEW_ROWS, PADDED * other.rows), max(LEAST_TEXT, PADDED * other.text) if other.text else 0
         fits = other.rows <= self.rows <= rows and other.depth <= self.depth <= LONGER * other.depth
         return fits and other.text <= self.text <= text and holds(self.steps, other.steps)
 
     def size(self) -> tuple[int, int, Steps]:
-        """What takes least comes first."""
+        """The sort key by which the graph with the least work comes first."""
         return self.rows * self.depth, self.text, self.steps
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """The tensors of one graph: what chains begin with, and tables that are filled in one copy.
+    """The static tensors of one chain graph; the tables in `packed` are filled in one copy.
 
-    These are the transforms' by name (`RoundTables.arrays`), each chain's `keys`, `positions` and root (`begins`),
-    those of each pass, how many tokens further on a chain begins than these say (`advance`, 0 unless the device sets
-    it), and by row of the round its root (`roots`), the number of its chain (`chains`) and how deep that is (`depths`),
-    0 without one. Chains begin with `given` logits, or states of heads, or with `text` beside the
-    target's states, `features`; masked `places` are read behind it. Layers below read roots and guesses in passes of
-    their own.
+    Tables: those of the sampling transforms (`RoundTables.arrays`) and of each pass; for each chain `keys` of its
+    noise, `positions` of its first draft token, its root (`begins`), and the tokens by which it starts later than these
+    say (`advance`, 0 unless the device sets it); for each row of the round its root (`roots`), the index of its chain
+    (`chains`) and the depth of that (`depths`, 0 without one).
+
+    Chains start from `first` (logits, or the states that heads read), or from a pass over `text` with the target's
+    states, `features`. Mask tokens (`places`) are read after it. Layers below read roots and draft tokens in the passes
+    `below`.
     """
 
     packed: PackedTables
     passes: Sequence[Inputs]
-    given: Float[Tensor, "rows numbers"] | None
+    first: Float[Tensor, "rows numbers"] | None
     text: Inputs | None
     features: Float[Tensor, "text *features"] | None
     places: Inputs | None = None
@@ -72,7 +74,7 @@ class Buffers:
 
 @runtime_checkable
 class ReadingRunner(Protocol):
-    """What of a GraphRunner is used here."""
+    """The part of GraphRunner that chain graphs use."""
 
     decoder: Decoder
     cache: PagedCache
@@ -98,8 +100,8 @@ class ReadingRunner(Protocol):
 
 
 def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_features: int) -> list[int]:
-    """Where the states of all tokens are: those of texts are packed, and behind `num_features` are those of the roots
-    that texts end with, in the order of the chains."""
+    """The index of each text token's state: those of the texts are packed, and after `num_features` rows come those of
+    the roots with which the texts end, in the order of the chains."""
     chains, sources, first = {i: chain for chain, i in enumerate(order)}, list[int](), 0
     for i, text in enumerate(texts):
         end = first + len(text) - 1
@@ -111,7 +113,7 @@ def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_feature
 def lay_out_steps(
     runner: ReadingRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[Start]
 ) -> dict[str, HostArray]:
-    """The tables of passes that read a token of each chain, as many as its depth says, by the names of these passes."""
+    """The tables of the passes that each read one token of every chain that is deep enough, by the passes' names."""
     arrays = {}
     if steps:
         reads = [Read(start.seq_id, [0], judged=[0] if steps[0].shape.judged else []) for start in deepest_first]
@@ -119,14 +121,14 @@ def lay_out_steps(
         numbers = steps[0].numbers(layout, judged, runner.cache.blocks.block_size, runner.spare_slot)
         for level, step in enumerate(steps):
             num_left = sum(start.depth > level for start in deepest_first)
-            arrays[f"{name} {level}"] = step.later(numbers, level, num_left, runner.spare_slot)
+            arrays[f"{name} {level}"] = step.numbers_after(numbers, level, num_left, runner.spare_slot)
         for start in deepest_first:
             runner.tails[start.seq_id].grow(None, start.depth - 1)
     return arrays
 
 
 def set_by_verdict(buffers: Buffers, judged: JudgedChains, starts: Sequence[Start], device: torch.device) -> None:
-    """Set what follows from a verdict on the chains of these starts: the text that it makes, and where chains begin."""
+    """Set, on the device, the tables that depend on the verdict: the tokens of the texts, and where chains start."""
     depth, rows = max(start.depth for start in starts), upload([start.row for start in starts], torch.long, device)
     tables, text = buffers.packed.tables, buffers.text
     assert text is not None, "chains that are launched ahead begin with text"
@@ -141,5 +143,5 @@ def set_by_verdict(buffers: Buffers, judged: JudgedChains, starts: Sequence[Star
 
 
 def below_of(texts: UnreadTexts | None) -> ReadingRunner | None:
-    """The runner of the layers below, which is of the same kind as the one above it."""
+    """The runner of the layers below, or None; it is a GraphRunner too."""
     return None if texts is None else cast("ReadingRunner | None", texts.below)

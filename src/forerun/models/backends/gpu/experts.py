@@ -1,7 +1,6 @@
-"""Experts in passes of fixed shape: how the kernels of triton_experts.py follow one another.
+"""Mixture of experts in passes of fixed shape: the sequence of the kernels in triton_experts.py.
 
-One launch multiplies all experts' rows, however many experts were chosen and by whom, so a captured pass serves every
-choice.
+One launch multiplies the rows of all experts, whatever the routing, so a captured pass serves every routing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ from forerun.models.backends.gpu.tiles import FEW_ROWS, NARROW, SMALLEST, SOME_R
 from forerun.models.layer import Bias, GatedMlp, Linear, Mlp, Router, StackedExperts, WeightMatrix
 from forerun.models.rows import power_of_two
 
-SORTED = 8192  # comparisons of a step of the sort
-ADDED = 1024  # numbers that a program adds up
-MANY_ROWS = 48  # of an expert, on average, from which on larger tiles pay
+SORTED = 8192  # comparisons in a step of the sort
+ADDED = 1024  # columns that one program of `add_experts` computes
+MANY_ROWS = 48  # average rows of an expert from which larger tiles are faster
 BY_ROWS = {tile.rows: tile for tile in (FEW_ROWS, SOME_ROWS, NARROW)}
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The pairs of rows and experts that they chose, sorted by experts, and what tiles of products they make."""
+    """The (row, expert) pairs of the routing, sorted by expert, and their tiles.
+
+    `table` has three rows of `lanes` numbers by expert; see `sort_by_expert`.
+    """
 
     order: Int[Tensor, " pairs"]
     table: Int[Tensor, " numbers"]
@@ -39,7 +41,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class LibraryLinear:
-    """The library's product in the format of the weight, whose last bits depend on the number of rows."""
+    """A linear layer by the library, in the dtype of the weight; its last bits depend on the number of rows."""
 
     weight: WeightMatrix
     bias: Bias | None = None
@@ -50,7 +52,7 @@ class LibraryLinear:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One linear layer of every expert: weights and biases, an expert's after another's."""
+    """One linear layer of all experts: their weights and biases, stacked."""
 
     weight: Float[Tensor, "experts outputs inputs"]
     bias: Float[Tensor, "experts outputs"] | None
@@ -64,7 +66,7 @@ class ExpertWeights:
     def product(
         self, kernels: Any, x: Float[Tensor, "_ inputs"], pairs: Pairs, sharing: int
     ) -> Float[Tensor, "pairs outputs"]:
-        """A sum is one chain over the inputs."""
+        """The product of each pair's row with its expert's weights; `sharing` pairs read the same row of `x`."""
         _, outputs, inputs = self.weight.shape
         tile, out = pairs.tile, x.new_empty(len(pairs.order), outputs)
         kernels.expert_gemm[pairs.num_tiles, -(-outputs // tile.outputs)](
@@ -82,16 +84,19 @@ def run_experts(
     logits: Float[Tensor, "rows count"],
     positions: Int[Tensor, " rows"],
     mlp: Mlp,
-    every: Float[Tensor, "rows hidden"] | None,
+    dense: Float[Tensor, "rows hidden"] | None,
     activate: Callable[[Tensor, GatedMlp], Tensor],
 ) -> Float[Tensor, "rows hidden"]:
-    """What rows' experts add, and `every` by its gate beside them; rows without a position choose none."""
-    assert mlp.router is not None, "what chooses experts"
-    assert mlp.stacked is not None, "GPUs multiply experts as one"
+    """The weighted sum of each row's experts, plus `dense`, the shared expert's output, times its gate.
+
+    Rows without a position (padding) are routed to no expert.
+    """
+    assert mlp.router is not None, "the layer needs a router"
+    assert mlp.stacked is not None, "the experts must be stacked"
     router, stacked, (rows, hidden) = mlp.router, mlp.stacked, x.shape
     shape = (rows, router.active)
     chosen, weights = x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
-    gates, gated = x.new_empty(rows, dtype=torch.float32), every is not None
+    gates, gated = x.new_empty(rows, dtype=torch.float32), dense is not None
     kernels.choose_experts[(rows,)](
         logits, positions, chosen, weights, gates, COUNT=router.count, LANES=power_of_two(router.count),
         ACTIVE=router.active, RANKS=power_of_two(router.active), NORMALISED=router.normalised, GATED=gated,
@@ -102,14 +107,14 @@ def run_experts(
     outputs = stacked.down.product(kernels, inner, pairs, 1)
     out = torch.empty_like(x)
     kernels.add_experts[rows, -(-hidden // ADDED)](
-        outputs, chosen, weights, x if every is None else every, gates, out, WIDTH=hidden, COUNT=router.count,
+        outputs, chosen, weights, x if dense is None else dense, gates, out, WIDTH=hidden, COUNT=router.count,
         ACTIVE=router.active, GATED=gated, BLOCK=ADDED, **kernels.OPTIONS,
     )  # fmt: skip
     return out
 
 
 def sorted_pairs(kernels: Any, chosen: Int[Tensor, "rows active"], router: Router, stacked: StackedExperts) -> Pairs:
-    """The pairs by their experts: as many tiles as there can be, whoever was chosen."""
+    """The pairs sorted by expert, with as many tiles as any routing can need."""
     num_pairs, count, lanes = chosen.numel(), router.count, power_of_two(router.count)
     tile = BY_ROWS[stacked.gate_up.tile_rows(num_pairs / count)] if stacked.tiled else SMALLEST
     order, table = chosen.new_empty(num_pairs), chosen.new_empty(3 * lanes)

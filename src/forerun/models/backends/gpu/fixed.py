@@ -1,12 +1,11 @@
-"""A pass of fixed shape: its inputs are tables of a few sizes, so that the pass can be captured and replayed.
+"""A pass of fixed shape: its inputs are tables of few sizes, so that the pass can be captured as a CUDA graph.
 
-This module decides how reads become tables (`Layout`, on the host), where the tables live on the device (`Inputs`: one
-buffer, one copy per pass), and in which order the parts of a decoder use them (`run_pass`). Padding rows write to a
-slot that no sequence owns. The same pass serves prompts, chains and trees, because a row's keys are found by its own
-path. `graphs.py` captures and replays passes.
+Reads become rows of a table on the host (`Layout`); `Inputs` holds the tables on the device, in one buffer that one
+copy fills; `run_pass` runs the decoder over them. Padding rows write to a slot that no sequence owns. Prompts, chains
+and trees use the same pass, because each row finds its keys by its own path. `graphs.py` captures and replays passes.
 
-A whole model's pass fuses sums and norms from its first layer to its head. Trained heads have computations of their own
-before, between and behind their layers, and ask for the layers alone (`FixedExecutor`).
+The pass of a whole model fuses residual additions and norms. Trained heads compute other things before, between and
+after their layers, and run the layers alone (`FixedExecutor`).
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.device import HostArray, overwrite
-from forerun.models.backends.base import DecoderParts, Entered, Stream
+from forerun.models.backends.base import AttentionInputs, DecoderParts, Stream
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.batch import EACH_ALONE, TokenBatch
 from forerun.models.decoder import Decoder, States, Tapped
 from forerun.models.layer import Mlp, counters_of
 
-ALL_KEYS = 1 << 30  # a tile whose rows have all their keys in the same slots
+ALL_KEYS = 1 << 30  # `shared` of a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
-PADDED = 4  # how many times its rows a small pass may be padded to
-ALIGNED = 4  # numbers of a column, so that the next one begins where a kernel likes it, for any number of rows
+PADDED = 4  # most times its own size to which a chain graph pads a round
+ALIGNED = 4  # fewest numbers of a column, so that every column begins at an aligned address
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a pass: rows, the longest path away from a sequence's run, rows judged, keys of a row.
+    """The sizes of a pass: rows, the longest path outside a sequence's run of slots, rows with logits, keys of a row.
 
-    `captured`: whether passes of this shape are captured on a GPU and replayed.
+    `captured`: whether passes of this shape are captured as graphs on a GPU.
     """
 
     rows: int
@@ -52,16 +51,19 @@ class Shape:
 
 @dataclass(slots=True)
 class Layout:
-    """The rows of one pass as host numbers, a column each; `starts` and the tile columns have an entry per tile."""
+    """The rows of one pass as columns of host numbers; `starts`, `firsts`, `counts` and `shared` have one per tile.
+
+    The columns are those of `KeyMap`, and `slots`, the cache slots that the rows write.
+    """
 
     tile: int  # most rows of a tile
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)  # where tokens are found that only the device knows
+    sources: list[int] = field(default_factory=list)  # of tokens that only the device knows, their index there
     prefixes: list[int] = field(default_factory=list)
     paths: list[Sequence[int]] = field(default_factory=list)
-    homes: list[int] = field(default_factory=list)
+    tile_of: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -70,14 +72,15 @@ class Layout:
     def add(
         self, tokens: Sequence[int], nodes: range, run: int, length: int, paths: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Rows for nodes of a tail: a chain, unless paths lead to each of them from behind the committed text.
+        """Add rows for these nodes of a sequence's tail: a chain, or a tree whose `paths` lead to each node.
 
-        The sequence's slots begin at `run`, `length` of them are committed, and node n lies in the n-th behind those.
+        The sequence's slots begin at `run`; `length` of them are committed, and node n uses the n-th slot after those.
+        A path lists nodes from the committed text on.
         """
-        begin, count, behind = len(self.tokens), len(nodes), run + length
+        begin, count, tail = len(self.tokens), len(nodes), run + length
         self.tokens += tokens
-        self.slots += range(behind + nodes.start, behind + nodes.stop)
-        if paths is None:  # by ranges: a prompt has many rows
+        self.slots += range(tail + nodes.start, tail + nodes.stop)
+        if paths is None:  # by ranges, since a prompt has many rows
             self.positions += range(length + nodes.start, length + nodes.stop)
             self.prefixes += range(length + nodes.start + 1, length + nodes.stop + 1)
             self.paths += [()] * count
@@ -85,11 +88,11 @@ class Layout:
             leads = [next((i for i, node in enumerate(path) if node != i), len(path)) for path in paths]
             self.positions += [length + len(path) - 1 for path in paths]
             self.prefixes += [length + lead for lead in leads]
-            self.paths += [[behind + node for node in path[lead:]] for path, lead in zip(paths, leads, strict=True)]
-        for first in range(begin, begin + count, self.tile):  # what rows of a tile see in the same slots is read once
+            self.paths += [[tail + node for node in path[lead:]] for path, lead in zip(paths, leads, strict=True)]
+        for first in range(begin, begin + count, self.tile):  # keys that the rows of a tile share are read once
             size = min(self.tile, begin + count - first)
             apart = any(self.paths[first : first + size])
-            self.homes += [len(self.firsts)] * size
+            self.tile_of += [len(self.firsts)] * size
             self.starts.append(run)
             self.firsts.append(first)
             self.counts.append(size)
@@ -97,20 +100,20 @@ class Layout:
 
     @property
     def longest_path(self) -> int:
-        """Most nodes of a row that lie away from where a chain's would."""
+        """Most nodes of a row whose slots are not those of a chain."""
         return max(map(len, self.paths), default=0)
 
 
 class Inputs:
     """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy.
 
-    With `states` these are read in place of the tokens' own, or beside them. The buffer may be part of a larger one,
-    `flat`, which several passes share.
+    With `states` the layers read these instead of the tokens' embeddings, or beside them. The buffer may be part of a
+    larger one, `flat`, which several passes share.
     """
 
-    KEY_COLUMNS = ("positions", "prefixes", "homes", "firsts", "counts", "shared")  # those of a KeyMap
+    KEY_COLUMNS = ("positions", "prefixes", "tile_of", "firsts", "counts", "shared")  # those of a KeyMap
     COLUMNS = ("tokens", "starts", "sources", "slots", *KEY_COLUMNS)
-    SLOTS, POSITIONS, PREFIXES = 3, 4, 5  # the numbers of columns
+    SLOTS, POSITIONS, PREFIXES = 3, 4, 5  # indexes of these columns
 
     def __init__(
         self,
@@ -132,21 +135,18 @@ class Inputs:
 
     @classmethod
     def size_of(cls, shape: Shape) -> int:
-        """How many numbers there are."""
+        """Number of int32 values in the tables of this shape."""
         return len(cls.COLUMNS) * max(ALIGNED, shape.rows) + shape.judged + shape.rows * shape.path
 
     def fill(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> None:
-        """Set all tables to a pass's rows, and padding behind them."""
+        """Set all tables to the rows of a pass, followed by padding."""
         self.num_tiles = len(layout.firsts)
         overwrite(self.flat, torch.from_numpy(self.numbers(layout, judged, block_size, spare_slot)))
 
     def numbers(self, layout: Layout, judged: Sequence[int], block_size: int, spare_slot: int) -> HostArray:
-        """What `fill` sets the buffer to."""
-        numbers, rows, width = (
-            array("i", bytes(4 * self.flat.shape[0])),
-            len(layout.tokens),
-            max(ALIGNED, self.shape.rows),
-        )
+        """The values to which `fill` sets the buffer."""
+        numbers = array("i", bytes(4 * self.flat.shape[0]))
+        rows, width = len(layout.tokens), max(ALIGNED, self.shape.rows)
         for i, name in enumerate(self.COLUMNS):
             column = [run // block_size for run in layout.starts] if name == "starts" else getattr(layout, name)
             numbers[i * width : i * width + len(column)] = array("i", column)
@@ -158,22 +158,22 @@ class Inputs:
             numbers[first : first + len(path)] = array("i", path)
         return np.frombuffer(numbers, np.int32)
 
-    def moved(self, steps: Int[Tensor, " rows"]) -> Inputs:
-        """A copy whose rows stand so many tokens later, each by its own; it shares the tensor of tokens."""
-        moved, width = copy(self), max(ALIGNED, self.shape.rows)
+    def advanced(self, steps: Int[Tensor, " rows"]) -> Inputs:
+        """A copy in which each row's position and slot are `steps` further on; it shares the tensor of tokens."""
+        advanced, width = copy(self), max(ALIGNED, self.shape.rows)
         table = self.flat[self.SLOTS * width : (self.PREFIXES + 1) * width].view(3, width)[:, : self.shape.rows] + steps
         names = [self.COLUMNS[number] for number in range(self.SLOTS, self.PREFIXES + 1)]
-        moved.columns = self.columns | dict(zip(names, table.to(torch.int32), strict=True))
-        return moved
+        advanced.columns = self.columns | dict(zip(names, table.to(torch.int32), strict=True))
+        return advanced
 
-    def judged_later(self, steps: Int[Tensor, " judged"]) -> Inputs:
-        """A copy in which other rows are judged: each so many rows behind."""
-        moved = copy(self)
-        moved.judged = self.judged + steps.to(torch.int32)
-        return moved
+    def judged_further(self, steps: Int[Tensor, " judged"]) -> Inputs:
+        """A copy with logits of other rows: each `steps` rows further on."""
+        further = copy(self)
+        further.judged = self.judged + steps.to(torch.int32)
+        return further
 
-    def later(self, numbers: HostArray, steps: int, rows: int, spare_slot: int) -> HostArray:
-        """Numbers of chains of one token each, as they are so many steps later, when only the first `rows` go on."""
+    def numbers_after(self, numbers: HostArray, steps: int, rows: int, spare_slot: int) -> HostArray:
+        """The values for chains of one token each, `steps` steps later, when only the first `rows` chains go on."""
         numbers = numbers.copy()
         table = numbers[: self.judged_from].reshape(len(self.COLUMNS), -1)
         table[self.SLOTS : self.PREFIXES + 1, :rows] += steps
@@ -182,7 +182,7 @@ class Inputs:
         return numbers
 
     def key_map(self, block_size: int) -> KeyMap:
-        """Where rows find their keys; each tile's sequence is one run of blocks."""
+        """The KeyMap of these tables; each sequence occupies one run of blocks."""
         num_blocks = -(-self.shape.keys // block_size)
         blocks = torch.arange(num_blocks, dtype=torch.int32, device=self.flat.device)
         return KeyMap(
@@ -197,7 +197,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class FixedBatch(TokenBatch):
-    """All rows of a pass, padding among them, as layers read them: `where` says which keys each of them sees."""
+    """The rows of a pass, with padding, as layers read them; `where` locates the keys of each row."""
 
     where: KeyMap
     spare_slot: int
@@ -209,15 +209,15 @@ class FixedBatch(TokenBatch):
         return cls(columns["tokens"], columns["positions"], columns["slots"], [], where, spare_slot)
 
     def all_seen(self) -> FixedBatch:
-        """As for any batch; its reads are chains."""
+        """As in TokenBatch; all reads must be chains."""
         where = self.where
-        run = where.tables[where.homes.long(), 0]  # each sequence has one of its own
-        beside = torch.where(run[:, None] == run, where.positions, -1).amax(1)
-        last = torch.where(where.positions < 0, -1, beside)
+        run = where.tables[where.tile_of.long(), 0]  # identifies the sequence
+        longest = torch.where(run[:, None] == run, where.positions, -1).amax(1)
+        last = torch.where(where.positions < 0, -1, longest)
         return replace(self, where=replace(where, positions=last, prefixes=last + 1))
 
     def without_first(self, count: int) -> tuple[FixedBatch, list[int] | slice]:
-        """As for any batch. The others' keys lie `count` slots further ahead, so that blocks begin where they do."""
+        """As in TokenBatch. The remaining keys move `count` slots to the front, so that blocks stay aligned."""
         where, positions = self.where, (self.positions - count).clamp_min(-1)
         slots = torch.where(positions < 0, self.spare_slot, self.slots - count)
         shared = torch.where(where.shared >= ALL_KEYS, ALL_KEYS, (where.shared - SPLIT).clamp_min(0))
@@ -238,16 +238,16 @@ def run_layers(
     cache: PagedCache,
     layers: range,
     x: Stream,
-    read: Entered | None = None,
+    read: AttentionInputs | None = None,
     taps: Sequence[int] = (),
 ) -> tuple[Stream, Stream, dict[int, Stream]]:
-    """The stream before what the last of these layers adds, what that is, not normed yet where the layer norms it, and
-    the streams entering layers of `taps`.
+    """Run these layers; returns the residual stream before the last MLP's output is added, that output (before its
+    output norm, if the layer has one), and the streams entering the layers in `taps`.
 
-    The first layer's attention reads `x`, normed, or `read` as it is.
+    The first layer's attention reads `x`, normed, or `read` unchanged.
     """
     c, where = parts.config, batch.where
-    turns, at = (parts.rope.cos, parts.rope.sin), (batch.positions, batch.slots)
+    rope, at = (parts.rope.cos, parts.rope.sin), (batch.positions, batch.slots)
     delta: Stream | None = None
     delta_gain: Tensor | None = None
     kept: dict[int, Tensor] = {}
@@ -258,21 +258,21 @@ def run_layers(
         if i in taps:
             kept[i] = x
         store = (cache.keys[i], cache.values[i])
-        query = ops.rotate_store(layer.qkv(normed), turns, at, layer, c, store)
+        query = ops.rotate_store(layer.qkv(normed), rope, at, layer, c, store)
         mixed = layer.out(ops.attend(query, *store, where, layer.window, layer.sinks, c.score_cap))
-        x, behind = ops.add_norm(x, mixed, mlp.norm, c.norm_eps, layer.out_norm)
-        delta, delta_gain = run_mlp(mlp, ops, normed if mlp.parallel else behind, batch.positions), mlp.out_norm
+        x, after = ops.add_norm(x, mixed, mlp.norm, c.norm_eps, layer.out_norm)
+        delta, delta_gain = run_mlp(mlp, ops, normed if mlp.parallel else after, batch.positions), mlp.out_norm
     assert delta is not None, "at least one layer"
     return x, delta, kept
 
 
 def run_mlp(mlp: Mlp, ops: Ops, x: Stream, positions: Int[Tensor, " total"]) -> Stream:
-    """What an MLP adds to rows, dense or of experts."""
-    every = None if mlp.every is None else mlp.every.down(ops.activate(mlp.every.gate_up(x), mlp.every))
+    """The output of an MLP, dense or of experts."""
+    dense = None if mlp.dense is None else mlp.dense.down(ops.activate(mlp.dense.gate_up(x), mlp.dense))
     if mlp.router is not None:
-        return ops.experts(x, mlp.router.linear(x), positions, mlp, every)
-    assert every is not None, "a layer without a router has a dense MLP"
-    return every
+        return ops.experts(x, mlp.router.linear(x), positions, mlp, dense)
+    assert dense is not None, "a layer without a router has a dense MLP"
+    return dense
 
 
 def run_pass(
@@ -283,9 +283,9 @@ def run_pass(
     taps: Sequence[int] = (),
     keep: Callable[[Tensor], Tensor] = Tensor.float,
 ) -> States:
-    """One pass of the decoder over the tables, whose logits become what `keep` makes of them.
+    """One pass of the decoder over the tables; the logits go through `keep`.
 
-    Tensor code alone: nothing here looks at a value. Padding is garbage.
+    It only calls tensor operations and never reads a value, so it can be captured. Outputs of padding rows are garbage.
     """
     batch, c = FixedBatch.of(inputs, cache), decoder.config
     if not decoder.layers_alone:
@@ -304,13 +304,13 @@ def run_pass(
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:
-    """Rows that one tile of the attention kernel holds, with all heads that share a key head."""
+    """Rows in a tile of the attention kernel, each with all query heads that share a key head."""
     group = heads // kv_heads
     return max(1, TILE_ROWS // group)
 
 
 class FixedExecutor(TorchExecutor):
-    """A decoder's layers over all rows of a pass of fixed shape, padding among them."""
+    """Runs a decoder's layers over the rows of a pass of fixed shape, with padding."""
 
     def __init__(self, parts: DecoderParts, ops: Ops) -> None:
         super().__init__(parts, EACH_ALONE)
@@ -318,11 +318,11 @@ class FixedExecutor(TorchExecutor):
 
     @property
     def num_experts_read(self) -> int:
-        """As in every executor; asking waits for the device."""
+        """As in Executor; reading it waits for the device."""
         return int(torch.cat(counters).sum()) if (counters := counters_of(self.parts.layers)) else 0
 
     def run(
-        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
         assert isinstance(batch, FixedBatch), "passes are of fixed shape"
         x, delta, _ = run_layers(self.parts, self.ops, batch, cache, layers, x, read)
@@ -332,7 +332,7 @@ class FixedExecutor(TorchExecutor):
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
         return self.ops.add_norm(x.contiguous(), None, gain, self.parts.config.norm_eps)[1]
 
-    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+    def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
         assert isinstance(batch, FixedBatch), "passes are of fixed shape"
         c, rope, at = self.parts.config, self.parts.rope, (batch.positions, batch.slots)
         for i, layer in enumerate(self.parts.layers):

@@ -1,11 +1,10 @@
-"""GraphRunner: a runner whose passes have fixed shapes; on a GPU each shape is captured once as a graph and replayed.
+"""GraphRunner: a runner whose passes have fixed shapes; on a GPU each shape is captured once as a CUDA graph.
 
-This module decides which shapes there are, and which of them are captured. A replay costs the host one copy of small
-tables and one launch, instead of a launch for every kernel. Without a GPU the same functions simply run. A tree is one
-pass over its nodes, each with its own path; `keep` moves the accepted nodes' keys and values together. Rounds of
-guesses are captured however many sequences there are; a round that shrinks, as drafts do near the end of an answer, is
-padded to a size that was captured before. Prompt chunks, whose sizes vary and whose cost is arithmetic, run without
-capture.
+This module decides which shapes there are and which of them are captured. A replay costs the host one copy of small
+tables and one launch, instead of a launch for every kernel. Without a GPU the same functions run uncaptured. A tree is
+one pass over its nodes, each with its own path; `keep` compacts the keys and values of the accepted nodes. Passes that
+verify drafts are captured for any number of sequences; a smaller round, as near the end of an answer, is padded to a
+captured size. Passes with prompt chunks run uncaptured: their sizes vary, and their time is arithmetic, not launches.
 
 The chains of a draft model and of trained heads are one graph each (`chain_graph.py`).
 """
@@ -27,7 +26,7 @@ from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.fixed import LEAST_PATH, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph
-from forerun.models.chains import Chains, HeadsAhead, IdExchange, JudgedChains, Start, UnreadTexts
+from forerun.models.chains import Chains, IdMap, JudgedChains, ParallelHeads, Start, UnreadTexts
 from forerun.models.decoder import Decoder, States, Tapped
 from forerun.models.layer import counters_of
 from forerun.models.rows import few_rows, power_of_two
@@ -35,15 +34,15 @@ from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runne
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
-SMALL_ROWS = 128  # a pass of so many rows waits for memory: more rows, up to here, cost little
+SMALL_ROWS = 128  # up to here a pass is bound by memory bandwidth, and padding rows cost little
 LEAST_ROWS = 16  # the smallest size
-SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured where no sequence reads more, up to so many rows
-LARGER = 2  # how many times its own size a pass may be padded to, rather than that this is captured
-LARGE_STEP, JUDGED_STEP = 128, 64  # rows of passes that are not captured are multiples of these, as are those judged
+SHORT_READ, MOST_ROWS = 64, 2048  # a larger pass is captured up to MOST_ROWS, if no sequence reads over SHORT_READ
+LARGER = 2  # a pass is padded to a captured size up to this many times its own, rather than captured
+LARGE_STEP, JUDGED_STEP = 128, 64  # sizes of uncaptured passes are multiples of these: all rows, rows with logits
 
 
 class GraphRunner(Runner):
-    """Reads as Runner does, with the decoder's matrix products as its loader made them for this device."""
+    """A Runner of passes of fixed shape, captured as CUDA graphs on a GPU."""
 
     resumes = False
     draws_unseen = True
@@ -54,12 +53,12 @@ class GraphRunner(Runner):
         rows = max(LOGITS_ROWS, few_rows(most_judged))
         self.graphs = Graphs(self.device, logits_rows=rows, counters=counters_of(decoder.layers))
         self.tables = KeptShapes[tuple[Shape, int], Inputs](self.graphs)
-        self.chain_graphs: dict[IdExchange, ChainGraph] = {}
+        self.chain_graphs: dict[IdMap, ChainGraph] = {}
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
         c = decoder.config
         self.tile = tile_rows(c.heads, c.kv_heads)
         num_slots = cache.blocks.num_blocks * cache.blocks.block_size
-        self.spare_slot = num_slots  # behind all blocks, in the padding of the cache
+        self.spare_slot = num_slots  # after all blocks, in the padding of the cache
         self.ahead: PassAhead | None = None
         self.pause = 0  # rounds until a pass is launched ahead again
         self.most_keys = -(-min(c.max_positions, num_slots) // SPLIT) * SPLIT
@@ -73,9 +72,9 @@ class GraphRunner(Runner):
         begun: PartialPass | None = None,
         inputs: Float[Tensor, "total hidden"] | None = None,
     ) -> States:
-        """One pass over all reads. Raises OutOfBlocks, with nothing changed, where the cache has no room.
+        """One pass over all reads. Raises OutOfBlocks, with nothing changed, if the cache has no room.
 
-        The states of all tokens hold until anything else is computed here; those at taps, and logits, for good.
+        `hidden` is valid until the runner computes anything else; logits and tapped states are copies.
         """
         assert begun is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
@@ -92,13 +91,13 @@ class GraphRunner(Runner):
         layout.sources += [] if drawn is None else [max(0, place) for place in drawn.source]
         tables = self.filled(layout, judged, max(len(r.tokens) for r in reads), width)
         if drawn is not None:
-            place(drawn, tables)
+            write_drawn(drawn, tables)
         if tables.states is not None and inputs is not None:
             tables.states[: len(inputs)] = inputs
         return self.states_of(self.run(tables, tuple(taps)), range(len(layout.tokens)), len(judged))
 
     def filled(self, layout: Layout, judged: Sequence[int], longest_read: int, width: int = 0) -> Inputs:
-        """Tables that hold these rows, with states of this width."""
+        """Tables filled with these rows, with room for states of this width."""
         tables = self.tables_of(self.shape_of(layout, len(judged), longest_read, width), width)
         tables.fill(layout, judged, self.cache.blocks.block_size, self.spare_slot)
         return tables
@@ -106,7 +105,7 @@ class GraphRunner(Runner):
     def states_of(
         self, outputs: States, rows: Sequence[int], num_judged: int, span: DeviceSpan | None = None
     ) -> States:
-        """These rows of a pass; logits, of the first ones that were judged, and taps for good."""
+        """The outputs of these rows of a pass, with copies of the logits and of the tapped states."""
         together = None if outputs.tapped is None else outputs.tapped.together
         if [*rows] != [*range(len(rows))]:
             where = upload(rows, torch.int64, self.device)
@@ -122,10 +121,10 @@ class GraphRunner(Runner):
     def read_ahead(
         self, seq_ids: Sequence[int], verdict: Int[Tensor, "batch verdict"], taps: Sequence[int] = ()
     ) -> Download | None:
-        """Launch the pass in which each of these sequences reads the token that a verdict on its root alone has drawn.
+        """Launch the next pass, in which each of these sequences reads the token that `verdict` sampled for it.
 
-        The verdict on its way to the host, which that pass does not delay; None, with nothing done, where there is no
-        room or too many passes were in vain. The next `read` takes the pass if it asks for the same.
+        Returns the copy of the verdict to the host, which does not wait for that pass; None, with nothing done, if
+        there is no room or a recent pass was unused. The next `read` uses the pass if it reads the same.
         """
         self.pause = max(0, self.pause - 1)
         lengths = [self.cache.length(seq_id) + 1 for seq_id in seq_ids]  # once the roots are kept
@@ -133,7 +132,7 @@ class GraphRunner(Runner):
             return None
         if any(length % self.cache.blocks.block_size == 0 for length in lengths):
             self.cache.reserve(seq_ids, [1] * len(lengths))
-            self.cache.cut(seq_ids, [1] * len(lengths))  # the next `read` finds the same blocks, or the pass is in vain
+            self.cache.cut(seq_ids, [1] * len(lengths))  # the next `read` gets the same blocks, or the pass is unused
         layout, arriving = Layout(self.tile), Download(verdict)
         for seq_id, length in zip(seq_ids, lengths, strict=True):
             layout.add([0], range(1), self.cache.start(seq_id), length)
@@ -151,27 +150,28 @@ class GraphRunner(Runner):
         draws: Draws,
         starts: Sequence[Start],
         logits: Float[Tensor, "starts vocab"] | None,
-        ids: IdExchange,
+        ids: IdMap,
         states: bool = False,
         before: Float[Tensor, "starts hidden"] | None = None,
         texts: UnreadTexts | None = None,
-        heads: HeadsAhead | None = None,
+        heads: ParallelHeads | None = None,
     ) -> Chains | None:
-        """Chains drawn by a graph, whose guesses the host does not see, with the text before them where it is to be
-        read; None for layers that read states of which the text was read before. A drafter's ids are its own.
+        """As in Runner: chains drafted by one graph, whose tokens the host does not know; `texts` are read first.
+
+        None for layers that read states if their texts were read before (`before`).
         """
         assert not states, "a graph leaves no states"
         return None if before is not None else self.chains_of(ids).draw(draws, starts, logits, texts, heads)
 
     def begin_chains(
-        self, judged: JudgedChains, starts: Sequence[Start], ids: IdExchange, texts: UnreadTexts
+        self, judged: JudgedChains, starts: Sequence[Start], ids: IdMap, texts: UnreadTexts
     ) -> Download | None:
-        """Launch the chains behind what a verdict accepts of these; the verdict on its way to the host, which that does
-        not delay. The next `draw_chains` takes them if it asks for the same."""
-        return self.chains_of(ids).begin(judged, starts, texts)
+        """Launch the chains that follow the tokens accepted by a verdict; returns the copy of the verdict to the host,
+        which does not wait for them. The next `draw_chains` uses them if it asks for the same."""
+        return self.chains_of(ids).launch_next(judged, starts, texts)
 
-    def chains_of(self, ids: IdExchange) -> ChainGraph:
-        """The graphs of chains whose ids are exchanged so."""
+    def chains_of(self, ids: IdMap) -> ChainGraph:
+        """The graphs of chains with this mapping of ids."""
         if ids not in self.chain_graphs:
             self.chain_graphs[ids] = ChainGraph(self, ids)
         return self.chain_graphs[ids]
@@ -182,11 +182,11 @@ class GraphRunner(Runner):
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Judged | None:
-        """The verdict by one graph; None for the few rounds that no graph can judge."""
+        """The verdict of a round by one graph; None for the few rounds that no graph can judge."""
         return self.verdicts.judge(draws, tree, logits, rule)
 
     def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
-        """The reads as rows, and which of them are judged; their room is reserved already."""
+        """The reads as rows, and the rows that need logits. The cache must have room for them."""
         layout, judged = Layout(self.tile), []
         for read in reads:
             judged += [len(layout.tokens) + i for i in read.judged]
@@ -197,8 +197,7 @@ class GraphRunner(Runner):
         return layout, judged
 
     def shape_of(self, layout: Layout, num_judged: int, longest_read: int, width: int) -> Shape:
-        """A shape that holds a pass, with states of this width: of few sizes where passes are captured, else the
-        smallest."""
+        """The shape for a pass, with states of this width: one of few sizes if it is captured, else the smallest."""
         rows, longest = len(layout.tokens), layout.longest_path
         path = max(LEAST_PATH, power_of_two(longest)) if longest else 0
         keys = -(-(max(layout.positions) + 1) // SPLIT) * SPLIT
@@ -211,18 +210,16 @@ class GraphRunner(Runner):
         judged = 0 if not num_judged else size if small else few_rows(num_judged)
         exact = Shape(size, path, judged, self.most_keys if self.graphs.enabled else keys)
 
-        def serves(there: tuple[Shape, int]) -> bool:
-            shape = there[0]
-            alike = replace(exact, rows=shape.rows, judged=shape.judged) == shape and there[1] == width
-            return (
-                alike and size <= shape.rows <= most and judged <= shape.judged and (judged > 0) == (shape.judged > 0)
-            )
+        def holds(kept: tuple[Shape, int]) -> bool:
+            shape = kept[0]
+            alike = replace(exact, rows=shape.rows, judged=shape.judged) == shape and kept[1] == width
+            enough = size <= shape.rows <= most and judged <= shape.judged
+            return alike and enough and (judged > 0) == (shape.judged > 0)
 
-        return self.tables.choose((exact, width), serves, lambda there: (there[0].rows, there[0].judged))[0]
+        return self.tables.choose((exact, width), holds, lambda kept: (kept[0].rows, kept[0].judged))[0]
 
     def tables_of(self, shape: Shape, width: int) -> Inputs:
-        """Tables of this shape, with states where these have a width; where a graph uses them always the same tensors
-        as long as they are kept."""
+        """Tables of this shape, with states if `width` is not 0; the same tensors every time for a captured shape."""
 
         def make(flat: Tensor | None = None) -> Inputs:
             states = torch.zeros(shape.rows, width, dtype=self.decoder.stream, device=self.device) if width else None
@@ -234,7 +231,7 @@ class GraphRunner(Runner):
         return self.tables.take((shape, width), lambda: make(self.tables.buffer(num_bytes).view(torch.int32)))
 
     def run(self, inputs: Inputs, taps: tuple[int, ...]) -> States:
-        """The pass over these tables, replayed where its shape is captured."""
+        """Run the pass over these tables, by a graph if the shape is captured."""
 
         def body() -> States:
             keep = self.graphs.keep_logits if inputs.shape.captured else Tensor.float
@@ -244,12 +241,12 @@ class GraphRunner(Runner):
         return self.graphs.run(key if inputs.shape.captured else None, body)
 
 
-def place(drawn: DeviceTokens, tables: Inputs) -> None:
-    """Overwrite the tokens that only the device knows; padding tokens may become any id."""
+def write_drawn(drawn: DeviceTokens, tables: Inputs) -> None:
+    """Write the tokens that only the device knows to the tables; padding tokens may become any id."""
     count = len(drawn.source)
     table = tables.columns["tokens"][:count]
     known = drawn.tokens.flatten().index_select(0, tables.columns["sources"][:count]).clamp_min_(0)
-    if min(drawn.source) < 0:  # of a prompt beside
+    if min(drawn.source) < 0:  # prompt tokens, which the host knows
         from_device = upload([place >= 0 for place in drawn.source], torch.bool, table.device)
         known = torch.where(from_device, known, table)
     table.copy_(known)

@@ -1,12 +1,12 @@
-"""Triton kernel: a matrix product with weights in groups, which are read as they are held and widened in registers.
+"""Triton kernel: a matrix product with group-quantized weights, which are converted to bfloat16 in registers.
 
-This file decides how numbers of 4 and 8 bits become numbers that tensor cores multiply. Every such number is exact in
-bfloat16, so nothing is rounded before the sum: the products of a group are added up in float32, inputs in ascending
-order, and the group's sum is multiplied by its scale and added to those before it. Groups are dealt out to a few
-slices, each with a sum of its own, for that many warps to work at once. A row's bits depend on that row alone.
+This file decides how 4-bit and 8-bit numbers become operands of tensor cores. Each of them is exact in bfloat16, so
+nothing is rounded before the sum: the products of a group are summed in float32, inputs in ascending order, and the
+group's sum times its scale is added to the sums of earlier groups. Groups are distributed over a few slices with
+accumulators of their own, so that several warps work at once. The bits of a row depend on that row alone.
 
-Scales lie beside each other as the groups of a chunk do, and are loaded four bytes at a time: only such loads can be
-under way while earlier chunks are multiplied. To wait for each scale took as long as everything else.
+The scales of a chunk's groups are adjacent and loaded four bytes at a time, since only such loads are asynchronous:
+waiting for each scale took as long as all other work.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ INT8, E4M3, INT4, UINT4, E2M1 = (tl.constexpr(i) for i in range(5))  # from INT4
 
 
 def ptx(outputs: int, pair: str, times: int, plus: int | None) -> tl.constexpr:
-    """Instructions that widen four bytes into pairs of bfloat16.
+    """PTX instructions that convert four bytes to pairs of bfloat16.
 
-    Two bytes lie in the halves of `t`, `pair` makes numbers of them, and maybe of `w`, and the result is `t` times a
-    constant plus another, or plus `w`.
-
-    With four `outputs` the bytes hold numbers of 4 bits: the first two outputs are of their lower halves.
+    Two bytes are placed in the halves of `t`; the instructions `pair` make numbers of them (and of `w`, if they use
+    it); the result is `t * times + plus`, or `t * times + w` without `plus`. With four `outputs` the bytes hold 4-bit
+    numbers: the first two outputs are their lower halves.
     """
     code = ["{ .reg .b32 t, v, w, times, plus;", f"mov.b32 times, {times:#x}; mov.b32 plus, {plus or 0:#x};"]
     for i in range(outputs):
@@ -35,8 +34,8 @@ def ptx(outputs: int, pair: str, times: int, plus: int | None) -> tl.constexpr:
     return tl.constexpr("\n".join([*code, "}"]))
 
 
-# Whole numbers are set into the last bits of 128, which is taken away again. Floating-point numbers become small ones,
-# which are multiplied by the power of two that lacks; to add -0 keeps a zero's sign.
+# Integers are written into the low mantissa bits of 128, which is subtracted again. Floating-point codes are placed as
+# small bfloat16 numbers and multiplied by the power of two that corrects the exponent; adding -0 keeps a zero's sign.
 LAST_BITS = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;"
 INT4_PTX, UINT4_PTX = (ptx(4, LAST_BITS, 0x3F803F80, middle) for middle in (0xC308C308, 0xC300C300))
 INT8_PTX = ptx(
@@ -57,7 +56,7 @@ def group_gemm(
     SLICES: tl.constexpr, AT_ONCE: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, BIASED: tl.constexpr,
     PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias."""
+    """out = x @ weight.T + bias; a program computes ROWS x OUTPUTS of it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     x_at = x + tl.program_id(0).to(tl.int64) * (ROWS * WIDTH) + tl.arange(0, ROWS) * WIDTH
@@ -77,13 +76,14 @@ def sum_groups(
     PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The rows that begin at `x_at` times OUTPUTS columns of a layer's weights: CHUNKS chunks of BYTES bytes of each of
-    its `outputs`, chunk after chunk, behind `before` other outputs. Lanes differ in 32 bits, which saves registers.
+    its `outputs`, chunk after chunk, after `before` outputs of other experts. Offsets of lanes are 32-bit, which saves
+    registers.
 
     A chunk of 8-bit numbers is one group, of 4-bit numbers two: the lower halves of its bytes, then the upper ones. Not
-    SCALED: the scale is an output's, and all its inputs are one group. With LEAST each group has a least value too.
+    SCALED: an output has one scale, for all its inputs. With LEAST each group has a lowest value too.
 
-    Every SLICES-th chunk belongs to one slice, and slices are added in pairs. AT_ONCE of them, all or half, are
-    added up at the same time, each by a warp of its own.
+    Every SLICES-th chunk belongs to the same slice, and slices are added in pairs. AT_ONCE of them, all or half, are
+    summed at the same time, each by its own warp.
     """
     byte, lane, column = tl.arange(0, BYTES), tl.arange(0, OUTPUTS), first_column + tl.arange(0, OUTPUTS)
     first_numbers = numbers + (tl.cast(before, tl.int64) * CHUNKS + first_column) * BYTES
@@ -124,7 +124,7 @@ def sum_groups(
 
 @kernel
 def add_group(acc, a, weights, scale, low, SCALED: tl.constexpr, LEAST: tl.constexpr):
-    """The sums, and the products of a group: by its scale, and of its least value, where there are such."""
+    """The accumulators plus the products of a group, times its scale and with its lowest value, if it has these."""
     if not SCALED:
         return tl.dot(a, weights, acc, input_precision="ieee")
     else:  # noqa: RET505
@@ -138,7 +138,7 @@ def add_group(acc, a, weights, scale, low, SCALED: tl.constexpr, LEAST: tl.const
 
 @kernel
 def load_groups(values, at, here, HALVES: tl.constexpr):
-    """What the groups of a chunk have, in float32: two of 16 bits each in one load, or one load for each."""
+    """The scales (or lowest values) of a chunk's groups in float32: two of 16 bits in one load, or a load for each."""
     if values.dtype.element_ty == tl.float32:
         first = tl.load(values + at * HALVES, mask=here, other=0.0)
         second = first
@@ -154,7 +154,7 @@ def load_groups(values, at, here, HALVES: tl.constexpr):
 
 @kernel
 def add_slices(acc, SLICES: tl.constexpr):
-    """The sum of slices, a power of two: neighbours are added, then the sums of neighbours."""
+    """The sum of the slices, a power of two, as a binary tree of neighbours."""
     parts = tl.permute(acc, (1, 2, 0))
     for halvings in tl.static_range(SLICES.bit_length() - 1):
         even, odd = tl.split(tl.reshape(parts, (acc.shape[1], acc.shape[2], SLICES >> (halvings + 1), 2)))
@@ -167,7 +167,7 @@ def unpack_groups(
     numbers, scales, least, out, outputs, inputs,
     KIND: tl.constexpr, BYTES: tl.constexpr, SCALED: tl.constexpr, LEAST: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """The weights [outputs, inputs], rounded to the format of `out`: a program does one chunk of some outputs."""
+    """The dequantized weights [outputs, inputs] in the dtype of `out`; a program does one chunk of some outputs."""
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     byte = tl.arange(0, BYTES)
@@ -187,10 +187,9 @@ def unpack_groups(
 
 @kernel
 def widen(packed, KIND: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr):
-    """The numbers in bytes; of 4 bits those of the lower halves, then those of the upper. All are exact in `dtype`.
+    """The numbers in these bytes, exact in `dtype`; of 4-bit numbers the lower halves, then the upper ones.
 
-    By PTX four bytes become pairs of bfloat16 at once: whole numbers are set into the last bits of 128, which is taken
-    away again; floating-point numbers become small ones, which are multiplied by the power of two that lacks.
+    With PTX four bytes are converted at once, to pairs of bfloat16.
     """
     if PTX:
         if KIND < INT4:
@@ -218,6 +217,6 @@ def widen(packed, KIND: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr):
 
 @kernel
 def small_float(code, SIGN: tl.constexpr, SHIFT: tl.constexpr, POWER: tl.constexpr):
-    """The number of a sign at bit SIGN and, below it, an exponent and a mantissa; POWER makes good their bias."""
+    """The number with its sign at bit SIGN and exponent and mantissa below it; POWER corrects the exponent's bias."""
     size = ((code & ((1 << SIGN) - 1)) << SHIFT).to(tl.float32, bitcast=True) * POWER
     return tl.where((code >> SIGN) > 0, -size, size)

@@ -1,8 +1,8 @@
-"""GroupLinear: a layer on a GPU whose weights stay in groups of few bits, as files have them.
+"""GroupLinear: a linear layer on a GPU with group-quantized weights, as checkpoints store them.
 
-This file decides how such weights lie in memory: in chunks of bytes of every output, chunk after chunk, so that the
-outputs of a program are one piece of memory. Inputs keep their format, so a result is that of the unpacked weights up
-to rounding; weights are widened in registers, to the bit (`group_kernels.py`).
+This file decides the memory layout of such weights: chunk after chunk of some bytes of every output, so that the
+weights that a program reads are contiguous. Activations keep their dtype, so a result equals that of dequantized
+weights up to rounding; weights are converted in registers, exactly (`group_kernels.py`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from forerun.models.backends.gpu.tiles import (
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.layer import Bias, Linear
 
-CHUNK = {4: 32, 8: 64}  # bytes of an output at most, by bits of a number
-OUTPUTS = 32  # of a program that unpacks
-MOST_PARTS = 2  # chunks of a slice that are read at once, where they are small
+CHUNK = {4: 32, 8: 64}  # most bytes of an output in a chunk, by bits of a weight
+OUTPUTS = 32  # of a program that dequantizes
+MOST_PARTS = 2  # small chunks of a slice that are read at once
 FOUR_BITS = ("INT4", "UINT4", "E2M1")
-LONG_READ = 96  # rows for which weights are unpacked first, where no bits are promised
-FLOATS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the numbers of 4 bits with a point
+LONG_READ = 96  # rows from which weights are dequantized first, if the bits may differ
+FLOATS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitudes of E2M1, the 4-bit floating-point format
 HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Weights in memory: `numbers` [chunks, outputs, bytes] of a kind; `scales` and `least` values
-    [chunks, outputs, 1 or 2]. Those of experts, one after another, have one more axis in front.
+    """Group-quantized weights: `numbers` [chunks, outputs, bytes] in the format `kind`; `scales` and `least` (the
+    lowest values, or None) [chunks, outputs, 1 or 2]. Stacked experts have one more axis in front.
 
-    A chunk of numbers of 4 bits is two groups, others are one. With a single scale an output is one group.
+    A chunk of 4-bit numbers holds two groups, of 8-bit numbers one. With a single scale, an output is one group.
     """
 
     numbers: Tensor
@@ -57,7 +57,7 @@ class PackedGroups:
 
     @classmethod
     def of(cls, weight: GroupedWeight, device: torch.device) -> PackedGroups:
-        """The weights on a device; scales of 4-bit numbers are held in 16 bits where that loses nothing."""
+        """The weights on a device; scales of 4-bit numbers are stored in 16 bits if that is exact."""
         inputs, numbers, scales = weight.numbers.shape[1], weight.numbers.to(device), weight.scales.to(device)
         least = None if weight.least is None else weight.least.to(device)
         if weight.bits == 4:
@@ -87,12 +87,12 @@ class PackedGroups:
 
     @property
     def num_groups(self) -> int:
-        """The scales of an output."""
+        """Number of scales of an output."""
         return self.scales.shape[-3] * self.scales.shape[-1]
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
+        """The compile-time constants of every kernel that reads these weights."""
         return {
             "KIND": getattr(load_kernels("group_kernels"), self.kind).value,
             "BYTES": self.numbers.shape[-1],
@@ -102,7 +102,7 @@ class PackedGroups:
         }
 
     def of_product(self, x: Float[Tensor, "rows inputs"], bias: Tensor | None, tile: GroupTile) -> dict[str, Any]:
-        """What products are compiled for, by such programs."""
+        """The compile-time constants of a product with this tile."""
         (chunks, _, size), under_way = self.numbers.shape[-3:], stages(tile.stages)
         return {
             "WIDTH": self.inputs, "CHUNKS": chunks, "BIASED": bias is not None, "ROWS": tile.rows,
@@ -114,19 +114,19 @@ class PackedGroups:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What kernels read: numbers, scales and least values, of which there may be none."""
+        """The tensors that kernels read: numbers, scales and lowest values (the scales again if there are none)."""
         return self.numbers, self.scales, self.scales if self.least is None else self.least
 
     def in_bytes(self) -> PackedGroups:
-        """Equal weights of kind INT8, of those of E2M1."""
+        """These weights, which must be E2M1, as INT8."""
         sizes = torch.tensor([*FLOATS, *(-size for size in FLOATS)], dtype=torch.int8, device=self.numbers.device)
         halves = torch.stack([self.numbers & 15, self.numbers >> 4], 1).flatten(0, 1)  # [groups, outputs, bytes]
-        held = slice(-(-self.inputs // CHUNK[4]))
+        held = slice(-(-self.inputs // CHUNK[4]))  # without the padding group
         scales = 0.5 * self.scales.float().movedim(2, 1).flatten(0, 1)[held, :, None]
         return replace(self, numbers=sizes[halves[held].int()].view(torch.uint8), scales=scales, kind="INT8")
 
     def with_least(self) -> PackedGroups:
-        """Equal weights up to rounding, with a least value for each group."""
+        """These weights with a lowest value for each group, equal up to rounding."""
         if self.least is not None:
             return self
         scales = self.scales.float()
@@ -136,7 +136,7 @@ class PackedGroups:
         return replace(self, scales=scales, least=torch.zeros_like(scales))
 
     def unpacked(self, dtype: torch.dtype) -> Float[Tensor, "outputs inputs"]:
-        """The weights, rounded to a format."""
+        """The dequantized weights, rounded to `dtype`."""
         chunks, outputs, _ = self.numbers.shape
         weight = torch.empty(outputs, self.inputs, dtype=dtype, device=self.numbers.device)
         with torch.cuda.device_of(weight):  # kernels are launched on the current one
@@ -147,7 +147,7 @@ class PackedGroups:
 
 
 def small_floats(numbers: Int8[Tensor, "outputs inputs"]) -> Int8[Tensor, "outputs inputs"] | None:
-    """The codes of E2M1 of half these numbers; None where there are others. Takes a few bytes a number for a while."""
+    """The E2M1 codes of half these numbers; None if some cannot be represented. Needs a few bytes for each number."""
     sizes = numbers.abs()
     codes, known = torch.zeros_like(numbers), torch.zeros_like(numbers)
     for below, size in pairwise(FLOATS):
@@ -158,10 +158,10 @@ def small_floats(numbers: Int8[Tensor, "outputs inputs"]) -> Int8[Tensor, "outpu
 
 
 class GroupLinear:
-    """`x @ weight.T + bias`, a row's bits depending on the row alone.
+    """`x @ weight.T + bias` with group-quantized weights; the bits of a row depend on that row alone.
 
-    `unpacks`: LONG_READ rows or more are multiplied by the library with unpacked weights, which is faster, and whose
-    last bits differ.
+    `unpacks`: for LONG_READ rows or more the weights are dequantized and multiplied by the library, which is faster but
+    differs in the last bits.
     """
 
     def __init__(self, weight: PackedGroups, bias: Bias | None, unpacks: bool) -> None:
@@ -170,7 +170,7 @@ class GroupLinear:
         self.unpacks = unpacks
         self.tiles: dict[int, GroupTile] = {}
         self.shape, self.num_bytes = (weight.numbers.shape[1], weight.inputs), weight.numbers.nbytes
-        scaled = "" if weight.least is None else ", with least values"
+        scaled = "" if weight.least is None else ", with least values"  # a key of the stored tile times
         self.matrix = f"{weight.kind}{scaled}, {self.shape[0]} x {self.shape[1]}"
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
@@ -180,16 +180,16 @@ class GroupLinear:
             return self.product(x, self.tile_for(len(x), x.dtype))
 
     def tile_for(self, rows: int, dtype: torch.dtype) -> GroupTile:
-        """The tile that so many rows are multiplied by."""
+        """The tile for a product of this many rows."""
         return self.tiles.get(rows_measured(rows)) or group_tile_for(self.all_tiles(dtype), rows)
 
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[GroupTile]:
-        """As in every TiledLinear; one for rows that unpacked weights are multiplied with."""
+        """As in TiledLinear; a single one if the weights are dequantized for so many rows."""
         tiles = fitting(self.all_tiles(dtype), rows)
         return tiles[:1] if self.unpacks and rows >= LONG_READ else tiles
 
     def all_tiles(self, dtype: torch.dtype) -> Sequence[GroupTile]:
-        """All of inputs of this format."""
+        """All tiles for inputs of this dtype."""
         return group_tiles(self.shape[0], dtype == torch.float32, self.weight.kind == "INT8")
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: GroupTile) -> Float[Tensor, "rows outputs"]:
@@ -204,14 +204,14 @@ class GroupLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """One linear layer of every expert, in groups. A pair has the bits of its row times its expert's GroupLinear."""
+    """One linear layer of all experts with group-quantized weights; same bits as GroupLinear of each expert."""
 
     weight: PackedGroups
     bias: Float[Tensor, "experts outputs"] | None
 
     @classmethod
     def of_layers(cls, layers: Sequence[GroupLinear]) -> PackedExperts | None:
-        """These, which are one expert's each; None where their weights have no form in common."""
+        """The layers of all experts, stacked; None if their weights have no common format."""
         parts = in_one_form([layer.weight for layer in layers])
         if parts is None:
             return None
@@ -233,7 +233,7 @@ class PackedExperts:
         return GroupLinear(part, bias, unpacks=False)
 
     def tile_rows(self, average: float) -> int:
-        """Of two tiles, which weights of every kind have."""
+        """Rows of the tile for this average number of rows: one of two that all formats have."""
         return (FEW_ROWS if average <= FEW_ROWS.rows else SOME_ROWS).rows
 
     def product(
@@ -251,9 +251,9 @@ class PackedExperts:
 
 
 def in_one_form(parts: Sequence[PackedGroups]) -> Sequence[PackedGroups] | None:
-    """The weights in one form; None where they have none in common.
+    """The weights in a common format; None if they have none.
 
-    One expert's may be another than the others', if its numbers are few, or all zeros.
+    The formats can differ between experts, since they are chosen by the values: E2M1 if all weights fit it.
     """
     if {part.kind for part in parts} == {"E2M1", "INT8"}:
         parts = [part.in_bytes() if part.kind == "E2M1" else part for part in parts]

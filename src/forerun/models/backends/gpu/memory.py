@@ -1,8 +1,8 @@
-"""What passes and verdicts take on a GPU beside weights and caches: the arithmetic of the memory plan.
+"""The GPU memory that passes and verdicts need beside weights and caches, for the memory plan.
 
-Tensors that come and go in a captured graph stay in the graphs' own memory, where all graphs of a model have room in
-turn; what is computed outside of graphs has its room beside that. `tests/models/test_gpu_memory.py` compares these
-numbers with what is held.
+The temporary tensors of captured graphs lie in the graphs' memory pool, which all graphs of a model share in turn;
+computations outside of graphs need memory beside it. `tests/models/test_gpu_memory.py` compares these estimates with
+measured use.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from forerun.models.backends.gpu.verdicts import verdict_bytes
 from forerun.models.config import ModelConfig
 from forerun.models.rows import few_rows
 
-STEP = 128  # the rows of passes without capture are rounded up to it
+STEP = 128  # rows of uncaptured passes are multiples of it
 WIDE = 4  # bytes of a logit
-OUTSIDE = 8.2  # times a round's logits that a verdict without a graph holds, by the widest filter, `top_p`
-STREAMS = 6  # rows of the stream that a layer holds at once
-TABLES_BYTES = 8 << 20  # of rows, paths and what a verdict is told
+OUTSIDE = 8.2  # memory of a verdict without a graph, in units of the round's logits; `top_p` needs the most
+STREAMS = 6  # copies of the residual stream that a layer holds at once
+TABLES_BYTES = 8 << 20  # of the tables of passes, verdicts and chains
 
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """What passes are planned for: tokens of one at most, and those that are judged; those that a drafter judges."""
+    """Largest numbers of rows in one pass: rows, rows with logits (`judged`), and those of a drafter's pass."""
 
     rows: int
     judged: int
@@ -35,13 +35,13 @@ class PassSizes:
         return replace(self, judged=self.drafted)
 
 
-USUAL_PASSES = PassSizes(rows=784, judged=272, drafted=16)  # of an engine whose options are not changed
+USUAL_PASSES = PassSizes(rows=784, judged=272, drafted=16)  # with the default engine options
 
 
 def scratch_bytes(config: ModelConfig, size: int, passes: PassSizes, vocab: int, unpacks: bool) -> int:
-    """What graphs keep, and the most that is held beside them for a while, of numbers of `size` bytes.
+    """Bytes of the graphs' buffers and pool, and of the most that is held beside them, for a dtype of `size` bytes.
 
-    `unpacks`: weights are held in groups, and unpacked for long reads.
+    `unpacks`: weights are quantized in groups, and dequantized for passes of many rows.
     """
     logits, judged = vocab * WIDE, few_rows(passes.judged)
     rows = max(few_rows(passes.rows), -(-passes.rows // STEP) * STEP)
@@ -54,7 +54,7 @@ def scratch_bytes(config: ModelConfig, size: int, passes: PassSizes, vocab: int,
 
 
 def pass_bytes(c: ModelConfig, size: int, rows: int, judged: int, vocab: int, unpacks: bool) -> int:
-    """What a pass holds at once at most: a layer's rows, partial sums of attention, logits, and unpacked weights."""
+    """Peak bytes of a pass: a layer's activations, partial sums of attention, logits, and dequantized weights."""
     qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
     row = STREAMS * c.hidden + qkv + 2 * c.heads * c.head_dim + mlp_numbers(c)
     splits = -(-(c.longest_text or c.max_positions) // SPLIT)
@@ -67,7 +67,7 @@ def pass_bytes(c: ModelConfig, size: int, rows: int, judged: int, vocab: int, un
 
 
 def mlp_numbers(c: ModelConfig) -> int:
-    """Of a row in an MLP: gates, what they multiply, and the product, of all experts that it chose."""
+    """Numbers that a row takes in an MLP: gate, up and their product, for all experts that it is routed to."""
     if c.experts is None:
         return 3 * c.intermediate
     e = c.experts

@@ -1,9 +1,8 @@
 """The operations between the matrix products of a pass of fixed shape: one protocol with two implementations.
 
-Both implementations compute the same arithmetic: `TorchOps` consists of torch's own functions and runs anywhere,
-`TritonOps` of kernels without gaps between them on a GPU. In both a row's result depends on that row alone. A row
-attends to its keys in the order of its own text, wherever they are stored, so a node of a tree adds up the same numbers
-in the same order as plain decoding would.
+Both compute the same arithmetic: `TorchOps` with torch's functions on any device, `TritonOps` with fused kernels on a
+GPU. In both the result of a row depends on that row alone. A row attends to its keys in the order of its own text,
+wherever they are stored, so a tree node sums the same numbers in the same order as plain decoding.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from forerun.models.experts_config import Clamp
 from forerun.models.layer import Attention, GatedMlp, Mlp
 from forerun.models.rows import norm_heads, power_of_two, rms_norm, rotate
 
-SPLIT = 256  # keys of one partial sum: a row is cut at multiples of it, whatever its company
-TILE_ROWS = 32  # query heads that share a key head, times queries: one tile of the attention kernel
-WORKERS = 16  # programs among which the splits of a tile are dealt out
-SCRATCH_BYTES = 256 << 20  # of partial sums; beyond it heads are done in turns
-ACTIVATED = 1024  # numbers that a program does
+SPLIT = 256  # keys of one partial attention sum: rows are split at its multiples, whatever else is in the batch
+TILE_ROWS = 32  # rows of a tile of the attention kernel: queries times the query heads that share a key head
+WORKERS = 16  # programs that share the splits of a tile
+SCRATCH_BYTES = 256 << 20  # most bytes of partial sums; with more, heads are computed one part after another
+ACTIVATED = 1024  # columns that one program of `activate` computes
 LOG2_E = math.log2(math.e)
 
 Rows = Float[Tensor, "rows width"]
@@ -39,18 +38,18 @@ Store = Float[Tensor, "kv_heads slots head_dim"]
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """Where each row's keys lie. A row without position (-1) is padding and sees nothing.
+    """The cache slots of each row's keys. A row without position (-1) is padding and sees nothing.
 
-    Key j of row i lies in block `tables[homes[i], j // block_size]` while j < `prefixes[i]`, and in slot
-    `paths[i, j - prefixes[i]]` from there up to the row's own position. Tile t is rows `firsts[t]` to
-    `firsts[t] + counts[t] - 1`; their keys lie in the same slots up to `shared[t]`, a multiple of SPLIT, or all of
-    them. `num_keys` bounds every position. With `num_runs` there are so many tiles, whose keys are a run of slots each,
-    in their order.
+    Key j of row i lies in block `tables[tile_of[i], j // block_size]` while j < `prefixes[i]`, and in slot
+    `paths[i, j - prefixes[i]]` from there up to the row's own position. Tile t consists of rows `firsts[t]` to
+    `firsts[t] + counts[t] - 1`; they share the slots of their keys up to key `shared[t]`, a multiple of SPLIT, or of
+    all keys. `tile_of` is the tile of each row. `num_keys` bounds every position. With `num_runs` there are so many
+    tiles, and the keys of each are contiguous slots.
     """
 
     positions: Int[Tensor, " rows"]
     prefixes: Int[Tensor, " rows"]
-    homes: Int[Tensor, " rows"]
+    tile_of: Int[Tensor, " rows"]
     firsts: Int[Tensor, " rows"]
     counts: Int[Tensor, " rows"]
     shared: Int[Tensor, " rows"]
@@ -63,48 +62,51 @@ class KeyMap:
 
 @runtime_checkable
 class Ops(Protocol):
-    """Row-wise work of one layer; tensors are contiguous."""
+    """The row-wise operations of a layer; tensors are contiguous."""
 
     def add_norm(
         self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
     ) -> tuple[Rows, Rows]:
-        """x + delta, which is normed where it has gains, and the norm of the sum: without gains the sum itself."""
+        """x + delta (normed first if it has a `delta_gain`), and the RMS norm of that, or the sum itself without
+        `gain`."""
         ...
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
+        self, qkv: Rows, rope: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
-        """Normed and rotated queries; keys and values are stored. `turns`: cosines, sines; `at`: positions, slots."""
+        """The normed and rotated queries; writes keys and values to `store`. `rope`: cosines, sines; `at`: positions,
+        slots."""
         ...
 
     def attend(
         self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
         window: int | None, sinks: Float[Tensor, " heads"] | None = None, cap: float | None = None,
     ) -> Rows:  # fmt: skip
-        """Each row's weighted sum of the values it sees.
+        """The attention output of each row, over the keys and values that it sees.
 
-        `sinks` are scores of nothing, which take weight; `cap` bounds scores softly.
+        `sinks` are extra scores of each head, which take weight but have no value; `cap` soft-caps the scores.
         """
         ...
 
     def activate(self, gate_up: Rows, mlp: GatedMlp) -> Float[Tensor, "rows inner"]:
-        """What goes into an MLP's last layer, of what came out of its first."""
+        """The inputs of an MLP's last layer, from the outputs of its first."""
         ...
 
     def experts(
         self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
-        every: Rows | None,
+        dense: Rows | None,
     ) -> Rows:  # fmt: skip
-        """What the experts add that rows choose by their logits, and `every` beside them, by its gate.
+        """The weighted sum of the experts that the router's `logits` choose for each row, plus `dense`, the shared
+        expert's output, times its gate.
 
-        A row without position chooses none.
+        A row without position is routed to no expert.
         """
         ...
 
 
 class TorchOps:
-    """By torch's own functions, on any device; attention looks up every key of every row."""
+    """Ops by torch's functions, on any device; attention gathers every key of every row."""
 
     def add_norm(
         self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
@@ -114,7 +116,7 @@ class TorchOps:
         return x, x if gain is None else rms_norm(x, gain, eps)
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
+        self, qkv: Rows, rope: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         heads = qkv.view(len(qkv), -1, shape.head_dim)
@@ -122,8 +124,8 @@ class TorchOps:
         sizes, position, slot = (shape.heads, shape.kv_heads), at[0].long().clamp_min(0), at[1].long()
         if layer.qk_norm is not None:
             rotated = norm_heads(rotated, layer.qk_norm, sizes, shape.norm_eps, layer.joint_norm)
-        parts, begins = rotated.split(sizes, 1), (query_turn(layer), layer.first_turn)
-        turned = [[table[position + begin][:, None] for table in turns] for begin in begins]
+        parts, begins = rotated.split(sizes, 1), (query_rope_start(layer), layer.rope_start)
+        turned = [[table[position + begin][:, None] for table in rope] for begin in begins]
         rotated = torch.cat([rotate(part, *angles) for part, angles in zip(parts, turned, strict=True)], dim=1)
         store[0].index_copy_(1, slot, rotated[:, shape.heads :].transpose(0, 1))
         store[1].index_copy_(1, slot, value.transpose(0, 1))
@@ -144,8 +146,8 @@ class TorchOps:
         scores = scores if cap is None else torch.tanh(scores / cap) * cap
         scores = scores.masked_fill(~seen[:, None, None], -math.inf)
         if sinks is not None:
-            nothing = sinks.float().view(1, len(keys), -1, 1).expand(rows, -1, -1, -1)
-            scores = torch.cat([scores, nothing], dim=3)
+            extra = sinks.float().view(1, len(keys), -1, 1).expand(rows, -1, -1, -1)
+            scores = torch.cat([scores, extra], dim=3)
         weights = scores.softmax(-1).nan_to_num(0.0)[..., : where.num_keys]
         mixed = torch.einsum("rhgk,hrkd->rhgd", weights, values[:, slots].float())
         return mixed.reshape(rows, heads * head_dim).to(query.dtype)
@@ -163,10 +165,10 @@ class TorchOps:
 
     def experts(
         self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
-        every: Rows | None,
+        dense: Rows | None,
     ) -> Rows:  # fmt: skip
-        assert mlp.router is not None, "what chooses experts"
-        assert mlp.stacked is not None, "experts are one"
+        assert mlp.router is not None, "the layer needs a router"
+        assert mlp.stacked is not None, "the experts must be stacked"
         routes, stacked = routes_of(mlp.router, logits.float()), mlp.stacked
         weights = torch.where(positions[:, None] < 0, 0.0, routes.weights)
         per_rank = x.new_zeros(*routes.experts.shape, x.shape[1])
@@ -177,8 +179,8 @@ class TorchOps:
         total = torch.zeros_like(x, dtype=torch.float32)
         for rank in range(mlp.router.active):
             total = total + per_rank[:, rank].float() * weights[:, rank : rank + 1]
-        if every is not None and routes.every is not None:
-            total = total + every.float() * routes.every
+        if dense is not None and routes.dense_gate is not None:
+            total = total + dense.float() * routes.dense_gate
         if stacked.num_read is not None:
             numbers = torch.arange(mlp.router.count, device=x.device)
             taken = (routes.experts[:, :, None] == numbers) & (positions >= 0)[:, None, None]
@@ -189,17 +191,17 @@ class TorchOps:
 def key_slots(where: KeyMap) -> Int[Tensor, "rows keys"]:
     """The slot of every key of every row; slot 0 beyond the row's own position."""
     key = torch.arange(where.num_keys, device=where.positions.device)
-    block = where.tables[where.homes.long()][:, key // where.block_size].long()
+    block = where.tables[where.tile_of.long()][:, key // where.block_size].long()
     slots = block * where.block_size + key % where.block_size
     if where.paths.shape[1]:
-        behind = key - where.prefixes.long()[:, None]
-        astray = where.paths.long().gather(1, behind.clamp(0, where.paths.shape[1] - 1))
-        slots = torch.where(behind >= 0, astray, slots)
+        index = key - where.prefixes.long()[:, None]
+        on_path = where.paths.long().gather(1, index.clamp(0, where.paths.shape[1] - 1))
+        slots = torch.where(index >= 0, on_path, slots)
     return torch.where(key <= where.positions[:, None], slots, 0)
 
 
 class TritonOps:
-    """By the kernels of triton_kernels.py."""
+    """Ops by the Triton kernels of this folder."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -219,15 +221,15 @@ class TritonOps:
         return added, normed
 
     def rotate_store(
-        self, qkv: Rows, turns: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
+        self, qkv: Rows, rope: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
         rows = len(qkv)
         query = qkv.new_empty(rows, shape.heads, shape.head_dim)
         keys, values = store
         self.kernels.rotate_store[(rows, shape.heads + 2 * shape.kv_heads)](
-            qkv, *turns, *at, qkv if layer.qk_norm is None else layer.qk_norm, query, keys, values,
-            shape.norm_eps, keys.stride(0), keys.stride(1), query_turn(layer), layer.first_turn,
+            qkv, *rope, *at, qkv if layer.qk_norm is None else layer.qk_norm, query, keys, values,
+            shape.norm_eps, keys.stride(0), keys.stride(1), query_rope_start(layer), layer.rope_start,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
             HALF=power_of_two(shape.head_dim // 2), NORMS=layer.qk_norm is not None, JOINT=layer.joint_norm,
             num_warps=1, **self.kernels.OPTIONS,
@@ -255,7 +257,7 @@ class TritonOps:
             self.kernels.attend_splits[(rows, part, min(WORKERS, num_splits))](
                 query, keys[first:], values[first:], largest, total, mixed,
                 where.tables, where.positions, where.prefixes, where.paths,
-                where.homes, where.firsts, where.counts, where.shared,
+                where.tile_of, where.firsts, where.counts, where.shared,
                 *score_factors(head_dim, cap), keys.stride(0), keys.stride(1),
                 where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
                 GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
@@ -272,8 +274,8 @@ class TritonOps:
         self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
         window: int | None, sinks: Float[Tensor, " heads"] | None, cap: float | None,
     ) -> Rows:  # fmt: skip
-        """The bits of `attend`, where each tile's keys are a run: all its splits are one program's. On an H200 a prompt
-        of 2,048 tokens takes 0.42 of the time."""
+        """As `attend`, to the bit, if each tile's keys are contiguous: one program computes all splits of a tile. On an
+        H200 a prompt of 2,048 tokens takes 0.42 of the time."""
         rows, heads, head_dim = query.shape
         group, out = heads // len(keys), query.new_zeros(rows, heads * head_dim)
         load_kernels("prompt_kernels").attend_run[where.num_runs, len(keys)](
@@ -298,33 +300,33 @@ class TritonOps:
 
     def experts(
         self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
-        every: Rows | None,
+        dense: Rows | None,
     ) -> Rows:  # fmt: skip
         kernels = load_kernels("triton_experts")
-        return run_experts(kernels, x, logits, positions, mlp, every, self.activate)
+        return run_experts(kernels, x, logits, positions, mlp, dense, self.activate)
 
 
 def attention_sizes(width: int, element_bytes: int, most_keys: int) -> dict[str, int]:
-    """Warps of an attention program, and keys of a step, for heads this wide: so that no registers spill.
+    """Warps of an attention program and keys of a step for heads of this width, so that no registers spill.
 
-    Products of float32 are no tensor cores' and have both factors in registers.
+    Products in float32 do not use tensor cores and keep both operands in registers.
     """
     warps = max(4, min(16, width * element_bytes**2 // 128))
     return {"num_warps": warps, "BLOCK_KEYS": most_keys if width * element_bytes <= 512 else most_keys // 2}
 
 
-def query_turn(layer: Attention) -> int:
-    """Where the table of a layer's queries begins."""
-    return layer.first_turn if layer.first_query_turn is None else layer.first_query_turn
+def query_rope_start(layer: Attention) -> int:
+    """The first row of the rotary table for a layer's queries."""
+    return layer.rope_start if layer.query_rope_start is None else layer.query_rope_start
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Kernels where Triton compiles them, torch's own functions on a CPU and on MPS."""
+    """TritonOps on CUDA; TorchOps on a CPU and on MPS."""
     return TorchOps() if device.type != "cuda" else TritonOps(load_kernels())
 
 
 def load_kernels(name: str = "triton_kernels") -> Any:
-    """The module of this folder with the kernels; raises DeviceUnavailable where triton is not installed."""
+    """The module of this folder with kernels. Raises DeviceUnavailable if triton is not installed."""
     try:
         return import_module(f"{__package__}.{name}")
     except ImportError as error:
@@ -335,6 +337,6 @@ def load_kernels(name: str = "triton_kernels") -> Any:
 
 
 def score_factors(head_dim: int, cap: float | None) -> tuple[float, float]:
-    """What products of queries and keys are multiplied by, and the bound of what comes of it, both for logarithms to
-    base 2; with a bound the first is for twice the argument of its tanh."""
+    """The scale of attention scores and their soft cap (0 for none), both times log2(e), since kernels use exp2. With a
+    cap, the scale is for twice the argument of tanh."""
     return LOG2_E / math.sqrt(head_dim) * (1 if cap is None else 2 / cap), LOG2_E * (cap or 0)

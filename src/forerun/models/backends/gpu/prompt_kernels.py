@@ -1,7 +1,7 @@
-"""Triton kernel: attention of long reads, whose keys are one run of slots.
+"""Triton kernel: attention of long reads, whose keys lie in contiguous slots.
 
-It gives the bits of `attend_splits` and `join_splits`: the same sums over the same splits of keys, joined in the same
-order. But a program does all splits of its tile, and what it joins stays in registers.
+It gives the same bits as `attend_splits` and `join_splits`: the same sums over the same splits of keys, joined in the
+same order. But one program computes all splits of its tile, and the partial sums stay in registers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def attend_run(
     BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Each row's weighted sum of the values it sees, for tiles of rows whose keys are a run of slots in their order.
+    """The attention output of each row, for tiles of rows whose keys are contiguous.
 
-    Program i does the i-th tile from the end, whose text is longest.
+    Program i computes the i-th tile from the end, so that the longest texts start first.
     """
     i = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -44,8 +44,8 @@ def attend_run(
     top = tl.full((TILE,), float("-inf"), tl.float32)
     weight = tl.zeros((TILE,), tl.float32)
     if SINKS:
-        nothing = tl.load(sinks + kv_head * GROUP + lanes % GROUP).to(tl.float32)
-        top = tl.full((TILE,), 1.4426950408889634, tl.float32) * nothing
+        sink = tl.load(sinks + kv_head * GROUP + lanes % GROUP).to(tl.float32)
+        top = tl.full((TILE,), 1.4426950408889634, tl.float32) * sink
         weight += 1.0
     acc = tl.zeros((TILE, WIDTH), tl.float32)
     for split in range(low, last // SPLIT + 1):

@@ -1,13 +1,13 @@
-"""How matrix products are cut into programs: every tile size of the GPU backend, and which product takes which.
+"""The tile sizes of the GPU backend's matrix products, and the choice of one for each product.
 
-A tile decides how fast a product is, never its bits: all tiles add up the same numbers in the same order. Only the
-slices of a product with weights in groups do, so they depend on the layer alone, not on the rows of a pass. The rules
-are of measurements on an H100 and an H200: with few programs a GPU's processors are idle, with many small ones each
-weight is read again and again.
+A tile decides the speed of a product, never its bits: all tiles sum the same numbers in the same order. Only the slices
+of a product with group-quantized weights change the order, so they depend on the layer, not on the rows of a pass. The
+rules come from measurements on an H100 and an H200: few programs leave a GPU's processors idle, and many small ones
+read each weight repeatedly.
 
-Products of large matrices are timed, once for each matrix on a card, and what is measured is kept; rules choose for
-those of small models, and for reads of few rows, for which there is one tile. No bit depends on what is measured, so it
-may be lost, and copied from one machine to another.
+Products of large matrices are timed once for each matrix on a GPU, and the choice is stored. Rules choose for small
+models, and for few rows, which have only one tile. No bits depend on the stored choice, so the file may be deleted, or
+copied to another machine.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from forerun.annotations import Float
 from forerun.models.backends.gpu.capture import CAPTURES
 from forerun.store import cache_folder, keep_measured
 
-ROWS = (32, 64, 128)  # that are timed; a read takes the next larger one's tile, or the last one's
-FEWEST_ROWS = 17
-SMALL_BYTES = 64 << 20  # of alike matrices, which are not worth the time
-MOST_LAYERS = 16  # of them in turn, so that weights come from memory as in a pass
+ROWS = (32, 64, 128)  # numbers of rows that are timed; a pass uses the tile of the next larger one, or of the last
+FEWEST_ROWS = 17  # fewer rows have one tile
+SMALL_BYTES = 64 << 20  # matrices of one kind that are smaller in total are not timed
+MOST_LAYERS = 16  # layers timed one after another, so that weights come from memory as in a pass
 RUNS, WARM_UPS = 5, 3
-KeptTiles = dict[str, dict[str, list[int]]]  # by matrix and rows, what a tile is made of
+KeptTiles = dict[str, dict[str, list[int]]]  # the fields of a tile, by matrix and rows
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes, `rows` x `outputs` in steps of `inputs`, and what it takes: warps, and stages of
-    loads under way."""
+    """One program of a product: it computes `rows` x `outputs` in steps of `inputs`, with `warps` and pipeline
+    `stages`."""
 
     rows: int
     outputs: int
@@ -55,17 +55,17 @@ class Tile:
 
 
 SMALLEST = Tile(16, 32, 128, warps=4, stages=4)
-FEW_ROWS = Tile(16, 32, 128, warps=4, stages=6)  # hides the latency of memory, which is all that matters there
+FEW_ROWS = Tile(16, 32, 128, warps=4, stages=6)  # more stages hide the latency of memory
 SOME_ROWS = Tile(32, 32, 128, 4, 4)
 SLENDER, SLIM, NARROW = Tile(64, 16, 128, 4, 4), Tile(64, 32, 64, 4, 6), Tile(64, 64, 64, 4, 5)
 WIDE, LARGE = Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4)
 TILES = (FEW_ROWS, SOME_ROWS, SLENDER, SLIM, NARROW, WIDE, LARGE)
-# Each with the fewest rows and the fewest programs that pay.
+# Larger tiles, each with the fewest rows and the fewest programs for which it is faster.
 LARGER = ((LARGE, 65, 96), (WIDE, 33, 128), (NARROW, 33, 128), (SLIM, 33, 160), (SLENDER, 33, 64), (SOME_ROWS, 17, 64))
 
 
 def tile_for(rows: int, outputs: int) -> Tile:
-    """The tile for a product of tensor cores: the largest of which there are enough."""
+    """The tile for a product on tensor cores: the largest that gives enough programs."""
     for tile, least_rows, enough in LARGER:
         if rows >= least_rows and tile.num_programs(rows, outputs) >= enough:
             return tile
@@ -74,7 +74,7 @@ def tile_for(rows: int, outputs: int) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class GroupTile:
-    """One program of a product with weights in groups. Of its slices so many `at_once` are summed, each by a warp."""
+    """One program of a product with group-quantized weights; `at_once` of its slices are summed at a time."""
 
     rows: int
     outputs: int
@@ -84,18 +84,18 @@ class GroupTile:
     stages: int
 
 
-FEW_PROGRAMS, GROUP_OUTPUTS = 160, 32  # up to so many of so many outputs, eight slices are faster than four
+FEW_PROGRAMS, GROUP_OUTPUTS = 160, 32  # up to FEW_PROGRAMS of GROUP_OUTPUTS, eight slices are faster than four
 GROUP_TILES = {
     4: (GroupTile(16, 32, 4, 4, 4, 4), GroupTile(32, 32, 4, 4, 4, 4)),
     8: (GroupTile(16, 32, 8, 8, 8, 4), GroupTile(32, 32, 8, 8, 8, 3), GroupTile(32, 32, 8, 4, 4, 4)),
 }
-LARGE_INT8 = GroupTile(64, 32, 4, 4, 4, 3)  # other numbers take more registers to widen than are left
-WIDE_GROUPS = GroupTile(16, 16, 4, 4, 8, 4)  # for inputs of 32 bits: both factors are all in registers
+LARGE_INT8 = GroupTile(64, 32, 4, 4, 4, 3)  # converting other formats takes more registers than are left
+WIDE_GROUPS = GroupTile(16, 16, 4, 4, 8, 4)  # for float32 inputs: both operands are in registers
 AnyTile = TypeVar("AnyTile", Tile, GroupTile)
 
 
 def group_tiles(outputs: int, wide: bool, int8: bool = False) -> tuple[GroupTile, ...]:
-    """The tiles that a layer may have, by rows; all have its slices. `wide` inputs have 32 bits."""
+    """The tiles of a layer in ascending order of rows, all with the same slices. `wide`: float32 inputs."""
     if wide:
         return (WIDE_GROUPS,)
     if -(-outputs // GROUP_OUTPUTS) <= FEW_PROGRAMS:
@@ -104,20 +104,20 @@ def group_tiles(outputs: int, wide: bool, int8: bool = False) -> tuple[GroupTile
 
 
 def group_tile_for(tiles: Sequence[GroupTile], rows: int) -> GroupTile:
-    """The smallest of a layer's tiles that holds so many rows, or the largest."""
+    """The smallest of these tiles that holds `rows` rows, or the largest."""
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
 
 
 def fitting(tiles: Sequence[AnyTile], rows: int) -> list[AnyTile]:
-    """Those that so many rows fill at most four times over; the first where there is none."""
+    """The tiles that `rows` rows fill at least to a quarter and at most four times; the first if there is none."""
     return [tile for tile in tiles if rows <= 4 * tile.rows <= 4 * rows] or [tiles[0]]
 
 
 @runtime_checkable
 class TiledLinear(Protocol):
-    """A linear layer whose product may be cut in several ways: `tiles` are the chosen ones, by ROWS.
+    """A linear layer with a choice of tiles; `tiles` are the chosen ones, by the numbers in ROWS.
 
-    `matrix` says all that times depend on beside the card: number formats, outputs and inputs, which are its `shape`.
+    `matrix` names all that times depend on besides the GPU: formats, and the outputs and inputs of its `shape`.
     """
 
     tiles: dict[int, Any]
@@ -126,14 +126,14 @@ class TiledLinear(Protocol):
     num_bytes: int  # of the weights
 
     def candidates(self, rows: int, dtype: torch.dtype) -> Sequence[Any]:
-        """The tiles that may be fastest for so many rows; all give the same bits."""
+        """The tiles that may be fastest for this many rows; all give the same bits."""
         ...
 
     def product(self, x: Float[Tensor, "rows inputs"], tile: Any) -> Float[Tensor, "rows outputs"]: ...
 
 
 def choose_tiles(layers: Iterable[object], device: torch.device, dtype: torch.dtype) -> None:
-    """Set the fastest tiles for inputs of this format; measure those of which none are kept."""
+    """Set the fastest tiles for inputs of this dtype; measure matrices for which no choice is stored."""
     alike: dict[str, list[TiledLinear]] = {}
     for layer in layers:
         if isinstance(layer, TiledLinear):
@@ -154,23 +154,23 @@ def choose_tiles(layers: Iterable[object], device: torch.device, dtype: torch.dt
 
 
 def rows_measured(rows: int) -> int:
-    """The number of ROWS whose tile a read of so many takes; 0 where there is no choice."""
+    """The number in ROWS whose tile a pass of this many rows uses; 0 if there is only one tile."""
     return 0 if rows < FEWEST_ROWS else next((each for each in ROWS if rows <= each), ROWS[-1])
 
 
 def chosen_before(layer: TiledLinear, kept: dict[str, list[int]], dtype: torch.dtype) -> dict[int, Any] | None:
-    """The tiles that are kept; None where one is missing, or is not among those that there are now."""
-    found = {}
+    """The stored tiles of a matrix; None if one is missing or no longer exists."""
+    stored = {}
     for rows in ROWS:
         tiles = [tile for tile in layer.candidates(rows, dtype) if list(astuple(tile)) == kept.get(str(rows))]
         if not tiles:
             return None
-        found[rows] = tiles[0]
-    return found
+        stored[rows] = tiles[0]
+    return stored
 
 
 def fastest(layers: Sequence[TiledLinear], rows: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The fastest tile of all candidates, by median times."""
+    """The candidate tile with the lowest median time."""
     tiles = layers[0].candidates(rows, dtype)
     if len(tiles) == 1:
         return tiles[0]
@@ -182,7 +182,7 @@ def fastest(layers: Sequence[TiledLinear], rows: int, device: torch.device, dtyp
 
 @cache
 def card(device: torch.device) -> str:
-    """The GPU, its driver, and what compiles kernels for it."""
+    """The GPU, its driver, and the versions that compile kernels for it."""
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -192,12 +192,12 @@ def card(device: torch.device) -> str:
 
 
 def tiles_file() -> Path:
-    """Where tiles are kept. Raises OSError where there is no home folder."""
+    """The file of stored tiles. Raises OSError if there is no home folder."""
     return cache_folder("times") / "tiles.json"
 
 
 def read_tiles() -> KeptTiles:
-    """All tiles that are kept, of any card; a file that cannot be read, or is no such file, has none."""
+    """All stored tiles of all GPUs; none if the file cannot be read or has another content."""
     with suppress(OSError, TypeError, ValueError, RecursionError):
         stored = json.loads(tiles_file().read_text(encoding="utf-8"))
         return {key: value for key, value in dict(stored).items() if isinstance(value, dict)}
@@ -205,7 +205,7 @@ def read_tiles() -> KeptTiles:
 
 
 def device_ms(body: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Median time of `body` between two events on the device; on a CPU, which is not measured, one call's."""
+    """Median milliseconds of `body` between two events on the device; on a CPU the time of a single call."""
     if device.type == "cpu":
         started = time.perf_counter()
         body()
@@ -222,9 +222,9 @@ def device_ms(body: Callable[[], object], device: torch.device, runs: int) -> fl
 
 
 def kernel_us(bodies: Sequence[Callable[[], object]], device: torch.device, runs: int) -> float:
-    """Median microseconds of one of these bodies, all in turn, from one captured graph: no launch is waited for.
+    """Median microseconds of one of these bodies, which run one after another in a captured graph, without launches.
 
-    Bodies that read other memory keep it out of the device's cache for each other.
+    Bodies that read different memory evict each other's from the device's cache.
     """
 
     def all_in_turn() -> None:

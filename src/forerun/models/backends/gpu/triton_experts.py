@@ -1,8 +1,8 @@
-"""Triton kernels of experts: each row chooses some, and each expert multiplies the rows that chose it.
+"""Triton kernels of a mixture of experts: routing, the products of each expert with its rows, and their sum.
 
-The host knows nothing of the choice. Grids are as large as any choice needs, and programs without work end at once. A
-row and one expert that it chose are a *pair*; pair p is of row p // active. A pair's product is one chain of sums over
-the inputs, as `one_gemm` has it, or the sums of `group_gemm`, whatever pairs stand beside it in its tile.
+The host does not know the routing. Grids are large enough for any routing, and programs without work end at once. A
+row and one of its experts are a *pair*; pair p belongs to row p // active. The bits of a pair's product do not depend
+on the other pairs in its tile: it sums like `one_gemm`, or like `group_gemm`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def choose_experts(
     COUNT: tl.constexpr, LANES: tl.constexpr, ACTIVE: tl.constexpr, RANKS: tl.constexpr,
     NORMALISED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """A row's experts, the likeliest first and the lowest numbers among equals, and their weights: a softmax over the
-    chosen, or over all. A row without position gets the number COUNT, which is no expert's. With GATED a last logit is
-    the gate of what all rows take."""
+    """The experts of a row, by descending logit (ties: the lowest index first), and their weights: a softmax over the
+    chosen ones (NORMALISED) or over all. A row without position gets COUNT, which is no expert. With GATED the last
+    logit is the gate of the shared expert."""
     row = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     ranks = tl.arange(0, RANKS)
@@ -57,9 +57,9 @@ def sort_by_expert(
     chosen, order, table, num_read, pairs,
     COUNT: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """The pairs by their experts, in one program. `table` has three rows of LANES: how many tiles of ROWS pairs there
-    are up to the end of each expert's, where its pairs begin in `order`, and where they end. COUNTED: `num_read` grows
-    by the experts that have any."""
+    """Sort the pairs by expert, in one program. `table` has three rows of LANES, by expert: the number of tiles of ROWS
+    pairs up to its last, and the begin and the end of its pairs in `order`. COUNTED: adds the number of experts with
+    any pairs to `num_read`."""
     experts = tl.arange(0, LANES)
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros((LANES,), tl.int32)
@@ -89,7 +89,7 @@ def expert_gemm(
     WIDTH: tl.constexpr, LANES: tl.constexpr, SHARING: tl.constexpr, BIASED: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of pairs of one expert times its weights. SHARING pairs read the same row of `x`, one after the other."""
+    """A tile of pairs of one expert times its weights. SHARING consecutive pairs read the same row of `x`."""
     expert = expert_of(table, LANES)
     if expert < LANES:
         pair, here = pairs_of(order, table, expert, LANES, ROWS)
@@ -112,7 +112,7 @@ def group_expert_gemm(
     PTX: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
     LANES: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
-    """As `expert_gemm`, of weights in groups."""
+    """As `expert_gemm`, with group-quantized weights."""
     expert = expert_of(table, LANES)
     if expert < LANES:
         pair, here = pairs_of(order, table, expert, LANES, ROWS)
@@ -128,14 +128,14 @@ def group_expert_gemm(
 
 @kernel
 def expert_of(table, LANES: tl.constexpr):
-    """Whose pairs this program's tile has; LANES where there are none."""
+    """The expert of this program's tile; LANES if the tile is empty."""
     ends = tl.load(table + tl.arange(0, LANES))
     return tl.sum((ends <= tl.program_id(0)).to(tl.int32), 0)
 
 
 @kernel
 def pairs_of(order, table, expert, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """The pairs of this program's tile, all of this expert's, and which of its ROWS there are."""
+    """The pairs of this program's tile, all of this expert, and a mask of its ROWS."""
     passed = tl.load(table + expert - 1, mask=expert > 0, other=0)
     first = tl.load(table + LANES + expert) + (tl.program_id(0) - passed) * ROWS
     here = tl.arange(0, ROWS) < tl.load(table + 2 * LANES + expert) - first
@@ -144,10 +144,10 @@ def pairs_of(order, table, expert, LANES: tl.constexpr, ROWS: tl.constexpr):
 
 @kernel
 def add_experts(
-    given, chosen, weights, every, gates, out,
+    outputs, chosen, weights, dense, gates, out,
     WIDTH: tl.constexpr, COUNT: tl.constexpr, ACTIVE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a row's experts gave, weighed and added up in the order of its choice, then what all rows take."""
+    """The weighted sum of the outputs of a row's experts, in the order of `chosen`, then of the shared expert's."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -155,8 +155,8 @@ def add_experts(
     for rank in range(ACTIVE):
         pair = row * ACTIVE + rank
         used = tl.load(chosen + pair) < COUNT
-        value = tl.load(given + pair * WIDTH + columns, mask=inside & used, other=0.0).to(tl.float32)
+        value = tl.load(outputs + pair * WIDTH + columns, mask=inside & used, other=0.0).to(tl.float32)
         total += value * tl.load(weights + pair)
     if GATED:
-        total += tl.load(every + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(gates + row)
+        total += tl.load(dense + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32) * tl.load(gates + row)
     tl.store(out + row * WIDTH + columns, total.to(out.dtype.element_ty), mask=inside)

@@ -1,9 +1,9 @@
 """Triton kernels: the operations of a pass of fixed shape between its matrix products, and one matrix product.
 
-This file decides how each operation is cut into tiles so that a row's bits depend on that row alone. Every tile has the
-same shape for any number of rows; sums run over keys, inputs or splits in one order, which is that of the row's own
-text. It is the only file that imports triton, which is optional: `ops.triton_ops` imports this file and names what is
-missing. Where TRITON_INTERPRET=1 was set before the import, the same code runs on a CPU.
+This file decides how each operation is tiled so that the bits of a row depend on that row alone. A tile has the same
+shape for any number of rows; sums run over keys, inputs or splits in a fixed order, that of the row's own text. Triton
+is optional: `ops.load_kernels` imports the files of kernels and raises an error with a hint if it is missing. With
+TRITON_INTERPRET=1, set before the import, the same code runs on a CPU.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import triton
 import triton.language as tl
 
 BLOCK_KEYS = 64
-SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "query_turn",
-         "key_turn", "pairs")  # fmt: skip
-# Every launch says so: where the compiler may fuse a product with a sum, as it may by default, it decides for each
-# variant of a kernel anew, and a row's bits would depend on whether its pass has paths, windows or norms.
+SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "query_rope_start",
+         "key_rope_start", "pairs")  # fmt: skip
+# Options of every launch. By default the compiler may fuse a multiplication with an addition, and decides anew for each
+# variant of a kernel, so the bits of a row would depend on whether its pass has paths, windows or norms.
 OPTIONS = {"enable_fp_fusion": False}
 
 
 def kernel(function):
-    """triton.jit, of the bare function: a type checker's import hook may have wrapped it.
+    """triton.jit of the undecorated function, since a type checker's import hook may have wrapped it.
 
-    Sizes that differ from pass to pass do not make kernels of their own: each would be compiled anew, for seconds.
+    Sizes that differ from pass to pass are not specialized: each specialization takes seconds to compile.
     """
     bare = inspect.unwrap(function)
     return triton.jit(bare, do_not_specialize=[name for name in inspect.signature(bare).parameters if name in SIZES])
@@ -33,7 +33,7 @@ def kernel(function):
 @kernel
 def attend_splits(
     query, keys, values, largest, total, mixed,
-    tables, positions, prefixes, paths, homes, firsts, counts, shared,
+    tables, positions, prefixes, paths, tile_of, firsts, counts, shared,
     scale, cap, kv_stride, slot_stride, num_blocks, num_splits, workers, window, first_kv_head,
     HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
@@ -42,13 +42,13 @@ def attend_splits(
 ):  # fmt: skip
     """Partial attention of each row over each of its splits: largest score, sum of weights, weighted sum of values.
 
-    Program i does the splits that the rows of tile i share (their keys lie in the same slots), all its rows at once,
-    and those that row i has to itself; its worker takes one of `workers`. The partial results hold PART_HEADS heads,
-    from those of `first_kv_head` on, to which `keys` and `values` point.
+    Program i computes the splits that the rows of tile i share (their keys lie in the same slots), for all its rows at
+    once, and those that only row i has; `workers` programs share the splits of one i. The partial results hold
+    PART_HEADS heads, from those of `first_kv_head` on, to which `keys` and `values` point.
     """
     i = tl.program_id(0)
     kv_head = tl.program_id(1)
-    home, first, count = tl.load(homes + i), tl.load(firsts + i), tl.load(counts + i)
+    home, first, count = tl.load(tile_of + i), tl.load(firsts + i), tl.load(counts + i)
     position = tl.load(positions + i)
     lanes = tl.arange(0, TILE)
     lane_query, lane_head = lanes // GROUP, kv_head * GROUP + lanes % GROUP
@@ -93,11 +93,11 @@ def attend_split(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's attention over the keys `begin` to `end - 1` of one split, blocks of keys in their order.
+    """A tile's attention over the keys `begin` to `end - 1` of one split, block after block of keys.
 
     Key j lies in block `table[j // BLOCK_SIZE]` below `prefix`, and in slot `path[j - prefix]` from there on. A row
-    sees the keys up to its own position. A block of which it sees nothing leaves its sums as they were, to the bit.
-    Scores are logarithms to base 2. With CAPPED `scale` is of twice the tanh's argument, and `cap` is the bound.
+    sees the keys up to its own position. A block of keys of which it sees none leaves its sums unchanged, to the bit.
+    Scores are in base 2 (`score_factors`). With CAPPED `scale` is for twice the argument of tanh, and `cap` the bound.
     """
     dims = tl.arange(0, WIDTH)
     inside = dims < HEAD_DIM
@@ -111,8 +111,8 @@ def attend_split(
         block = tl.load(table + key // BLOCK_SIZE, mask=here, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
         if PATHS > 0:
-            astray = here & (key >= prefix)
-            slot = tl.where(astray, tl.load(path + (key - prefix), mask=astray, other=0).to(tl.int64), slot)
+            on_path = here & (key >= prefix)
+            slot = tl.where(on_path, tl.load(path + (key - prefix), mask=on_path, other=0).to(tl.int64), slot)
         at = slot * slot_stride
         k = tl.load(keys + at[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
         seen = valid[:, None] & (key[None, :] <= positions[:, None])
@@ -125,7 +125,7 @@ def attend_split(
 
 @kernel
 def attend_block(q, k, v, seen, scale, cap, top, weight, acc, CAPPED: tl.constexpr):
-    """The sums with one more block of keys, of which each row sees some."""
+    """The online-softmax sums after one more block of keys; `seen` masks the keys of each row."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if CAPPED:
         scores = cap - 2.0 * cap / (1.0 + tl.exp2(tl.minimum(scores, 100.0)))
@@ -144,9 +144,9 @@ def join_splits(
     HEADS: tl.constexpr, PART_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """A row's partial sums of one head become its result, split after split; a row without position gets zeros.
+    """Join the partial sums of one row and head, split after split; a row without position gets zeros.
 
-    With SINKS the sum of weights begins with that of a head's score of nothing.
+    With SINKS the sum of weights starts with that of the head's sink.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -183,7 +183,7 @@ def add_norm(
     x, delta, delta_gain, gain, added, normed, eps,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr, DELTA_NORMS: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """`added` = x + delta, delta normed with DELTA_NORMS, and `normed` the sum's norm."""
+    """`added` = x + delta (normed first with DELTA_NORMS), and `normed` = the RMS norm of the sum."""
     row = tl.program_id(0)
     columns = tl.arange(0, WIDTH)
     inside = columns < HIDDEN
@@ -202,14 +202,14 @@ def add_norm(
 
 @kernel
 def root_mean_square(value, HIDDEN: tl.constexpr, eps):
-    """What a row is multiplied by in its root-mean-square norm."""
+    """The factor of a row in its RMS norm: the reciprocal of its root mean square."""
     wide = value.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
 
 
 @kernel
 def gained(value, scale, gain):
-    """A norm's result: gains of float32 multiply before it is rounded, others behind that."""
+    """The normed value times its gain: a float32 gain is applied before rounding, others after it."""
     norm = value.to(tl.float32) * scale
     if gain.dtype == value.dtype:
         norm = norm.to(value.dtype).to(tl.float32)
@@ -218,14 +218,15 @@ def gained(value, scale, gain):
 
 @kernel
 def rotate_store(
-    qkv, cos, sin, positions, slots, gains, query, keys, values, eps, kv_stride, slot_stride, query_turn, key_turn,
+    qkv, cos, sin, positions, slots, gains, query, keys, values, eps, kv_stride, slot_stride,
+    query_rope_start, key_rope_start,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     NORMS: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: norm its query or key where the family does, rotate it, and put it where it belongs.
+    """One head of one row: norm its query or key (NORMS), rotate it, and store it.
 
-    The tables of rotations begin at `query_turn` and `key_turn`. With JOINT the norm is of all query heads as one, or
-    of all key heads.
+    The rotary tables of the layer begin at rows `query_rope_start` and `key_rope_start`. With JOINT the norm is over
+    all query heads, or all key heads, together.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -252,7 +253,9 @@ def rotate_store(
             gain = gains + head * HEAD_DIM + dims
             first = gained(first, scale, tl.load(gain, mask=inside, other=0.0))
             second = gained(second, scale, tl.load(gain + HEAD_DIM // 2, mask=inside, other=0.0))
-        turn = tl.maximum(tl.load(positions + row), 0).to(tl.int64) + tl.where(head < HEADS, query_turn, key_turn)
+        turn = tl.maximum(tl.load(positions + row), 0).to(tl.int64) + tl.where(
+            head < HEADS, query_rope_start, key_rope_start
+        )
         c = tl.load(cos + turn * HEAD_DIM + dims, mask=inside, other=0.0)
         s = tl.load(sin + turn * HEAD_DIM + dims, mask=inside, other=0.0)
         a, b = first.to(tl.float32), second.to(tl.float32)
@@ -276,7 +279,7 @@ def activate(
     gate_up, out, alpha, limit,
     WIDTH: tl.constexpr, PLAIN: tl.constexpr, GELU: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What an MLP makes of a row that holds its gate and behind it its up, or of one that is PLAIN."""
+    """The activation of an MLP row: act(gate) * up of a row [gate, up], or act of the whole row if PLAIN."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -304,9 +307,9 @@ def one_gemm(
     x, weight, bias, out, rows, outputs,
     WIDTH: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """x @ weight.T + bias: each sum over the inputs is one chain in ascending order, whatever the tile.
+    """x @ weight.T + bias; each sum runs over the inputs in ascending order, whatever the tile.
 
-    Tiles of the same weights follow one another, so that they are read from memory once.
+    Tiles with the same weights are consecutive, so that the weights are read from memory once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -323,7 +326,7 @@ def sum_products(
     x_at, weight_at, is_row, is_output,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows times weights, which begin at these places: sums over the inputs in ascending order, in float32."""
+    """The products of the rows at `x_at` with the weights at `weight_at`, summed over the inputs in ascending order."""
     term = tl.arange(0, INPUTS)
     acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, WIDTH, INPUTS):

@@ -1,14 +1,13 @@
-"""VerdictGraph: a round's draws and verdict as one captured graph, for every parameter of sampling but processors.
+"""VerdictGraph: the sampling and verification of a round as one captured CUDA graph.
 
-This module decides which rounds are judged so, and in which sizes. Launched one by one, the small kernels of a verdict
-take the host longer than a small target takes to compute. The graph gives to the bit what `verify` gives: it runs the
-same functions of tensors, `Draws.draw` and the rule, over tables that are filled in one copy.
+This module decides which rounds it serves, and in which sizes. Launched one by one, the small kernels of a verdict take
+the host longer than a small target takes to compute. The graph gives the same bits as `verify`: it runs the same tensor
+functions, `Draws.draw` and the rule, over tables that are filled in one copy.
 
-It leaves to `verify`: requests with their own logits processors, which are Python; guesses that are judged by the laws
-they were drawn from; grammars over guesses that the host has not seen; rounds of more than MOST_ROWS nodes; and tables
-that would be too large: more than MOST_IDS biased or counted ids, or end tokens, in a row, more than that many tokens
-in its banned words, or deep drafts behind so many counted ids that comparing them takes more than MOST_PAIRS rows of
-logits for each node.
+`verify` handles the other rounds: requests with logits processors, which are Python; rejection modes, which need the
+drafter's laws; grammars over draft tokens that the host does not know; rounds of more than MOST_ROWS nodes; and tables
+that would be too large: over MOST_IDS biased ids, counted ids, end tokens or tokens of banned words in a row, or deep
+drafts with so many counted ids that comparing them takes more than MOST_PAIRS rows of logits for each node.
 """
 
 from __future__ import annotations
@@ -36,37 +35,37 @@ from forerun.sampling.transforms import PathState, Transforms, masks_of
 from forerun.sampling.winners import FEW
 from forerun.tree import DraftTree
 
-MOST_ROWS = 192  # of a round that is judged by a graph
-ROWS_AT_ONCE = 32  # are drawn, so that what that takes is bounded:
-WORK = 16  # times their logits: at most 11 in tensors; as torch sorts it is 4, and the rest is for its inside
-SPARE = 8  # how many times its rows a round may be padded to, rather than that another graph is captured,
-LEAST_DEPTH = 4  # of a graph that judges guesses at all
-WIDER = 4  # and how many times the width of its tables
+MOST_ROWS = 192  # nodes of a round that a graph verifies
+ROWS_AT_ONCE = 32  # rows that are sampled at a time, which bounds the memory of their tensors
+WORK = 16  # memory for those, in units of their logits: at most 11 in tensors, and the work space of torch's sort
+SPARE = 8  # a round is padded to a captured graph of up to this many times its rows
+WIDER = 4  # and of up to this many times the width of its tables
+LEAST_DEPTH = 4  # of a graph that verifies drafts
 MOST_IDS = 16_384  # of a row, in any table
-MOST_PAIRS = 4  # of ids and guesses that are compared for each node, in parts of the vocabulary,
-LEAST_PAIRS = 2**15  # or so many where it is small
+MOST_PAIRS = 4  # pairs of counted ids and draft tokens compared for each node, in multiples of the vocabulary
+LEAST_PAIRS = 2**15  # allowed for any vocabulary
 TableSizes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 HEAT = Steps(greedy=True, sampled=True, heat=True)
 
 
 def verdict_bytes(vocab: int) -> int:
-    """What the graphs of verdicts work in, beside the logits that they judge; tables take some MB."""
+    """Bytes of work space of the verdict graphs, beside the logits; their tables take a few MB more."""
     return WORK * ROWS_AT_ONCE * max(vocab, LEAST_PAIRS // MOST_PAIRS) * torch.float32.itemsize
 
 
 def kinds_of(steps: Steps) -> tuple[bool, ...]:
-    """Which groups of transforms there are: few, so that there are few graphs."""
+    """Which groups of sampling transforms are needed: few groups, so that there are few graphs."""
     edits = steps.counted + steps.fixed + steps.ends + steps.words
     return edits > 0, steps.masks > 0, steps.min_p or steps.top_k > 0, steps.top_p
 
 
 def holds(steps: Steps, needed: Steps) -> bool:
-    """Whether transforms can do what is needed, and no kind that is not, in tables that are not much wider."""
-    return all(need <= mine <= WIDER * need for mine, need in zip(steps, needed, strict=True))
+    """Whether the transforms `steps` cover `needed`, with no further kinds, in tables that are not much wider."""
+    return all(need <= width <= WIDER * need for width, need in zip(steps, needed, strict=True))
 
 
 def fixed_steps(needed: Steps, depth: int, vocab: int) -> Steps | None:
-    """The transforms of a new graph, in widths that serve other rounds too; None for those that no graph can make."""
+    """The transforms of a new graph, in widths that serve other rounds too; None if no graph can compute them."""
     edits, _, cuts, _ = kinds_of(needed)
     kept = min(rounded(needed.top_k, 64), vocab) if cuts else 0
     steps = needed._replace(greedy=True, sampled=True, heat=True, min_p=cuts, top_k=kept)
@@ -86,7 +85,7 @@ def fixed_steps(needed: Steps, depth: int, vocab: int) -> Steps | None:
 
 
 def rounded(width: int, least: int) -> int:
-    """The width of a graph's table: a power of two, and not the smallest ones."""
+    """The width of a graph's table: a power of two, at least `least`."""
     return max(least, power_of_two(width))
 
 
@@ -98,15 +97,15 @@ class VerdictShape(NamedTuple):
     nodes: int
     depth: int
     steps: Steps = HEAT
-    ranked: int = 0  # how many log-probabilities are wanted of a token, itself among them
+    ranked: int = 0  # log-probabilities returned for each token, its own included
 
     def holds(self, other: VerdictShape) -> bool:
-        """Whether rounds of another shape fit, without too much padding or work that nobody asks for.
+        """Whether rounds of shape `other` fit into this graph, without too much padding or unneeded work.
 
-        Rounds without guesses are common, and walk no paths.
+        Rounds without drafts are common and have graphs of their own.
         """
         large = (self.depth > 0) == (other.depth > 0) and all(
-            mine >= needed for mine, needed in zip(self[:4], other[:4], strict=True)
+            size >= needed for size, needed in zip(self[:4], other[:4], strict=True)
         )
         rows = max(ROWS_AT_ONCE, SPARE * other.rows)
         small = self.rows <= rows and self.batch * self.nodes <= SPARE * rows
@@ -114,7 +113,7 @@ class VerdictShape(NamedTuple):
         return large and small and ranks and holds(self.steps, other.steps)
 
     def rounded(self, vocab: int) -> VerdictShape | None:
-        """The shape of a new graph for such a round; None where no graph can judge it."""
+        """The shape of a new graph for such a round; None if no graph can verify it."""
         depth = max(LEAST_DEPTH, power_of_two(self.depth)) if self.depth else 0
         steps = fixed_steps(self.steps, depth, vocab)
         if steps is None:
@@ -132,7 +131,7 @@ def row_sizes(rows: int, steps: Steps, vocab: int) -> TableSizes:
 
 
 def in_parts(at: PathState, work: Callable[[slice, PathState], Tensor]) -> Tensor:
-    """What comes of work on some nodes at a time, together."""
+    """The results of `work` on at most ROWS_AT_ONCE nodes at a time, concatenated."""
     parts = []
     for first in range(0, len(at.row), ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
@@ -143,11 +142,11 @@ def in_parts(at: PathState, work: Callable[[slice, PathState], Tensor]) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The static tensors of one graph; all but logits are filled in one copy.
+    """The static tensors of one verdict graph; all but the logits are filled in one copy.
 
-    By name: the transforms' (`RoundTables.arrays`); of each sequence `keys` of its noise; of each row of logits its
-    sequence `seq`, its `positions` and its `node` among those of all sequences; of each node its `tokens`, its
-    `parents` and the `row` of its logits, one past the last where none were read; and `masks` of rows.
+    Tables: those of the sampling transforms (`RoundTables.arrays`); for each sequence the `keys` of its noise; for each
+    row of logits its sequence (`seq`), `positions` and `node` (index among the nodes of all sequences), and grammar
+    `masks`; for each node `tokens`, `parents` and the `row` of its logits, or the number of rows if it was not read.
     """
 
     packed: PackedTables
@@ -158,7 +157,7 @@ class Tables:
 
 
 class VerdictGraph:
-    """What a rule says of the tokens that a round's draws give, in graphs of a few shapes."""
+    """Samples the target's tokens of a round and applies the tree rule to them, in graphs of few shapes."""
 
     def __init__(self, graphs: Graphs, device: torch.device, vocab: int) -> None:
         self.graphs, self.device, self.vocab = graphs, device, vocab
@@ -167,10 +166,10 @@ class VerdictGraph:
     def judge(
         self, draws: Draws, tree: DraftTree, logits: Float[Tensor, "nodes vocab"], rule: TreeRule
     ) -> Judged | None:
-        """What `rule` says of the target's own token after each node; None for rounds that no graph can judge.
+        """The verdict of `rule` on the target's token after each node; None if no graph can verify the round.
 
-        Where requests want log-probabilities, it brings them along. The result holds until the next verdict. Raises
-        RequestFailed where a grammar fails.
+        Log-probabilities are included if requests ask for them. The result is valid until the next call. Raises
+        RequestFailed if a grammar fails.
         """
         if type(draws) is not Draws or (draws.constrained and tree.unseen):
             return None
@@ -194,7 +193,7 @@ class VerdictGraph:
         )
 
     def shape_of(self, needed: VerdictShape) -> VerdictShape | None:
-        """The narrowest shape there is that holds the round, else a new one; None where no graph can judge it."""
+        """The smallest captured shape that holds the round, else a new one; None if no graph can verify it."""
         exact = needed.rounded(self.vocab)
         if exact is None:
             return None
@@ -203,7 +202,7 @@ class VerdictGraph:
         )
 
     def tables_of(self, shape: VerdictShape) -> Tables:
-        """The tensors of this shape, always the same as long as it is kept."""
+        """The tensors of this shape; the same ones while the shape is kept."""
 
         def make() -> Tables:
             of_rows = dict.fromkeys(("seq", "positions", "node"), (shape.rows,)) | {"keys": (shape.batch,)}
@@ -218,7 +217,7 @@ class VerdictGraph:
         return self.tables.take(shape, make)
 
     def fill(self, tables: Tables, shape: VerdictShape, draws: Draws, tree: DraftTree, rows: RoundTables) -> None:
-        """What the host knows of the round: all but logits, and tokens that it has not seen."""
+        """Fill the tables with all that the host knows: not the logits, nor tokens sampled on the device."""
         seq, positions, node = list[int](), list[int](), list[int]()
         tokens, parents, row = ([filler] * (shape.batch * shape.nodes) for filler in (0, -1, shape.rows))
         for i, host in enumerate(tree.host()):
@@ -237,7 +236,7 @@ class VerdictGraph:
 
 
 def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -> Judged:
-    """The rule, of what is drawn. Tensor code alone."""
+    """Sample the target's tokens and apply the rule. It only calls tensor operations, so it can be captured."""
     tokens, parents, row = (tables[name].view(shape.batch, shape.nodes) for name in ("tokens", "parents", "row"))
     read = (row < shape.rows) & (tokens >= 0)
     tree = DraftTree(torch.where(read, tokens, -1), torch.where(read, parents, -1), shape.depth)
@@ -256,7 +255,7 @@ def verdict(tables: Tables, shape: VerdictShape, num_ids: int, rule: TreeRule) -
 
 
 def nodes_of(tables: Tables, steps: Steps, tree: DraftTree) -> PathState:
-    """What `Draws.nodes` gives, of all rows of logits."""
+    """The sampling state of all rows of logits, as `Draws.nodes` gives it."""
     seq, reads_paths = tables["seq"], steps.words or steps.counted
     paths = tree.path_tokens().flatten(0, 1)[tables["node"]] if reads_paths else seq.new_empty(len(seq), 0)
     return PathState(seq, paths, tables["positions"], masks=tables["masks"] if steps.masks else None)

@@ -17,7 +17,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.config import Quantization
 from forerun.machine import order_of_sums
-from forerun.models.backends.base import ChainDrawer, DecoderParts, Entered, Stream
+from forerun.models.backends.base import AttentionInputs, ChainDrawer, DecoderParts, Stream
 from forerun.models.backends.torch_cpu.attention import attend, query_rule
 from forerun.models.backends.torch_cpu.grouped import GroupedLinear, GroupedWeight
 from forerun.models.backends.torch_cpu.linear import CappedLinear, make_linear
@@ -84,14 +84,14 @@ class TorchExecutor:
         return rms_norm(x, gain, self.parts.config.norm_eps)
 
     def run(
-        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: Entered | None = None
+        self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
         eps, total, turns = self.parts.config.norm_eps, len(x), dict[int, tuple[Tensor, Tensor]]()
         x = pad_rows(x, padded_rows(total))
         inputs = None if read is None else pad_rows(read, len(x))
         for i in layers:
             attention, mlp = self.parts.layers[i].attention, self.parts.layers[i].mlp
-            first = attention.first_turn
+            first = attention.rope_start
             turns[first] = turns.get(first) or self.turns(attention, batch.positions, len(x))
             inputs = normed(x, attention.norm, eps) if inputs is None else inputs
             mixed = self.mix(attention, inputs, batch, (cache.keys[i], cache.values[i]), turns[first])
@@ -105,10 +105,10 @@ class TorchExecutor:
         self, layer: Attention, positions: Int[Tensor, " total"], rows: int
     ) -> tuple[Float[Tensor, "rows turned head_dim"], Float[Tensor, "rows turned head_dim"]]:
         """Cosines and sines of positions in a layer's tables, padded to so many rows: of all heads, or of each."""
-        c, of_queries = self.parts.config, layer.first_query_turn
-        heads = [(layer.first_turn, 1)]
+        c, of_queries = self.parts.config, layer.query_rope_start
+        heads = [(layer.rope_start, 1)]
         if of_queries is not None:
-            heads = [(of_queries, c.heads), (layer.first_turn, c.kv_heads)]
+            heads = [(of_queries, c.heads), (layer.rope_start, c.kv_heads)]
 
         def of(table: Tensor) -> Tensor:
             each = [table[positions + first][:, None].expand(-1, count, -1) for first, count in heads]
@@ -148,7 +148,7 @@ class TorchExecutor:
         values.index_copy_(1, batch.slots, value.transpose(0, 1))
         return rotated[:total, : c.heads]
 
-    def remember(self, read: Entered, batch: TokenBatch, cache: PagedCache) -> None:
+    def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
         """Keys and values alone, layer by layer; nothing looks at them yet."""
         read = pad_rows(read, padded_rows(len(read)))
         for i, layer in enumerate(self.parts.layers):

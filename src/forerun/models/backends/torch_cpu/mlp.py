@@ -24,25 +24,25 @@ SERIAL_ELEMENTS = 32_767  # torch splits larger functions over threads, at any e
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Each token's experts, the likeliest first, and their weights; `every` weighs the MLP that all tokens take."""
+    """The experts of each token, by descending weight, their weights, and the gate of the shared expert."""
 
     experts: Int[Tensor, "tokens active"]
     weights: Float[Tensor, "tokens active"]
-    every: Float[Tensor, "tokens 1"] | None
+    dense_gate: Float[Tensor, "tokens 1"] | None
 
 
 def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple[Float[Tensor, "rows hidden"], int]:
     """What is added to normed rows, of which the first are tokens; and how many experts were read."""
     if mlp.router is None:
-        assert mlp.every is not None, "a layer without a router has a dense MLP"
-        return run_gated(mlp.every, x), 0
+        assert mlp.dense is not None, "a layer without a router has a dense MLP"
+        return run_gated(mlp.dense, x), 0
     routes = choose_experts(mlp.router, x, num_tokens)
     outputs, num_read = run_experts(mlp.experts, x, routes.experts)
     total = outputs[:, 0].float() * routes.weights[:, :1]
     for rank in range(1, mlp.router.active):
         total = total + outputs[:, rank].float() * routes.weights[:, rank : rank + 1]
-    if mlp.every is not None and routes.every is not None:
-        total = total + run_gated(mlp.every, x)[:num_tokens].float() * routes.every
+    if mlp.dense is not None and routes.dense_gate is not None:
+        total = total + run_gated(mlp.dense, x)[:num_tokens].float() * routes.dense_gate
     return pad_rows(total.to(x.dtype), len(x)), num_read
 
 
@@ -82,8 +82,8 @@ def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes
     chosen = powers[:, : router.active]
     total = sum_columns(chosen if router.normalised else powers[:, : router.count])
     gate = logits[:, router.count :]
-    every = by_rows(torch.sigmoid, in_lanes(gate, 0.0))[:, :1] if gate.shape[1] else None
-    return Routes(ranked.indices[:, : router.active], chosen / total, every)
+    dense_gate = by_rows(torch.sigmoid, in_lanes(gate, 0.0))[:, :1] if gate.shape[1] else None
+    return Routes(ranked.indices[:, : router.active], chosen / total, dense_gate)
 
 
 def run_experts(
