@@ -9,7 +9,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 from unittest.mock import patch
 
 import jaxtyping
@@ -26,9 +26,10 @@ by_jaxtyping = jaxtyping.jaxtyped
 
 
 class Current:
-    """The number of the test that runs; below 0 where nothing is to be checked."""
+    """What the test that runs has called, by what makes these begin anew; and whether nothing is to be checked."""
 
-    test = 0
+    called: ClassVar[list[Callable[[], None]]] = []
+    off = False
 
 
 def install(package: str) -> None:
@@ -40,7 +41,9 @@ def install(package: str) -> None:
 
 def next_test() -> None:
     """Count the first calls anew."""
-    Current.test += 1
+    for begin in Current.called:
+        begin()
+    Current.called.clear()
 
 
 def checked_now_and_then(subject: Any) -> Any:
@@ -57,19 +60,26 @@ def checked_now_and_then(subject: Any) -> Any:
 
 def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, checked in its first calls of each test and in one of EVERY later ones."""
-    num_calls, test, check = 0, 0, None
-    function.__annotations__ = {name: resolved(hint, function) for name, hint in function.__annotations__.items()}
+    unchecked, num_calls, check = 0, 0, None  # how many calls are not checked before the next one that is
+    function.__annotations__ = resolved_hints(function)
+
+    def begin() -> None:
+        nonlocal unchecked, num_calls
+        unchecked = num_calls = 0
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        nonlocal num_calls, test, check
-        if Current.test < 0:
+        nonlocal unchecked, num_calls, check
+        if unchecked > 0:  # which most calls are: nothing else is looked at
+            unchecked -= 1
             return function(*arguments, **named)
-        if test != Current.test:
-            num_calls, test = 0, Current.test
+        if Current.off:
+            return function(*arguments, **named)
+        if not num_calls:
+            Current.called.append(begin)
         num_calls += 1
-        if num_calls > FIRST and num_calls % EVERY:
-            return function(*arguments, **named)
+        if num_calls >= FIRST:
+            unchecked = EVERY - 1
         if check is None:  # not before it is needed: it takes a millisecond
             check = checked_always(function)
         return check(*arguments, **named)
@@ -82,6 +92,7 @@ def checked_always(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A call is then a context of jaxtyping's. Its decorator does the same in twice the time, and is left what is hard.
     """
+    function.__annotations__ = resolved_hints(function)  # what was defined further down is defined by now
     parts = [part for hint in function.__annotations__.values() for part in parts_of(hint)]
     shapes = [part.dim_str for part in parts if inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray)]
     unknown = any(isinstance(part, str) for part in parts) or any("{" in shape for shape in shapes)
@@ -105,8 +116,12 @@ def parts_of(hint: Any) -> Iterator[Any]:
         yield from parts_of(part)
 
 
+def resolved_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """What annotations that are strings stand for here and now, as a test may replace the names later."""
+    return {name: resolved(hint, function) for name, hint in function.__annotations__.items()}
+
+
 def resolved(hint: Any, function: Callable[..., Any]) -> Any:
-    """What an annotation that is a string stands for here and now, as a test may replace the name later."""
     try:
         return eval(hint, function.__globals__) if isinstance(hint, str) else hint
     except (NameError, TypeError):  # defined further down, or a form that only type checkers know
