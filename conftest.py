@@ -36,6 +36,16 @@ if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While tests are collected, no garbage is looked for: modules and tests stay, and the search takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     """Mark `full` those cases of a test that its marker `short` does not name.
 

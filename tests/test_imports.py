@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,11 @@ ORDER = """
 RANK = {part: rank for rank, line in enumerate(ORDER.strip().splitlines()) for part in line.split()}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def part_of(path: Path) -> str:
     """The file or folder directly below forerun that a module belongs to."""
     return path.relative_to(SRC / "forerun").parts[0].removesuffix(".py")
@@ -55,7 +61,7 @@ def part_of(path: Path) -> str:
 
 def imported_parts(path: Path) -> Iterator[tuple[int, str]]:
     """(line, part) of every import of forerun's own, also those for type checkers and inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -72,7 +78,7 @@ def test_imports_go_one_way_and_a_docstring_says_why_the_file_exists(path: Path)
     for line, part in imported_parts(path):
         assert part in RANK, f"{path}:{line}: import {part} from the module that defines it"
         assert part == own or RANK[part] < RANK[own], f"{path}:{line}: {own} may not import {part}"
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path} has no module docstring"
+    assert ast.get_docstring(parsed(path)), f"{path} has no module docstring"
 
 
 def module_name(path: Path) -> str:
@@ -98,7 +104,7 @@ def test_no_modules_import_each_other_for_types_either() -> None:
     names = {module_name(path): path for path in MODULES}
     imports = {}
     for name, path in names.items():
-        nodes = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.ImportFrom)]
+        nodes = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom)]
         targets = {f"{n.module}.{alias.name}" for n in nodes for alias in n.names} | {n.module for n in nodes}
         imports[name] = {target for target in targets if target in names} - {name, "forerun"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]

@@ -28,10 +28,10 @@ IN_GGUF = {"eagle": {"models/gguf/config.py", "models/gguf/tensors.py"}}  # whic
 @cache
 def texts(path: Path) -> set[str]:
     """The texts of a module, docstrings left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone)
-    return {node.value for node in nodes if isinstance(node.value, str)}
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone)
+    return {node.value for node in constants if isinstance(node.value, str)}
 
 
 @pytest.mark.parametrize("kind", NAMES)
