@@ -21,7 +21,7 @@ from forerun.request import Request
 SRC = Path(forerun.__file__).parent
 PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([\w/]+\.py)` \|", re.MULTILINE)
-PARAMS = SamplingParams(temperature=0.7, seed=1, max_tokens=64, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.7, seed=1, max_tokens=32, ignore_eos=True)
 WARM_ROUNDS = 6
 pytestmark = pytest.mark.skipif(
     find_kernels("auto", torch.float32) is None, reason="the way is that of the compiled path"

@@ -40,6 +40,7 @@ def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Sequence[Sampli
     return found
 
 
+@pytest.mark.short("eagle", "mtp-of-3")
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guess by guess, at any temperature, for one sequence and for several that accept as much as they like."""
@@ -55,6 +56,7 @@ def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkey
     assert begun == later
 
 
+@pytest.mark.short("eagle-1", "mtp")
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_a_steady_round_finds_its_chains_begun(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but those behind the prompt; none are made twice."""
@@ -71,6 +73,7 @@ def test_a_steady_round_finds_its_chains_begun(draft: str, monkeypatch: pytest.M
     assert num_drafted <= len(runs) <= num_drafted + 1, "the last round does not know that it is the last"
 
 
+@pytest.mark.short("eagle")
 @pytest.mark.parametrize("draft", ["eagle", "mtp-of-3"])
 def test_an_answer_that_ends_leaves_the_chains_to_the_others(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imagine_captures(monkeypatch)

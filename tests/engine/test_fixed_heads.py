@@ -111,9 +111,8 @@ def plain() -> Sequence[Sequence[int]]:
 
 
 @pytest.mark.short(
-    "model:stories280k-tree", "hydra-chain", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-*", "block-tree",
-    "early-exit:adapted-chain",
-)  # fmt: skip
+    "model:stories280k-tree", "medusa-tree", "eagle-1-chain", "eagle-tree", "mtp-of-3-tree", "block-tree"
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation) -> None:

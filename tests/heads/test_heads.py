@@ -115,7 +115,7 @@ def test_an_eagle_3_layer_in_a_gguf_file_guesses_as_the_folders(made: Callable[[
         Blueprint.of(str(file))
 
 
-@pytest.mark.short("medusa", "eagle-3", "mtp of 3")
+@pytest.mark.short("medusa", "eagle-3")
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "adapter"])
 def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(
     form: str, made: Callable[[str], Path]

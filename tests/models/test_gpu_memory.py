@@ -147,7 +147,7 @@ def widest_filter(engine: Engine) -> None:
 ROUNDS = (plain_round, long_prompts, largest_verdict_graph, prompts_beside_guesses, most_guesses, widest_filter)
 
 
-@pytest.mark.short("llama-int8", "experts-int4", "large-vocabulary")
+@pytest.mark.short("experts-int4", "large-vocabulary")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_planned_for_passes_is_what_they_hold(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
