@@ -303,7 +303,7 @@ def test_an_answer_without_a_text_of_a_model_for_conversations_names_chat(
     talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "STORY", [2])
-    ended = "by the model, without a text: it was made for conversations, which `forerun chat` holds"
+    ended = "by the model, without a text: it is a chat model; use `forerun chat`"
     assert ended in generate("x", COLUMNS="200").stderr
     monkeypatch.setattr(talking, "tokenizer", TOKENIZER)
     assert "forerun chat" not in generate("x", COLUMNS="200").stderr

@@ -388,7 +388,7 @@ def test_without_the_chat_model_the_bundled_ones_go_on_with_code(
     result = CliRunner().invoke(cli.app, ["demo", "-n", "6"])
     assert result.exit_code == 0
     said = " ".join(result.stderr.split())
-    assert "The bundled models take its place: " in said
+    assert "Using the bundled models instead: " in said
     assert "FORERUN_OFFLINE is set: unset it" in said
     assert "1/2, temperature 0  a/story.py" in result.stdout
 

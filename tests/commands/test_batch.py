@@ -107,7 +107,7 @@ def test_control_c_keeps_what_is_answered_and_the_rest_comes_out_the_same(
     monkeypatch.setattr(llm.engine, "step", step)
     stopped = run()
     assert stopped.exit_code == 130
-    assert "The same command goes on." in stopped.stderr
+    assert "The same command resumes." in stopped.stderr
     assert not llm.engine.has_work
     assert all(line + b"\n" in whole for line in file.read_bytes().splitlines())
     assert run().exit_code == 0
@@ -162,7 +162,7 @@ def test_lines_that_cannot_be_answered_are_reported_and_can_be_mended(
     for number in (2, 4, 6, 7, 9):
         assert f"error: {prompts}:{number}: " in result.stderr
     assert "error: line 5: prompt: " in result.stderr
-    assert "2 of 8 lines answered; 6 skipped: mend them and run the same command again" in result.stderr
+    assert "2 of 8 lines answered; 6 skipped: fix them and run the same command again" in result.stderr
     assert [answer["line"] for answer in answers(prompts)] == [1, 8]
     lines[1] = '{"prompt": "Two"}'
     prompts.write_text("\n".join(lines[:2]) + "\n\n\n\n\n\n" + '{"prompt_token_ids": [1, 5, 6]}')
@@ -260,5 +260,5 @@ def test_a_line_with_parameters_of_its_own_is_not_answered_as_if_it_had_none(
 ) -> None:
     prompts.write_text('{"prompt": "Once", "max_tokens": 3}\n{"prompt": "One", "category": "tales"}\n')
     result = run()
-    assert f"{prompts}:1: max_tokens in a line does not count" in result.stderr
+    assert f"{prompts}:1: max_tokens has no effect in a line" in result.stderr
     assert len(answers(prompts)) == 1

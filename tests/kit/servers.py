@@ -167,7 +167,7 @@ def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **set
         for each in engines or [llm]:
             assert not each.engine.has_work
             assert each.engine.runner.cache.num_rows == 0
-        assert not server.service.gate.visits.total()
+        assert not server.service.gate.num_open.total()
         assert not server.service.gate.held.total()
 
 

@@ -517,7 +517,7 @@ def test_amounts_are_read_as_people_write_them(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "B", "1T", "-3M", "1.2.3B"])
 def test_what_is_no_amount_is_named(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"parameters: .* is no number of parameters: write it like 21M"):
+    with pytest.raises(InvalidRequest, match=r"parameters: .* is not a number of parameters: write it like 21M"):
         read_amount(text)
 
 
@@ -582,7 +582,7 @@ def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     [
         ((), "there is nothing to grow to: give --parameters 0.5B"),
         (("--parameters", "5M", "--layers", "9"), "give it or the sizes, not both"),
-        (("--parameters", "five"), "'five' is no number of parameters"),
+        (("--parameters", "five"), "'five' is not a number of parameters"),
         (("--parameters", "5K"), "must be at least the model's own"),
         (("--layers", "1"), "layers: 1 must be a whole number of at least"),
     ],

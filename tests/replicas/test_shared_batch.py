@@ -128,7 +128,7 @@ def test_control_c_cancels_what_replicas_answer_and_the_same_command_goes_on(
     monkeypatch.setattr(SharedBatch, "step", step)
     stopped = run("cut", "--replicas", "2")
     assert stopped.exit_code == 130
-    assert "The same command goes on." in stopped.stderr
+    assert "The same command resumes." in stopped.stderr
     assert not any(replicas.under_way.values())
     assert len((tmp_path / "cut").read_bytes().splitlines()) < len(STORIES)
     run("cut", "--replicas", "2")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import ChatTemplateError
-from forerun.serve.calls import FORMS, HERMES, LLAMA, call_of, object_call, parsed
+from forerun.serve.calls import FORMS, HERMES, LLAMA, call_of, object_call, parse_json
 from forerun.serve.parts import AnswerForm, AnswerSplitter, ReasoningTags
 from forerun.serve.problems import ApiError
 from forerun.serve.template_forms import call_form
@@ -183,7 +183,7 @@ def test_a_call_has_the_arguments_that_the_model_wrote_or_stays_text(form: Any, 
     text = f'{form.opening}{{"name": "weather", {written}}}{form.closing}'
     expected = ("content", text) if arguments is None else ("call", ("weather", arguments))
     assert parts(answer(form, FUNCTIONS), [text]) == [expected]
-    call = object_call(parsed(f'{{"name": "weather", {written}}}'), FUNCTIONS)
+    call = object_call(parse_json(f'{{"name": "weather", {written}}}'), FUNCTIONS)
     assert call is None or call.arguments.encode(), "it can be sent"
 
 

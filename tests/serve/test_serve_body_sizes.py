@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.serve.body import parsed_body
+from forerun.serve.body import parse_json_body
 from forerun.serve.harmony import history
 from forerun.serve.inputs import input_messages, message_fields
 from forerun.serve.parse import prepared
@@ -58,7 +58,9 @@ def asked(body: dict[str, Any], endpoint: Endpoint, lenient: bool) -> tuple[floa
     """Seconds of this thread's processor time that a body takes before anything runs, and what is said of it."""
     raw, began_s = json.dumps(body).encode(), time.thread_time()
     try:
-        prepared(parsed_body(raw), endpoint, plain(), "", ServeSettings(lenient=lenient, trust_request_templates=True))
+        prepared(
+            parse_json_body(raw), endpoint, plain(), "", ServeSettings(lenient=lenient, trust_request_templates=True)
+        )
         problem = ""
     except (InvalidRequest, ApiError) as error:
         problem = json.dumps(problem_of(error).body)
@@ -108,7 +110,7 @@ def test_no_field_takes_long_or_is_repeated_whole_in_any_shape(endpoint: Endpoin
 def test_a_long_body_is_judged_in_a_moment_and_in_a_few_words(raw: str, code: str) -> None:
     began_s = time.thread_time()
     try:
-        prepared(parsed_body(raw.encode()), "completions", plain(), "", TRUSTING)
+        prepared(parse_json_body(raw.encode()), "completions", plain(), "", TRUSTING)
         body: dict[str, Any] = {"error": {"code": ""}}
     except (InvalidRequest, ApiError) as error:
         body = problem_of(error).body

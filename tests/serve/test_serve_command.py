@@ -84,8 +84,8 @@ def test_settings_are_checked(field: str) -> None:
     ("content", "said"),
     [
         (b"\xff\xfe", "cannot be read"),
-        (b"a k1\nb k1\n", "line 2, has a key that is there already"),
-        ("k\u00fc".encode(), "line 1: a key is of ASCII characters"),
+        (b"a k1\nb k1\n", "line 2, repeats a key"),
+        ("k\u00fc".encode(), "line 1: a key must be printable ASCII"),
     ],
 )
 def test_a_file_of_keys_that_would_not_do_is_refused(content: bytes, said: str, tmp_path: Path) -> None:

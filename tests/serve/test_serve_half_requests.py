@@ -39,7 +39,7 @@ def test_bodies_without_an_end_take_no_place_in_the_queue(server: Running) -> No
         for number in range(300):
             stack.enter_context(server.raw(head(PATHS[number % len(PATHS)], 99) + b"{"))
         until(lambda: len(server.server.service.uploads.under_way) == 300)
-        assert not server.server.service.gate.visits.total()
+        assert not server.server.service.gate.num_open.total()
         assert text(server) == expected()
     until(lambda: not server.server.service.uploads.under_way)
 

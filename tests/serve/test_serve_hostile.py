@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forerun.errors import ChatTemplateError
 from forerun.serve import service
-from forerun.serve.envelope import written, written_pieces
+from forerun.serve.envelope import encode_json, encode_json_pieces
 from forerun.serve.parse import prepared
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
@@ -80,7 +80,7 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_pieces_of_an_answer_are_the_answer(value: Any) -> None:
-    assert b"".join(written_pieces(value)) == written(value)
+    assert b"".join(encode_json_pieces(value)) == encode_json(value)
 
 
 def test_a_long_answer_is_written_in_another_thread_and_is_the_same() -> None:
@@ -92,11 +92,11 @@ def test_a_long_answer_is_written_in_another_thread_and_is_the_same() -> None:
 
         def noting(value: Any) -> Any:
             threads.append(threading.current_thread().name)
-            return written_pieces(value)
+            return encode_json_pieces(value)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(service, "QUICK_LOGPROBS", 0)
-            patch.setattr(service, "written_pieces", noting)
+            patch.setattr(service, "encode_json_pieces", noting)
             long = server.post("/v1/completions", **body).json()
         assert long["choices"] == short["choices"]
         assert threads[0].startswith("long answers")

@@ -85,7 +85,7 @@ def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: 
     paced.passes.release(1)
     until(lambda: not engine.sequences)
     assert paced.num_rounds <= 4
-    until(lambda: not server.server.service.gate.visits.total())
+    until(lambda: not server.server.service.gate.num_open.total())
 
 
 def test_who_leaves_while_waiting_never_enters_the_engine(server: Running, paced: Paced) -> None:
@@ -108,7 +108,7 @@ def test_a_full_queue_says_when_to_come_back(paced: Paced) -> None:
     with drafting(max_num_seqs=1) as llm, running(llm, max_queue=2) as server, ThreadPoolExecutor(8) as pool:
         gate = server.server.service.gate
         asked = [pool.submit(server.post, "/v1/completions", **OK) for _ in range(3)]
-        until(lambda: gate.visits.total() == 3)
+        until(lambda: gate.num_open.total() == 3)
         refused = server.post("/v1/completions", **OK)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
@@ -200,9 +200,9 @@ def test_a_tenants_first_request_does_not_wait_behind_all_of_anothers(
         bodies = [{**OK, "n": 50}] if together else [OK] * 50
         asked = [pool.submit(ask, "busy", body) for body in bodies]
         gate = server.server.service.gate
-        until(lambda: gate.visits["busy"] == len(bodies) and gate.held["busy"])
+        until(lambda: gate.num_open["busy"] == len(bodies) and gate.held["busy"])
         asked.append(pool.submit(ask, "calm", OK))
-        until(lambda: gate.visits["calm"])
+        until(lambda: gate.num_open["calm"])
         paced.let_go()
         for each in asked:
             each.result()

@@ -65,14 +65,14 @@ def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
     assert asyncio.run(work()) == ["first", "last"]
 
 
-@pytest.mark.parametrize("step", ["parsed_body", "prepared"])
+@pytest.mark.parametrize("step", ["parse_json_body", "prepared"])
 def test_short_bodies_are_answered_while_long_ones_are_read_one_at_a_time(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, passes, lock, inside = getattr(service, step), threading.Event(), threading.Lock(), [0, 0]
 
     def held(body: Any, *others: Any) -> Any:
-        if len(body if step == "parsed_body" else body.get("user", "")) <= service.LONG_BODY_BYTES:
+        if len(body if step == "parse_json_body" else body.get("user", "")) <= service.LONG_BODY_BYTES:
             return honest(body, *others)
         with lock:
             inside[0] += 1
@@ -91,7 +91,7 @@ def test_short_bodies_are_answered_while_long_ones_are_read_one_at_a_time(
         bodies = [*[{**good, "no_field": 1}] * 11, good]
         socks = [stack.enter_context(server.raw(posted("/v1/completions", body))) for body in bodies]
         try:
-            until(lambda: server.server.service.gate.visits.total() == 12)
+            until(lambda: server.server.service.gate.num_open.total() == 12)
             assert text(server) == expected()
         finally:
             passes.set()

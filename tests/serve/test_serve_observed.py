@@ -85,7 +85,7 @@ def test_memory_is_told_as_it_was_planned_and_the_cache_as_it_is_used(server: Ru
     next(stream)
     assert 0 < told(server)["forerun:kv_cache_usage_perc"] <= 1
     stream.close()
-    until(lambda: not server.server.service.gate.visits.total())
+    until(lambda: not server.server.service.gate.num_open.total())
 
 
 def test_what_was_known_of_a_prompt_is_in_its_usage_and_takes_no_cache(server: Running) -> None:
@@ -169,7 +169,7 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
         stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
         next(stream)
         stream.close()
-        until(lambda: not server.server.service.gate.visits.total())
+        until(lambda: not server.server.service.gate.num_open.total())
         assert server.post("/v1/completions", **OK, temprature=1).status_code == 400
     text = written()
     assert "Zebrafish" not in text

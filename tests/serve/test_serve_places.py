@@ -35,76 +35,76 @@ class Crowd:
         self.tasks: dict[OpenRequest, asyncio.Task[None]] = {}
 
     async def do(self, what: str, number: int) -> None:
-        """One operation, of the visit with this number where there is one."""
+        """One operation, of the entry with this number where there is one."""
         if what == "enter":
             tenant = TENANTS[number % len(TENANTS)]
             room = self.gate.num_requests + self.gate.max_queue
-            if sum(self.counted(visit) for visit in self.inside if visit.tenant == tenant) < room:
+            if sum(self.counted(entry) for entry in self.inside if entry.tenant == tenant) < room:
                 self.inside.append(self.gate.enter(tenant))
             else:
                 with pytest.raises(ApiError, match="no more may wait"):
                     self.gate.enter(tenant)
         elif self.inside:
-            visit = self.inside[number % len(self.inside)]
-            if what == "place" and visit not in self.tasks:
-                self.tasks[visit] = asyncio.create_task(self.stay(visit, 1 + number % 4))
-            elif what == "finish" and self.left.get(visit):
-                self.left[visit] -= 1
-                self.gate.free(visit)
+            entry = self.inside[number % len(self.inside)]
+            if what == "place" and entry not in self.tasks:
+                self.tasks[entry] = asyncio.create_task(self.stay(entry, 1 + number % 4))
+            elif what == "finish" and self.left.get(entry):
+                self.left[entry] -= 1
+                self.gate.free(entry)
             elif what == "leave":
-                self.leave(visit)
-            elif what in ("late", "cancel") and visit.turn is not None and not visit.turn.done():
+                self.leave(entry)
+            elif what in ("late", "cancel") and entry.turn is not None and not entry.turn.done():
                 if what == "cancel":
-                    self.tasks[visit].cancel()
+                    self.tasks[entry].cancel()
                 else:
-                    visit.turn.set_exception(ApiError(504, "late", code="took_too_long"))
+                    entry.turn.set_exception(ApiError(504, "late", code="took_too_long"))
         for _ in range(4):
             await asyncio.sleep(0)
         self.check()
 
-    async def stay(self, visit: OpenRequest, num_sequences: int) -> None:
-        waiting = [number for each, number in self.asked.items() if each.tenant == visit.tenant]
+    async def stay(self, entry: OpenRequest, num_sequences: int) -> None:
+        waiting = [number for each, number in self.asked.items() if each.tenant == entry.tenant]
         full = bool(waiting) and sum(waiting) + num_sequences > self.gate.max_queue
-        self.asked[visit] = num_sequences
+        self.asked[entry] = num_sequences
         try:
-            await self.gate.place(visit, num_sequences)
+            await self.gate.place(entry, num_sequences)
             assert not full, "too many samples wait"
-            assert visit is next(each for each in self.asked if each.tenant == visit.tenant), "others came first"
-            assert self.asked.pop(visit) == visit.num_places
-            others = {each.tenant for each in self.asked} - {visit.tenant}
+            assert entry is next(each for each in self.asked if each.tenant == entry.tenant), "others came first"
+            assert self.asked.pop(entry) == entry.num_places
+            others = {each.tenant for each in self.asked} - {entry.tenant}
             fewest = min((self.held(tenant) for tenant in others), default=0)
-            assert not others or self.held(visit.tenant) <= fewest, "tenants take turns"
-            self.left[visit] = num_sequences
+            assert not others or self.held(entry.tenant) <= fewest, "tenants take turns"
+            self.left[entry] = num_sequences
         except (ApiError, asyncio.CancelledError):
-            self.leave(visit)
+            self.leave(entry)
 
-    def leave(self, visit: OpenRequest) -> None:
-        if visit in self.inside:
-            self.inside.remove(visit)
-        self.asked.pop(visit, None)
-        self.left.pop(visit, None)
-        self.gate.leave(visit)
-        if visit in self.tasks:
-            self.tasks[visit].cancel()
+    def leave(self, entry: OpenRequest) -> None:
+        if entry in self.inside:
+            self.inside.remove(entry)
+        self.asked.pop(entry, None)
+        self.left.pop(entry, None)
+        self.gate.leave(entry)
+        if entry in self.tasks:
+            self.tasks[entry].cancel()
 
     def held(self, tenant: str) -> int:
         """The sequences of a tenant that the engine has."""
-        return sum(number for visit, number in self.left.items() if visit.tenant == tenant)
+        return sum(number for entry, number in self.left.items() if entry.tenant == tenant)
 
-    def counted(self, visit: OpenRequest) -> bool:
+    def counted(self, entry: OpenRequest) -> bool:
         """Whether the engine has still to do with it."""
-        return self.left.get(visit) != 0
+        return self.left.get(entry) != 0
 
     def check(self) -> None:
         """Every count is that of the histories, and nobody waits for a place that is free, or before who came first."""
         held = Counter({tenant: self.held(tenant) for tenant in TENANTS})
         assert +self.gate.held == +held
-        assert +self.gate.visits == Counter(visit.tenant for visit in self.inside if self.counted(visit))
+        assert +self.gate.num_open == Counter(entry.tenant for entry in self.inside if self.counted(entry))
         assert (self.gate.num_in, self.gate.num_waiting) == (len(self.inside), len(self.asked))
-        for tenant in {visit.tenant for visit in self.asked}:
+        for tenant in {entry.tenant for entry in self.asked}:
             assert held.total() >= self.gate.num_places, "a place is free, and somebody waits"
             assert held[tenant], "a tenant that has nothing in the engine is given one request"
-            waiting = [visit for visit in self.asked if visit.tenant == tenant]
+            waiting = [entry for entry in self.asked if entry.tenant == tenant]
             assert list(self.gate.queues[tenant]) == waiting
 
 
@@ -117,15 +117,15 @@ def test_the_gate_counts_who_is_there(num_places: int, max_queue: int, operation
         for what, number in operations:
             await crowd.do(what, number)
         while crowd.inside:  # the engine goes on: whoever has a place ends, and whoever waits gets one
-            for visit in list(crowd.inside):
-                for _ in range(crowd.left.get(visit, 0)):
-                    await crowd.do("finish", crowd.inside.index(visit))
-                if visit not in crowd.asked:
-                    crowd.leave(visit)
+            for entry in list(crowd.inside):
+                for _ in range(crowd.left.get(entry, 0)):
+                    await crowd.do("finish", crowd.inside.index(entry))
+                if entry not in crowd.asked:
+                    crowd.leave(entry)
             crowd.check()
         ends = await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
         assert not [end for end in ends if isinstance(end, AssertionError)]
-        assert not gate.num_in + gate.num_waiting + gate.held.total() + gate.visits.total() + gate.num_sending
+        assert not gate.num_in + gate.num_waiting + gate.held.total() + gate.num_open.total() + gate.num_sending
         gate.drain()
         assert gate.empty.is_set()
 
@@ -225,7 +225,7 @@ def test_others_are_served_whatever_clients_do(served: Any, clients: list[tuple[
         await asyncio.gather(*(task for task, one in zip(tasks, asked, strict=True) if not one.stays))
         while llm.engine.has_work or gate.held.total():
             await asyncio.sleep(0.001)
-        assert not gate.visits.total() + gate.num_waiting
+        assert not gate.num_open.total() + gate.num_waiting
         assert gate.num_in == sum(stream and not task.done() for task, (stream, *_) in zip(tasks, clients, strict=True))
         for one in asked:
             if one.num_taken is None:

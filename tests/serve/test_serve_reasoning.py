@@ -164,9 +164,9 @@ def test_an_effort_from_which_nothing_would_follow_is_refused(endpoint: str, par
         (NEVER, "low", "has no efforts"),
         (SWITCH, "high", "has no efforts"),
         (ALWAYS, "none", "has no efforts"),
-        (LEVELS, "huge", "is none of none, minimal"),
-        (LEVELS, 3, "is none of none, minimal"),
-        (LEVELS, ["low"], "is none of none, minimal"),
+        (LEVELS, "huge", "must be one of none, minimal"),
+        (LEVELS, 3, "must be one of none, minimal"),
+        (LEVELS, ["low"], "must be one of none, minimal"),
     ):
         with pytest.raises(ApiError, match=why) as refusal:
             prompt_of(endpoint, template, effort)

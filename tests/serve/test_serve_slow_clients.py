@@ -47,7 +47,7 @@ def test_who_does_not_read_holds_no_place_and_does_not_lengthen_the_queue(
     socks = [unread(server, stream=True) for _ in range(gate.num_places + 1)]
     until(lambda: gate.num_sending == len(socks))
     assert not gate.held.total()
-    assert not gate.visits.total()
+    assert not gate.num_open.total()
     assert gate.num_in == len(socks), "a drain would still wait for them"
     assert server.post("/v1/completions", **OK).json()["choices"] == alone
     for sock in socks:

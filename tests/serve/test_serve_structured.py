@@ -13,7 +13,7 @@ from forerun.serve import schema, structured
 from forerun.serve.body import served_fields
 from forerun.serve.parts import AnswerForm, ReasoningTags
 from forerun.serve.problems import ApiError
-from forerun.serve.structured import constraining, form_of
+from forerun.serve.structured import compiled, form_of
 from kit.engines import plain
 from kit.servers import Running, serving
 
@@ -105,10 +105,10 @@ def test_the_table_of_names_has_every_form() -> None:
 
 def test_what_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> None:
     with pytest.raises(ApiError, match=r"guided_regex: llguidance refuses it: .*unclosed group") as refusal:
-        constraining("guided_regex", Grammar.regex("("), plain())
+        compiled("guided_regex", Grammar.regex("("), plain())
     assert refusal.value.param == "guided_regex"
     form, tags = Grammar.regex("a"), ReasoningTags("<think>", "</think>")
-    assert constraining("guided_regex", form, plain()) == AnswerForm().around(form) == form
+    assert compiled("guided_regex", form, plain()) == AnswerForm().around(form) == form
     assert AnswerForm(tags).around(form) == form.behind("</think>", "<think>")
     opened = ReasoningTags("<think>", "</think>", opened=True)
     assert AnswerForm(opened).around(form) == form.behind("</think>")

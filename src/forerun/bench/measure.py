@@ -95,7 +95,7 @@ class Measurements:
         except KeyboardInterrupt:
             bar.stop()
             behind = f"behind {len(self.values)} measurements ({self.path})"
-            show_note(f"Interrupted. The same command goes on {behind}.")
+            show_note(f"Interrupted. The same command resumes {behind}.")
             raise
 
 

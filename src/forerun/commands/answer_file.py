@@ -21,22 +21,22 @@ from forerun.commands.running import Destination
 from forerun.errors import InvalidRequest
 from forerun.store import parsed
 
-BEGINNING = b'{"line": '  # of every answer
-SYNC_S = 1.0  # a power failure loses what was answered in this time at most; a killed process loses nothing
+BEGINNING = b'{"line": '  # the start of every line
+SYNC_S = 1.0  # a power failure loses at most the answers of this time; a killed process loses none
 NEEDED = {"line", "prompt_digest", "seed", "settings"}
 
 
 def digest_of(prompt: object) -> str:
-    """16 hex digits for a prompt, text or token ids."""
+    """A digest of a prompt (text or token ids), 16 hex digits."""
     return blake2b(json.dumps(prompt).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(slots=True)
 class AnswerFile:
-    """An open file of answers. `digests` and `seeds` are of the lines of the input that are answered in it."""
+    """An open answer file. `digests` and `seeds` are those of the answered lines, by their number in the input."""
 
     path: Path
-    number: int  # of the open file, for the operating system
+    number: int  # file descriptor
     size: int = 0
     settings: Mapping[str, Any] | None = None
     digests: dict[int, str] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class AnswerFile:
 
     @classmethod
     def open(cls, path: Path, fresh: bool = False) -> AnswerFile:
-        """The answers that are there, ready for more; with `fresh` they are forgotten.
+        """Open a file to append answers; with `fresh` earlier answers are discarded.
 
-        Raises InvalidRequest for a file that holds anything else, or that another process is writing.
+        Raises InvalidRequest for a file with other content, or one that another process is writing.
         """
         if path.exists() and not path.is_file():
             raise _invalid(f"{path} is not a plain file: leave --output out to print the answers.")
@@ -69,7 +69,7 @@ class AnswerFile:
         return file
 
     def check(self, settings: Mapping[str, Any], digests: Mapping[int, str]) -> None:
-        """Raise InvalidRequest unless all that is answered belongs to this input and these settings."""
+        """Raise InvalidRequest unless all answers in the file belong to this input and these settings."""
         if self.settings is not None and self.settings != settings:
             differing = [name for name in settings if self.settings.get(name) != settings[name]] or ["its form"]
             raise _invalid(
@@ -84,9 +84,9 @@ class AnswerFile:
                 )
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """One more answer, whole or not at all. Raises InvalidRequest where it cannot be written."""
+        """Append an answer, completely or not at all. Raises InvalidRequest if it cannot be written."""
         data = json.dumps(answer).encode() + b"\n"
-        assert data.startswith(BEGINNING), "half a line must be known for what it is"
+        assert data.startswith(BEGINNING), "an incomplete line must be recognisable"
         try:
             left = memoryview(data)
             while left:
@@ -102,7 +102,7 @@ class AnswerFile:
         self.digests[answer["line"]], self.seeds[answer["line"]] = answer["prompt_digest"], answer["seed"]
 
     def close(self, finished: bool) -> None:
-        """End writing. A file with all answers is put in the order of the input."""
+        """Close the file. If all answers are there, they are sorted in the order of the input."""
         try:
             os.fsync(self.number)
             lines = list(self.digests)
@@ -119,7 +119,7 @@ class AnswerFile:
             self.synced_s = time.monotonic()
 
     def _lock(self) -> None:
-        """Keep other processes from writing the same file, as long as it is open."""
+        """Lock the file against other writers while it is open."""
         if sys.platform == "win32":
             return
         import fcntl
@@ -130,15 +130,15 @@ class AnswerFile:
             raise _invalid(f"{self.path} is being written by another process: wait for it.") from error
 
     def _read(self) -> None:
-        """Take what the file holds, up to a last line that was cut off."""
+        """Read the answers in the file; an incomplete last line is dropped."""
         lines = self.path.read_bytes().split(b"\n")
         tail = lines.pop()
         if not (tail.startswith(BEGINNING) or BEGINNING.startswith(tail)):
-            raise _invalid(f"{self.path} ends in something that is no answer: name another file.")
+            raise _invalid(f"{self.path} ends with something that is not an answer: name another file.")
         for count, line in enumerate(lines, start=1):
             answer = answer_of(line)
             if answer is None:
-                raise _invalid(f"{self.path}:{count} is no answer to a prompt: name another file.")
+                raise _invalid(f"{self.path}:{count} is not an answer to a prompt: name another file.")
             if answer["line"] in self.digests:
                 raise _invalid(f"{self.path}:{count} answers line {answer['line']} again: remove it.")
             self.settings = answer["settings"] if self.settings is None else self.settings
@@ -147,7 +147,7 @@ class AnswerFile:
 
 
 def answer_of(line: bytes) -> dict[str, Any] | None:
-    """The answer on a line; None where there is none."""
+    """Parse a line as an answer; None if it is not one."""
     answer = parsed(line)
     if not isinstance(answer, dict) or not answer.keys() >= NEEDED:
         return None

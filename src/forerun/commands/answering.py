@@ -1,6 +1,6 @@
-"""The common part of commands that answer: loading the model with a bar, naming what was run, streaming an answer.
+"""Shared by the commands that generate: loading the model, describing the run, streaming an answer.
 
-After Ctrl-C an answer ends with the current round.
+Ctrl-C ends an answer after the current round.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from forerun.text.files import template_of
 def build_llm(
     options: ModelOptions, console: Console, max_num_seqs: int = 1, chunk_tokens: int | Literal["auto"] = 512
 ) -> LLM:
-    """The model and its drafter, loaded; a bar is shown where that takes long."""
+    """Load the model and its drafter, with a progress bar."""
     with LoadingBar(console) as bar:
         return LLM(**llm_arguments(options, max_num_seqs, chunk_tokens), progress=bar)
 
 
 def llm_arguments(options: ModelOptions, max_num_seqs: int, chunk_tokens: int | Literal["auto"]) -> dict[str, Any]:
-    """What the options are for an LLM."""
+    """The arguments of LLM for these options."""
     return {
         "model": options.spec,
         "draft": options.draft,
@@ -55,7 +55,7 @@ def llm_arguments(options: ModelOptions, max_num_seqs: int, chunk_tokens: int | 
 
 
 def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
-    """What an answer of this model with these options is shown to come from."""
+    """The description of the run that cards and JSON show."""
     return Setting(
         model=llm.name or options.model,
         draft=llm.draft_name or options.draft,
@@ -74,7 +74,7 @@ def setting_of(llm: LLM, options: ModelOptions, seed: int) -> Setting:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """One streamed answer, as far as it has come."""
+    """One streamed answer so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -91,17 +91,17 @@ class StreamedAnswer:
 
 
 def require_template(spec: ModelSpec) -> None:
-    """Raise ChatTemplateError where a model has no chat template, or none that parses; its weights are not read."""
+    """Raise ChatTemplateError if a model has no valid chat template. Its weights are not read."""
     if spec.tokenizer:
         folder = find_tokenizer(spec.tokenizer)
     else:
-        folder = find_folder(spec.model, spec.revision, TOKENIZER_FILES, "config.json")  # of the hub, no weights
+        folder = find_folder(spec.model, spec.revision, TOKENIZER_FILES, "config.json")  # downloads no weights
     template_of(folder).require()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is loaded, how it is to answer, and where everything but the answer is shown."""
+    """A loaded model, its sampling parameters, the description of the run, and the console for messages."""
 
     llm: LLM
     params: SamplingParams
@@ -110,8 +110,8 @@ class LoadedModel:
 
     @classmethod
     def of(cls, where: ModelOptions, how: AnswerOptions) -> LoadedModel:
-        """The model, with its defaults and what is asked for instead; a seed is drawn where none is given."""
-        SamplingParams(**how.sampling())  # refused before anything is loaded
+        """Load a model; options override its sampling defaults, and a missing seed is drawn."""
+        SamplingParams(**how.sampling())  # raises before anything is loaded
         errors = Console(stderr=True, no_color=how.raw or None)
         llm = build_llm(where, errors)
         params = replace(llm.get_default_sampling_params(), **how.sampling())
@@ -120,7 +120,7 @@ class LoadedModel:
 
 
 def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> StreamedAnswer:
-    """Load the model, stream its answer to standard output, and tell of it on a card or as JSON."""
+    """Load the model, stream its answer to standard output, and show a card or JSON about it."""
     model = LoadedModel.of(where, how)
     llm, painter = model.llm, Painter(Console(), how.raw)
     show = (lambda _: None) if result.as_json else lambda segment: painter.write(segment.text, segment.origin)
@@ -128,41 +128,41 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
     if not result.as_json:
         painter.end()
         if not painter.visible:
-            model.errors.print()  # the text, wherever it went, ends without a line's end
+            model.errors.print()  # the text does not end with a line break
         ended = ended_by(streamed, model.params, llm.plan.max_model_len)
         if not streamed.text.strip() and streamed.finish_reason == "stop" and llm.tokenizer.template().is_usable:
-            ended += ", without a text: it was made for conversations, which `forerun chat` holds"
+            ended += ", without a text: it is a chat model; use `forerun chat`"
         card = run_card(
             model.setting, streamed.timing, llm.stats, streamed.origins, llm.plan.lines(), llm.drafter_names, ended
         )
         model.errors.print(card)
-    result.tell(as_object(streamed, model.setting, llm))
+    result.write(as_object(streamed, model.setting, llm))
     return streamed
 
 
 class Reply:
-    """An answer in a conversation as it is shown, its reasoning apart, and its `content`, which is kept."""
+    """Shows an answer of a conversation, with its reasoning set apart; `content` is the answer without reasoning."""
 
     def __init__(self, form: AnswerForm, painter: Painter) -> None:
         self.form, self.painter = form, painter
         self.splitter = AnswerSplitter(form)
         self.content = ""
-        self.thinking = False  # at the end of what was shown
+        self.thinking = False  # whether the last shown text is reasoning
         self.origin = Origin.TARGET
 
     def add(self, segment: Segment) -> None:
-        """Show what is certain with the next segment; special tokens are shown nowhere."""
+        """Add a segment and show the parts that are now certain; special tokens are not shown."""
         if segment.special and segment.text not in self.form.special:
             return
         self.origin = segment.origin
         self.show(self.splitter.feed(self.splitter.literals.broken(segment.text, segment.special)))
 
     def close(self) -> None:
-        """Show the rest, once the answer has ended."""
+        """Show the remaining parts, once the answer has ended."""
         self.show(self.splitter.close())
 
     def show(self, parts: Sequence[AnswerPart]) -> None:
-        """Write parts, with an empty line between reasoning and what follows it."""
+        """Write parts, with an empty line after reasoning."""
         for part in parts:
             thought = part.kind == "reasoning"
             self.painter.write("\n\n" * (self.thinking and not thought) + part.text, self.origin, thought=thought)
@@ -171,7 +171,7 @@ class Reply:
 
 
 def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[Segment], None]) -> StreamedAnswer:
-    """Streams one answer through `show`. After Ctrl-C it ends with the finish reason "cancelled"."""
+    """Stream one answer to `show`. After Ctrl-C it ends with the finish reason "cancelled"."""
     result, bar = StreamedAnswer(), LoadingBar(model.errors)
     started_s = time.perf_counter()
     deltas = cast(Generator[Delta, None, None], model.llm.stream(prompt, model.params, progress=bar))
@@ -186,39 +186,41 @@ def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[Segm
                 result.text += segment.text
                 show(segment)
             result.finish_reason, result.stop_reason = delta.finish_reason, delta.stop_reason
-            if interrupt.asked and result.finish_reason is None:
+            if interrupt.requested and result.finish_reason is None:
                 result.finish_reason = "cancelled"
                 break
     return result
 
 
-def ended_by(said: StreamedAnswer, params: SamplingParams, max_model_len: int) -> str:
+def ended_by(streamed: StreamedAnswer, params: SamplingParams, max_model_len: int) -> str:
     """Why an answer ended, in words."""
-    if said.finish_reason == "length":
-        if params.max_tokens is None or len(said.token_ids) < params.max_tokens:
+    if streamed.finish_reason == "length":
+        if params.max_tokens is None or len(streamed.token_ids) < params.max_tokens:
             return f"at the end of the context, {max_model_len} tokens with the prompt"
         return f"at max_tokens, {params.max_tokens}"
-    if said.finish_reason == "stop":
-        return f"at the stop string {said.stop_reason!r}" if isinstance(said.stop_reason, str) else "by the model"
-    return said.finish_reason or ""
+    if streamed.finish_reason == "stop":
+        return (
+            f"at the stop string {streamed.stop_reason!r}" if isinstance(streamed.stop_reason, str) else "by the model"
+        )
+    return streamed.finish_reason or ""
 
 
-def as_object(said: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any]:
-    """An answer as JSON: what was said, where each token came from, and how it went."""
+def as_object(streamed: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str, Any]:
+    """An answer as JSON: text, tokens with their origins, the description of the run, and statistics."""
     return {
-        "text": said.text,
-        "token_ids": said.token_ids,
-        "origins": [origin.value for origin in said.origins],
-        "finish_reason": said.finish_reason,
-        "stop_reason": said.stop_reason,
+        "text": streamed.text,
+        "token_ids": streamed.token_ids,
+        "origins": [origin.value for origin in streamed.origins],
+        "finish_reason": streamed.finish_reason,
+        "stop_reason": streamed.stop_reason,
         **asdict(setting),
-        "stats": stats_object(llm.stats, said.timing, llm.drafter_names),
+        "stats": stats_object(llm.stats, streamed.timing, llm.drafter_names),
         "memory_plan": llm.plan.lines(),
     }
 
 
 def stats_object(stats: Stats, timing: AnswerTiming, drafters: Sequence[str] = ()) -> dict[str, Any]:
-    """The counters and rates of a run, by the names they have everywhere; of a mix, those of its `drafters` too."""
+    """The counters and rates of a run; for a mix, those of each of its `drafters` too."""
     by_drafter = {drafters[number]: asdict(counts) for number, counts in sorted(stats.drafters.items())}
     return {
         "num_tokens": timing.num_tokens,

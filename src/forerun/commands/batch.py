@@ -1,8 +1,8 @@
-"""Many prompts from a file: read, answered with continuous batching, and written as they are finished.
+"""Batches: answer the prompts of a file with continuous batching, and write each answer when it is finished.
 
-Each line of the input has its own seed, the first seed plus the line's place, so that an answer depends on its own line
-only: not on the batch, on its order, or on how often the work was stopped. A line that cannot be answered is reported
-by its number and skipped.
+Each line of the input has its own seed, the first seed plus the line's index, so that an answer depends only on its own
+line: not on the batch, its order, or interruptions. A line that cannot be answered is reported by its number and
+skipped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
 
 SAMPLING = frozenset(each.name for each in fields(SamplingParams))
-DRAIN_S = 60.0  # that a replica has for its answers, where fewer are needed
-AHEAD = 2  # requests that are in the engine, in units of those that run at once
-MOST_SHOWN = 20  # lines that are reported one by one
+DRAIN_S = 60.0  # for the open requests of a replica that is shut down
+AHEAD = 2  # submitted requests, as a multiple of the batch size
+MOST_SHOWN = 20  # skipped lines that are reported individually
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A line of the input."""
+    """A prompt, with its line number in the input and its id."""
 
     line: int
     id: Any
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(slots=True)
 class BatchTally:
-    """What came of the batch so far."""
+    """Counts of the batch so far."""
 
     num_lines: int = 0
     num_before: int = 0
@@ -67,16 +67,16 @@ class BatchTally:
 
     @property
     def num_answered(self) -> int:
-        """Lines that are answered, now or before."""
+        """Lines answered in this run or an earlier one."""
         return self.num_before + self.num_now
 
     def skip(self, problem: object) -> None:
-        """A line that cannot be answered."""
+        """Report a line that cannot be answered."""
         self.num_skipped += 1
         if self.num_skipped <= MOST_SHOWN:
             show_error(problem)
         elif self.num_skipped == MOST_SHOWN + 1:
-            show_error("more lines cannot be answered; their number is told at the end")
+            show_error("more lines cannot be answered; their number is shown at the end")
 
     def as_object(self) -> dict[str, int]:
         """For JSON."""
@@ -88,13 +88,13 @@ class BatchTally:
         }
 
     def summary(self, stopped: bool) -> str:
-        """In a sentence, and what to do where something is left."""
+        """One sentence for the user, and what to do if lines are left."""
         line = f"{self.num_answered} of {self.num_lines} lines answered"
         if self.num_before:
             line += f", {self.num_before} of them before"
         if self.num_skipped:
-            line += f"; {self.num_skipped} skipped: mend them and run the same command again"
-        return f"Interrupted: {line}. The same command goes on." if stopped else f"{line}."
+            line += f"; {self.num_skipped} skipped: fix them and run the same command again"
+        return f"Interrupted: {line}. The same command resumes." if stopped else f"{line}."
 
 
 def run_batch(
@@ -105,9 +105,9 @@ def run_batch(
     output: Path | None,
     result: Result,
 ) -> tuple[BatchTally, bool]:
-    """Answer what is not answered yet. Returns what came of it, and whether Ctrl-C stopped it."""
+    """Answer the lines that are not answered yet. Returns the counts, and whether Ctrl-C stopped it."""
     assert batch.input is not None, "a batch has an input"
-    SamplingParams(**how.sampling())  # refused before anything is loaded
+    SamplingParams(**how.sampling())  # raises before anything is loaded
     tally = BatchTally()
     tasks = list(read_tasks(batch.input, tally))
     file = None if output is None else AnswerFile.open(output, batch.fresh)
@@ -134,7 +134,7 @@ def run_batch(
         errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.drafter_names))
     show_note(tally.summary(stopped))
     record = settings | {"seed": seed, "stats": stats_object(llm.stats, timing, llm.drafter_names)}
-    result.tell(tally.as_object() | record)
+    result.write(tally.as_object() | record)
     return tally, stopped
 
 
@@ -142,7 +142,7 @@ def run_batch(
 def batch_engine(
     where: ModelOptions, batch: BatchOptions, engines: ReplicaSettings | None, errors: Console
 ) -> Iterator[tuple[LLM, BatchEngine]]:
-    """The model, and what answers requests: the engine of this process, or replicas, which end with the context."""
+    """The model, and its engine in this process or replicas, which are shut down at the end of the context."""
     if engines is None:
         llm = build_llm(where, errors, batch.max_num_seqs)
         yield llm, llm.engine
@@ -152,13 +152,13 @@ def batch_engine(
 
     show_note(f"starting {engines} replicas with Ray")
     arguments = llm_arguments(where, batch.max_num_seqs, 512)
-    replicas = ray_replicas(arguments, engines, DRAIN_S, f"file-{os.getpid()}")
-    with replicas as (model, there), closing(SharedBatch(model, there)) as shared:
+    starting = ray_replicas(arguments, engines, DRAIN_S, f"file-{os.getpid()}")
+    with starting as (model, replicas), closing(SharedBatch(model, replicas)) as shared:
         yield model, shared
 
 
 def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
-    """The prompts of a .jsonl or .txt file; lines that hold none are reported, empty ones are not counted."""
+    """The prompts of a .jsonl or .txt file; invalid lines are reported, empty ones are ignored."""
     for number, line in enumerate(file_lines(path, "input"), start=1):
         if not line.strip():
             continue
@@ -170,7 +170,7 @@ def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
 
 
 def task_of(line: bytes, number: int, path: Path) -> Task:
-    """A line's prompt and its id, which is the line's number unless it names one."""
+    """Parse a line; its id defaults to its number. Raises InvalidRequest."""
     with at_line(f"{path}:{number}"):
         text = text_of(line)
         if path.suffix == ".txt":
@@ -178,7 +178,7 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
         named = object_of(text)
         for field_name in named:
             if field_name in SAMPLING:
-                problem = "in a line does not count: leave it out, and give options of the command for all lines"
+                problem = "has no effect in a line: leave it out, and give options of the command for all lines"
                 raise InvalidRequest("prompts", f"{field_name} {problem}")
         ids = named.get("prompt_token_ids")
         if ids is None:
@@ -189,7 +189,7 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
 
 
 def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, Any]:
-    """What decides answers beside prompt and seed. In `coupled` verification a drafter does not."""
+    """The settings that affect answers besides prompt and seed; the drafter does not in coupled verification."""
     settings = {
         "model": llm.name or where.model,
         "fingerprint": llm.fingerprint,
@@ -206,7 +206,7 @@ def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, 
 
 
 def first_seed(asked: int | None, file: AnswerFile | None) -> int:
-    """The seed of the first line: as asked for, else that of the answers which are there, else a fresh one."""
+    """The seed of the first line: the option, else that of the existing answers, else a random one."""
     if asked is not None:
         return asked % 2**64
     if file is not None and file.seeds:
@@ -217,24 +217,24 @@ def first_seed(asked: int | None, file: AnswerFile | None) -> int:
 
 @runtime_checkable
 class BatchEngine(Protocol):
-    """What answers the sequences of a batch: an Engine, or a SharedBatch of replicas."""
+    """The interface of an Engine, or a SharedBatch of replicas, that a batch uses."""
 
     def submit(self, sequence: Sequence) -> None:
-        """Begin with a sequence."""
+        """Submit a sequence."""
         ...
 
     def step(self) -> list[Delta]:
-        """The next deltas, if any; may raise what ended a request."""
+        """Run a round and return its deltas; may raise the error of a request."""
         ...
 
     def cancel(self, request_id: int) -> None:
-        """End a request that was submitted."""
+        """Cancel a submitted request."""
         ...
 
 
 @dataclass(slots=True)
 class Job:
-    """A batch under way on one model."""
+    """A running batch on one model."""
 
     llm: LLM
     engine: BatchEngine
@@ -245,11 +245,11 @@ class Job:
     open: dict[int, tuple[Task, Answers]] = field(default_factory=dict)  # by sequence
 
     def run(self, tasks: Iterator[Task], bar: LoadingBar) -> bool:
-        """Answer the tasks, many at once; True where Ctrl-C ended it, after the round under way."""
+        """Answer the tasks, batched; returns whether Ctrl-C stopped it (after the current round)."""
         started_s, engine = time.perf_counter(), self.engine
         with patient_interrupt() as interrupt:
             try:
-                while not interrupt.asked:
+                while not interrupt.requested:
                     self.fill(tasks, bar)
                     if not self.open:
                         return False
@@ -271,7 +271,7 @@ class Job:
                     engine.cancel(self.open.pop(sequence_id)[1].sequences[0].request_id)
 
     def fill(self, tasks: Iterator[Task], bar: LoadingBar) -> None:
-        """Hand the engine more, as much as it can take on soon."""
+        """Submit tasks until the engine has AHEAD batches of requests."""
         most = AHEAD * self.llm.options.max_num_seqs
         while len(self.open) < most and (task := next(tasks, None)) is not None:
             seed = (self.settings["seed"] + task.line - 1) % 2**64
@@ -286,7 +286,7 @@ class Job:
             self.engine.submit(sequence)
 
     def finish(self, task: Task, answers: Answers) -> None:
-        """Write an answer down."""
+        """Write a finished answer."""
         (output,) = answers.outputs()
         (sample,) = output.outputs
         answer = {

@@ -1,7 +1,6 @@
-"""`forerun bench`: measures what speculation brings on the user's model, machine and text.
+"""`forerun bench`: measures the speed-up of speculation on the user's model, machine and text.
 
-This file decides the options and the exit status: 0, or 1 where any depth changed the tokens. `forerun.bench` decides
-what is run and how figures are formed.
+This file defines the options and the exit status: 0, or 1 if any depth changed the tokens. `forerun.bench` measures.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PromptsOption = Annotated[int, typer.Option(min=1, help="Maximum number of promp
 
 @dataclass(frozen=True, slots=True)
 class MeasurementOptions:
-    """Options that say what is measured, and on what."""
+    """Options for what is measured, and on which prompts."""
 
     TITLE: ClassVar[str] = "Measurement"
 
@@ -70,7 +69,7 @@ class MeasurementOptions:
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
     def cells(self, depths: tuple[int, ...] = (0,), tree: StaticTree | None = None) -> Selection:
-        """The cells, at these depths."""
+        """The cells to measure, at these depths."""
         return Selection(
             numbers("batch", self.batch, int),
             depths,
@@ -85,7 +84,7 @@ class MeasurementOptions:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions(MeasurementOptions):
-    """Those of any measurement, for one drafter at some depths."""
+    """Measurement options for one drafter at several depths."""
 
     draft: Annotated[str, REQUIRED_DRAFT] = f"model:{DRAFT}"
     widen: Annotated[
@@ -108,7 +107,7 @@ class BenchOptions(MeasurementOptions):
         object.__setattr__(self, "draft", adapted(self.draft, self.adapter))
 
     def selection(self) -> Selection:
-        """The cells, at the depths that are asked for."""
+        """The cells to measure, at the depths of the option."""
         tree = None if self.tree is None else StaticTree.load(self.tree)
         return self.cells(numbers("depth", self.depth, depth_number), tree)
 
@@ -143,7 +142,7 @@ def bench(
             target, draft = widened_pair(target, draft, bar)
         models = Models(options.loading.spec(target), draft, options.loading.threads)
         report = measure(models, passages, selection, options.state, options.fresh, bar)
-    result.tell(report.as_object(), bench_card(report))
+    result.write(report.as_object(), bench_card(report))
     if picture_file is not None:
         picture_file.write(drawn(report))
     if not report.same_tokens:
@@ -151,7 +150,7 @@ def bench(
 
 
 def depth_number(text: str) -> int:
-    """A depth, or what stands for the one that is chosen."""
+    """Parse a depth or "auto" (CHOSEN). Raises ValueError."""
     depth = CHOSEN if text.strip() == AUTO else int(text)
     if depth < 0 and text.strip() != AUTO:
         raise ValueError(text)
@@ -159,7 +158,7 @@ def depth_number(text: str) -> int:
 
 
 def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Numbers between commas."""
+    """Parse numbers separated by commas. Raises InvalidRequest naming the option."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
@@ -167,11 +166,11 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
 
 
 def json_object(name: str, text: str, example: str) -> dict[str, Any]:
-    """The JSON object that an option holds."""
+    """Parse the JSON object of an option. Raises InvalidRequest."""
     try:
         value = json.loads(text)
     except ValueError as error:
         raise InvalidRequest(name, f"{text!r} is not JSON ({error}).") from error
     if not isinstance(value, dict):
-        raise InvalidRequest(name, f"{text!r} is no object, such as {example}.")
+        raise InvalidRequest(name, f"{text!r} is not an object such as {example}.")
     return value

@@ -1,8 +1,7 @@
-"""`forerun bench serve`: asks a running server at a known load, and says what it took.
+"""`forerun bench serve`: measures a running server under load.
 
-This file decides the options, also those by which other commands ask a server, and the exit status: 0, or 1 where a
-mode of speculation changed an answer.
-`forerun.traffic` decides what is sent and how figures are formed.
+This file defines the options, including those of other commands that use a server, and the exit status: 0, or 1 if a
+mode of speculation changed an answer. `forerun.traffic` sends the requests and computes the figures.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ DEFAULT_CONCURRENCY = "1,4,16"
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """Options that say how a server is asked."""
+    """Options for access to a server."""
 
     TITLE: ClassVar[str] = "Server"
 
@@ -43,7 +42,7 @@ class AccessOptions:
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """Options of commands that can ask a server in place of a model that is loaded."""
+    """Options of commands that can use a server instead of a loaded model."""
 
     TITLE: ClassVar[str] = "Server"
 
@@ -55,10 +54,10 @@ class RemoteOptions:
     def addresses(
         self, chat: bool, other: str | None, option: str, other_model: str
     ) -> tuple[ServerAddress, ServerAddress | None]:
-        """The server, and the other one, whose address and model the options `option` and `option`-model name."""
+        """The server, and the one it is compared with (URL `other`), which `option` and `option`-model name."""
         from forerun.traffic.client import ServerAddress
 
-        assert self.server is not None, "this is asked for a server"
+        assert self.server is not None, "only called with --server"
         a = self.access
         first = ServerAddress(self.server, a.api_key, a.served_model_name, chat, a.timeout_s, url_option="server")
         if other is None:
@@ -68,7 +67,7 @@ class RemoteOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options that say which server is asked."""
+    """Options for the server to measure."""
 
     TITLE: ClassVar[str] = "Server"
 
@@ -79,7 +78,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options that say how hard it is asked, and with what."""
+    """Options for the load and the requests."""
 
     TITLE: ClassVar[str] = "Load"
 
@@ -105,7 +104,7 @@ class LoadOptions:
     body: Annotated[str, typer.Option(help="Additional fields of every request, as a JSON object.")] = "{}"
 
     def plan(self) -> TrafficPlan:
-        """What is sent, without the prompts."""
+        """The plan of the load test, without the prompts."""
         loads: dict[LoadKind, str | None] = {
             "rate": self.rate,
             "concurrency": self.concurrency or (None if self.rate else DEFAULT_CONCURRENCY),
@@ -127,7 +126,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgreementOptions:
-    """Options that say what is fast enough."""
+    """Options for the service level."""
 
     TITLE: ClassVar[str] = "Service level"
 
@@ -174,7 +173,7 @@ def bench_serve(
             address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra
         )
         report = asyncio.run(sent)
-    result.tell(report.as_object(), traffic_card(report))
+    result.write(report.as_object(), traffic_card(report))
     if picture_file is not None:
         picture_file.write(drawn(report))
     if report.same_answers is False:

@@ -51,9 +51,9 @@ def chat(
     while (line := read_line(errors)) is not None and line != "/exit":
         if line == "/reset":
             messages = beginning
-            errors.print("the conversation starts over", style="dim", highlight=False)
+            errors.print("the conversation is cleared", style="dim", highlight=False)
         elif re.fullmatch("/[a-z]+", line):
-            errors.print(f"there is no {line}: /reset forgets the conversation, /exit leaves", highlight=False)
+            errors.print(f"there is no {line}: /reset clears the conversation, /exit leaves", highlight=False)
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
@@ -63,7 +63,7 @@ def chat(
                 shown = replace(model.params, skip_special_tokens=not form.shown_special_ids)
                 answered = answer(replace(model, params=shown), prompt["prompt_token_ids"], reply.add)
                 reply.close()
-            except InvalidRequest as error:  # the turn leaves no trace
+            except InvalidRequest as error:  # the turn is dropped
                 show_error(error)
                 continue
             messages = [*asked, {"role": "assistant", "content": reply.content.strip()}]
@@ -74,13 +74,13 @@ def chat(
 
 
 def label_of_widened(llm: LLM, where: ModelOptions) -> str:
-    """What stands behind every speed: a checkpoint that is not what its name says is named for what it is."""
+    """A note after every speed if the checkpoint is widened, since its speed is not that of the original."""
     labels = ((llm.name, where.model), (llm.draft_name, where.draft))
     return "".join(f"; {label}" for label, asked_for in labels if label and label != asked_for)
 
 
 def read_line(console: Console) -> str | None:
-    """The user's next line; None at the end of input. Ctrl-C only drops the line begun."""
+    """The user's next line; None at the end of input. Ctrl-C discards the current line."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()

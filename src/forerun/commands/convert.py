@@ -1,6 +1,6 @@
-"""`forerun convert`: a drafter in the format of another program.
+"""`forerun convert`: converts a drafter to the format of another program.
 
-This file decides the options and what is shown; `forerun.heads.convert` decides what is read and written.
+This file defines the options and the output; `forerun.heads.convert` does the work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ forerun convert ./speculator.dflash --to dflash --model ./target --out my-block
 
 @dataclass(frozen=True, slots=True)
 class ConversionOptions:
-    """Options that say what is written, and where."""
+    """Options for the format and the folder to write."""
 
     TITLE: ClassVar[str] = "Conversion"
 
@@ -57,11 +57,11 @@ def convert(
     with importing():
         from forerun.heads.convert import convert as run
     made = run(source, options.to, options.out, options.model, options.force)
-    result.tell(made.as_object(), card(made))
+    result.write(made.as_object(), card(made))
 
 
 def card(made: Converted) -> Table:
-    """What was done, for a reader."""
+    """The result as a table."""
     from rich.text import Text
 
     from forerun.figure_table import fact_table

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from forerun.demo.material import DemoPrompt, Pair
     from forerun.progress import LoadingBar
 
-LIMIT_S = 150.0  # of the races, loading included; fetching the model is not
+LIMIT_S = 150.0  # for all races and loading; downloading the model is not included
 SEED = 1
 EXAMPLES = """
 forerun demo
 forerun demo --draft ngram --temperature 1
 forerun demo --bundled --draft block:stdlib-block
 """
-TEMPERATURES = {True: "0,0.7", False: "0"}  # of a chat model, of the bundled ones
+TEMPERATURES = {True: "0,0.7", False: "0"}  # for a chat model (True) and for the bundled ones
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options that say what races."""
+    """Options for the models and the race."""
 
     TITLE: ClassVar[str] = "Race"
 
@@ -88,7 +88,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     console.print()
     facts = comparison.facts(len(races))
     console.print(card(pair.title, comparison.races, comparison.total, facts, comparison.totals))
-    result.tell(comparison.as_object(pair.title))
+    result.write(comparison.as_object(pair.title))
     if not comparison.total.same_tokens:
         raise typer.Exit(1)
 
@@ -96,7 +96,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
 def material_of(
     options: DemoOptions, bar: LoadingBar, say: Callable[[str], object]
 ) -> tuple[Pair, Sequence[DemoPrompt]]:
-    """The models and what they are asked; `say` is told in one line why they are not the chat model."""
+    """The models and prompts; `say` gets a line with the reason if the bundled models replace the chat model."""
     from forerun.demo.chat_model import fetch
     from forerun.demo.material import BUNDLED_DRAFT, CHAT_DRAFT, Pair, chat_prompts, load_prompts
 
@@ -105,6 +105,6 @@ def material_of(
             bar("fetching SmolLM2-135M-Instruct, 98 MB", 0.0)
             return Pair(str(fetch()), options.draft or CHAT_DRAFT), chat_prompts()
         except ModelNotFound as error:
-            say(f"The bundled models take its place: {error}.")
+            say(f"Using the bundled models instead: {error}.")
     draft = options.draft or BUNDLED_DRAFT
     return Pair(draft=draft) if options.small else Pair.widened(draft, bar), load_prompts()

@@ -1,6 +1,6 @@
-"""`forerun models`: what a model is, whether and how it runs here, and which drafters fit.
+"""`forerun models`: shows a model's properties, whether and how it runs here, and which drafters fit.
 
-This file decides the options and what is shown; `forerun.catalog` decides what is looked at.
+This file defines the options and the output; `forerun.catalog` collects the facts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def models(
         checkpoints = list(models_here())
         if not result.as_json:
             Console(highlight=False).print(Text("\n".join(list_of(checkpoints))), soft_wrap=True)
-        result.tell({"models": [asdict(each) for each in checkpoints]})
+        result.write({"models": [asdict(each) for each in checkpoints]})
         return
     facts = facts_of(loading.spec(what))
     if not result.as_json:
@@ -62,11 +62,11 @@ def models(
         console.print(fact_table(lines_of(facts)))
         for i, command in enumerate(facts.commands):  # whole lines, to be copied
             console.print(Text(("" if i else "run it").ljust(len("drafters") + 2) + command), soft_wrap=True)
-    result.tell(facts.as_object())
+    result.write(facts.as_object())
 
 
 def lines_of(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """What is said of one model."""
+    """The table rows for one model."""
     from forerun.cache.plan import size
 
     yield "model", facts.name
@@ -75,13 +75,13 @@ def lines_of(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     whole = facts.weights_bytes + facts.token_bytes * facts.context
     yield "memory", f"{size(facts.weights_bytes)} of weights, {size(facts.token_bytes)} a token"
     yield "context", f"{facts.context:,} tokens, for which {size(whole)} are needed in all"
-    yield "chat", "it has a template" if facts.has_chat_template else "it has no template, and goes on with texts"
+    yield "chat", "has a template" if facts.has_chat_template else "no template: it continues texts"
     for i, each in enumerate(facts.drafters):
         yield "" if i else "drafters", f"{each.draft}: {each.about}"
 
 
 def list_of(models: list[ModelHere]) -> Iterator[str]:
-    """The models of this machine, a line each; their names are last, so that long ones are never broken."""
+    """The models of this machine, a line each; the name is the last column, so that long names are not wrapped."""
     from forerun.cache.plan import size
 
     yield f"{'runs':4}  {'family':14}  {'parameters':>12}  {'files':>8}  model"

@@ -1,7 +1,7 @@
-"""`forerun prove`: shows on the user's model that speculation does not change the output.
+"""`forerun prove`: tests on the user's model that speculation does not change the output.
 
-This file decides the options and the exit status: 0 where every check holds, 1 where one fails. `forerun.prove` decides
-what is run and concluded; for a server it is `forerun.remote`.
+This file defines the options and the exit status: 0 if every test passes, else 1. `forerun.prove` runs the tests; for a
+server it is `forerun.remote`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ forerun prove --server http://gpu:8000 --plain http://gpu:8001 --prompts prompts
 
 @dataclass(frozen=True, slots=True)
 class ProveOptions:
-    """Options that say what is proven, and on how much."""
+    """Options for the tests and their size."""
 
     TITLE: ClassVar[str] = "Proof"
 
@@ -62,7 +62,7 @@ class ProveOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerProveOptions(RemoteOptions):
-    """Those of any server, and what it is compared with."""
+    """Server options, and the server to compare with."""
 
     plain: Annotated[
         str | None, typer.Option(help="With --server: a server of the same model without speculation.")
@@ -131,14 +131,14 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
             bar.stop()
             show_note(f"This takes about {spoken(pace.total_s(workload))} here.")
         report = run(llm, prompts, workload, bar)
-    result.tell(report.as_object(), proof_card(report))
+    result.write(report.as_object(), proof_card(report))
     raise typer.Exit(0 if report.holds else 1)
 
 
 def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Result) -> bool:
-    """Compare servers in place of drafted and plain runs; whether it holds.
+    """Test a server instead of a loaded model; returns whether all tests passed.
 
-    Raises InvalidRequest for options that go with a model alone.
+    Raises InvalidRequest for options that apply only to a loaded model.
     """
     usual = ProveOptions(options.prompts)
     for name in ("model", "draft", "depth", "width", "loading", "max_model_len", "adapter"):
@@ -159,5 +159,5 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
     with LoadingBar() as bar:
         limit_s = remote.time_limit or (10 if options.thorough else 1) * LIMIT_S
         proof = asyncio.run(prove_server(address, plain, prompts, workload, bar, limit_s))
-    result.tell(proof.as_object(), server_proof_card(proof))
+    result.write(proof.as_object(), server_proof_card(proof))
     return proof.holds

@@ -1,6 +1,6 @@
-"""What every command runs with: the effect of Ctrl-C, and the files that it writes.
+"""Shared by all commands: handling of Ctrl-C, and output files.
 
-Files are checked before any work is done, and written whole or not at all.
+Output files are checked before any work is done, and written completely or not at all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Within it, Ctrl-C ends the process at once and without a word; behind it, Ctrl-C is a KeyboardInterrupt.
+    """Context for slow imports: Ctrl-C ends the process at once; afterwards, Ctrl-C raises KeyboardInterrupt.
 
-    An interrupted import has nothing to save, and its traceback would fill the screen.
+    An interrupted import has nothing to save, and its traceback would be long.
     """
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
@@ -41,17 +41,17 @@ def importing() -> Iterator[None]:
 class Interrupt:
     """Whether Ctrl-C was pressed."""
 
-    asked: bool = False
+    requested: bool = False
 
 
 @contextmanager
 def patient_interrupt() -> Iterator[Interrupt]:
-    """Within it the first Ctrl-C is only noted, so that a round is never torn; a second one acts at once."""
+    """Context in which the first Ctrl-C is only recorded, so that a round completes; a second one raises."""
     interrupt = Interrupt()
     before = signal.getsignal(signal.SIGINT)
 
     def note(*_: object) -> None:
-        interrupt.asked = True
+        interrupt.requested = True
         signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, note)
@@ -63,7 +63,7 @@ def patient_interrupt() -> Iterator[Interrupt]:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A file that an option names and that is written when the work is done. Making one checks that it can be."""
+    """An output file of an option. Creating the object checks that the file can be written (InvalidRequest)."""
 
     option: str
     path: Path
@@ -71,7 +71,7 @@ class Destination:
     def __post_init__(self) -> None:
         folder = self._file.parent
         if not folder.is_dir():
-            raise InvalidRequest(self.option, f"the folder {folder} is not there: make it, or name another file.")
+            raise InvalidRequest(self.option, f"the folder {folder} does not exist: create it, or name another file.")
         if self.path.is_dir():
             raise InvalidRequest(self.option, f"{self.path} is a folder: name a file in it.")
         if self.path.exists() and not os.access(self.path, os.W_OK):
@@ -81,7 +81,7 @@ class Destination:
 
     @classmethod
     def of_picture(cls, path: Path | None) -> Destination | None:
-        """That of a picture, if one is asked for. Raises InvalidRequest for a file of another kind."""
+        """The .svg file of --picture, if given. Raises InvalidRequest for other suffixes."""
         picture = None if path is None else cls("picture", path)
         if path is not None and path.suffix != ".svg":
             raise InvalidRequest("picture", f"{path} must be a .svg file.")
@@ -89,16 +89,16 @@ class Destination:
 
     @property
     def _file(self) -> Path:
-        """The file itself, behind any links to it."""
+        """The file with links resolved."""
         return self.path.resolve()
 
     @property
     def _replaced(self) -> bool:
-        """Whether the file is replaced as a whole; a device or a pipe is written to."""
+        """Whether the file is replaced atomically; devices and pipes are written to directly."""
         return self.path.is_file() or not self.path.exists()
 
     def write(self, content: str | bytes) -> None:
-        """Write the file. Where that fails, what was there before is there still, and InvalidRequest is raised."""
+        """Write the file. If that fails, its old content remains, and InvalidRequest is raised."""
         try:
             if self._replaced:
                 write_whole(self._file, content)
@@ -111,19 +111,19 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Where what a command found goes: to people, as cards, or as one JSON object; and as that into a file, if any."""
+    """The output of a command: cards for people or one JSON object, and a JSON file if requested."""
 
     as_json: bool
     file: Destination | None
 
     @classmethod
     def of(cls, options: OutputOptions) -> Result:
-        """What the options ask for. Raises InvalidRequest for a file that cannot be written."""
+        """Create it from the options. Raises InvalidRequest for a file that cannot be written."""
         return cls(options.as_json, None if options.output is None else Destination("output", options.output))
 
-    def tell(self, told: Mapping[str, Any], *cards: RenderableType, no_color: bool | None = None) -> None:
-        """Print the cards, or the object on one line instead; write that line into the file."""
-        line = dumps(told) + "\n"
+    def write(self, values: Mapping[str, Any], *cards: RenderableType, no_color: bool | None = None) -> None:
+        """Print the cards or, with --json, the values as one line of JSON; write that line to the file, if any."""
+        line = dumps(values) + "\n"
         if self.as_json:
             typer.echo(line, nl=False)
         elif cards:

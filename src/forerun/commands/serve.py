@@ -1,4 +1,4 @@
-"""`forerun serve`: answer requests over HTTP, as OpenAI's and Anthropic's clients send them."""
+"""`forerun serve`: an HTTP server for OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ forerun serve --model ./target --draft model:./draft --host 0.0.0.0 --api-keys k
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Options that say how many engines answer, and where they run."""
+    """Options for replicas: their number, and the Ray cluster."""
 
     TITLE: ClassVar[str] = "Replicas"
 
@@ -43,10 +43,10 @@ class ReplicaOptions:
 
     @property
     def settings(self) -> ReplicaSettings | None:
-        """How many replicas are to answer, and where; None for one engine in this process."""
+        """The settings of replicas; None for one engine in this process."""
         if not self.replicas:
             if self.ray:
-                raise InvalidRequest("ray", f"{self.ray} goes with --replicas: say how many there are to be.")
+                raise InvalidRequest("ray", f"{self.ray} goes with --replicas: give the number of replicas.")
             return None
         settings = ReplicaSettings.of(self.replicas, self.ray)
         require_ray()
@@ -55,7 +55,7 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options that say where to listen, whom to answer, and how much to take on."""
+    """Options for the server's address, access and limits."""
 
     TITLE: ClassVar[str] = "Server"
 
@@ -115,11 +115,11 @@ class ServeOptions:
 
     @property
     def chunk(self) -> int | Literal["auto"]:
-        """The chunk of a prompt, in tokens, as the library takes it."""
+        """The prefill chunk size in tokens, or "auto"."""
         return "auto" if self.chunk_tokens == AUTO else int(self.chunk_tokens)
 
     def settings(self, model: str) -> ServeSettings:
-        """What the server is told."""
+        """The settings of the server."""
         return ServeSettings(
             host=self.host,
             port=self.port,
@@ -167,7 +167,7 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
     if settings.tls_key is not None and settings.tls_certificate is not None:
         require_certificate(settings.tls_key, settings.tls_certificate)
     if settings.api_keys is not None:
-        ApiKeys.read(settings.api_keys)  # a mistake in it is told before anything is loaded
+        ApiKeys.read(settings.api_keys)  # raises before anything is loaded
     sock = bound_socket(settings)
     log_to_stderr(log_format, server.access_log)
     scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
@@ -181,8 +181,8 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
 
             show_note(f"starting {engines} replicas with Ray")
             arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
-            llm, there = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s, f"{host}-{port}"))
-            service_of = partial(ReplicaService, replicas=there)
+            llm, running = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s, f"{host}-{port}"))
+            service_of = partial(ReplicaService, replicas=running)
         shown_host = f"[{host}]" if ":" in host else host
 
         def started() -> None:

@@ -1,4 +1,4 @@
-"""`forerun trace`: one prompt, round by round."""
+"""`forerun trace`: shows the rounds of one answer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ forerun trace --model stdlib --draft ngram -n 12 --svg rounds.svg "a, b = b, a"
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions(AnswerOptions):
-    """Those of any answer; a trace is read line by line, so it is short."""
+    """Answer options, with a short answer by default."""
 
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")] = 24
 
 
 @dataclass(frozen=True, slots=True)
 class TraceModelOptions(ModelOptions):
-    """Those of any model; every round is drafted unless told otherwise, as that is what a trace shows."""
+    """Model options, with a fixed depth by default, so that every round is drafted."""
 
     depth: Annotated[
         str, typer.Option(help="Tokens drafted per round; auto: forerun chooses.", parser=auto_or_whole(0))
@@ -64,7 +64,7 @@ def trace(
     model, speculation = LoadedModel.of(where, how), where.speculation(width)
     traced = record(model.llm, text, model.params, speculation)
     values = asdict(model.setting) | {"width": speculation.width} | traced.as_object()
-    result.tell(values, picture(traced, STYLES), no_color=how.raw or None)
+    result.write(values, picture(traced, STYLES), no_color=how.raw or None)
     if picture_file is not None:
         picture_file.write(svg(traced, STYLES))
     if traced.same_as_plain is False:

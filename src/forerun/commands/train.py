@@ -1,6 +1,6 @@
-"""`forerun train`: a drafter that learns from what the target writes.
+"""`forerun train`: trains a drafter on the target's answers.
 
-This file decides the options and what is shown; `forerun.train` decides how it is trained.
+This file defines the options and the output; `forerun.train` does the training.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 
 class TrainingLines(logging.Handler):
-    """Shows what a training says of itself, each on one line, above the bar where there is one."""
+    """Prints the log messages of a training, above the progress bar if there is one."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
-        if record.levelno == logging.INFO:  # the command line shows warnings itself
+        """Print one message."""
+        if record.levelno == logging.INFO:  # warnings are shown by another handler
             self.console.print(record.getMessage(), markup=False)
 
 
 @contextmanager
-def told_on(console: Console) -> Iterator[None]:
-    """Within it a training says where it is at every look, also where no terminal shows its bar."""
+def logged_to(console: Console) -> Iterator[None]:
+    """Context in which the training's log messages are printed to this console, on a terminal or not."""
     logger, lines = logging.getLogger("forerun.train"), TrainingLines(console)
     before = logger.level
     logger.setLevel(logging.INFO)
@@ -54,7 +54,7 @@ def told_on(console: Console) -> Iterator[None]:
         logger.setLevel(before)
 
 
-LINES_S = 30.0  # between lines off a terminal; looks may be further apart
+LINES_S = 30.0  # minimum time between progress lines if there is no terminal
 KIND_NAMES = ("draft", *HEADS)
 EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
@@ -69,7 +69,7 @@ forerun train draft --init ./small --model ./target --data chats.jsonl --tempera
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """Options that say what learns from what, and where the result goes."""
+    """Options for the target, the data and the output folder."""
 
     TITLE: ClassVar[str] = "Training"
 
@@ -123,7 +123,7 @@ def train(
     spec, threads = options.loading.spec(options.model), options.loading.threads
     task = TrainTask(kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, threads)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    with LoadingBar(errors, LINES_S) as bar, told_on(errors):
+    with LoadingBar(errors, LINES_S) as bar, logged_to(errors):
         try:
             report = run(task, settings, bar)
         except KeyboardInterrupt:
@@ -131,6 +131,6 @@ def train(
             command = "The same command, without --force," if options.force else "The same command"
             show_note(f"Interrupted. {command} {TrainFolder(options.out).next_start()}.")
             raise
-    if report is None:  # another process of the team tells
+    if report is None:  # the team's first process reports
         return
-    result.tell(report.as_object(), report.card())
+    result.write(report.as_object(), report.card())

@@ -1,7 +1,7 @@
-"""`forerun tune`: which drafter helps on the user's model, machine and prompts, how deep, and at what memory.
+"""`forerun tune`: finds the best drafter and depth for the user's model, machine and prompts.
 
-This file decides the options, the files in the folder, and the exit status: 0, or 1 where tokens differ from those of
-plain decoding. `forerun.tune` decides what is measured; for a server it is `forerun.remote`.
+This file defines the options, the files in the output folder, and the exit status: 0, or 1 if tokens differ from those
+of plain decoding. `forerun.tune` measures; for a server it is `forerun.remote`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ forerun tune --server http://gpu:8000 --against http://gpu:8001 --prompts mine.j
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions(MeasurementOptions):
-    """Those of any measurement, for several drafters."""
+    """Measurement options for several drafters."""
 
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to every prompt.")] = False
     template_options: Annotated[
@@ -51,7 +51,7 @@ class TuneOptions(MeasurementOptions):
 
 @dataclass(frozen=True, slots=True)
 class ServerTuneOptions(RemoteOptions):
-    """Those of any server, and what it is compared with."""
+    """Server options, and the server to compare with."""
 
     against: Annotated[
         str | None, typer.Option(help="With --server: a server of the same model without speculation.")
@@ -104,7 +104,7 @@ def tune(
         from forerun.tune.trial import candidates_of
         from forerun.tune.tune import Subject
         from forerun.tune.tune import tune as run
-    candidates_of(names, 2)  # refused before anything is read
+    candidates_of(names, 2)  # raises before anything is read
     prompts = mixed_passages(options.prompts, options.replay)
     with writable(options.out):
         options.out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def tune(
         written[SETTINGS] = settings_of(report, report.pick)
     for name, content in written.items():
         Destination("out", options.out / name).write(content)
-    result.tell(report.as_object(), tune_card(report))
+    result.write(report.as_object(), tune_card(report))
     if not result.as_json:
         paths = ", ".join(str(options.out / name) for name in written)
         Console(highlight=False).print(f"Written: {paths}", style="dim", soft_wrap=True)
@@ -127,7 +127,7 @@ def tune(
 
 
 def settings_of(report: TuneReport, pick: TunedChoice) -> str:
-    """The settings file: the model as it was given, and what was fastest at the first batch size and temperature."""
+    """The settings file: the model, and the fastest choice at the first batch size and temperature."""
     values = {"model": report.about["model"]["given_as"], **report.model_options}
     finding = "plain decoding was fastest"
     if pick.draft is not None:
@@ -138,8 +138,8 @@ def settings_of(report: TuneReport, pick: TunedChoice) -> str:
 
 
 def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:
-    """Measure a server in place of drafters. Raises InvalidRequest for options that go with a model alone."""
-    assert remote.server is not None, "this is called for a server"
+    """Measure a server instead of drafters. Raises InvalidRequest for options that apply only to a loaded model."""
+    assert remote.server is not None, "only called with --server"
     model_alone = {
         "drafts": names,
         "model": options.model != TARGET,
@@ -185,4 +185,4 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
         )
         contenders, blocks = asyncio.run(measured)
     tuning = ServerTuning.of(contenders, plan, blocks)
-    result.tell(tuning.as_object(), server_card(tuning))
+    result.write(tuning.as_object(), server_card(tuning))

@@ -1,4 +1,4 @@
-"""`forerun widen`: the same function at the cost of a larger model."""
+"""`forerun widen`: writes a larger checkpoint that computes the same function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ forerun widen --model stdlib-draft --hidden 256 --layers 8 --out stdlib-draft-wi
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """Options that say what to grow, to what, and where the result goes."""
+    """Options for the source, the new shape and the output folder."""
 
     TITLE: ClassVar[str] = "Checkpoint"
 
@@ -49,7 +49,7 @@ class ShapeOptions:
     seed: Annotated[int, typer.Option(help="Seed of the added weights, which have no effect.")] = 0
 
     def sizes(self) -> dict[str, int | None]:
-        """The sizes of the shape, by name."""
+        """The new sizes by name; None if unchanged."""
         names = ("hidden", "layers", "mlp", "heads", "vocab_size", "experts", "active")
         return {name: getattr(self, name) for name in names}
 
@@ -74,4 +74,4 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
         folder = write_widened(shape.model, shape.out, wider, bar, shape.seed)
         drafts = [str(widen_drafter(each, shape.model, folder, wider, shape.seed)) for each in shape.draft or ()]
     made = Widened(source, wider.shape(source), folder, drafts)
-    result.tell(made.as_object(), made.card())
+    result.write(made.as_object(), made.card())

@@ -1,4 +1,4 @@
-"""Widening from the command line: the shape to grow to, and the report."""
+"""Widening: the new shape from the options, and the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
 
 
 def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, int | None], spread: bool) -> Wider:
-    """The shape that a number of parameters or some sizes ask for. Raises InvalidRequest for both, or for neither."""
+    """The new shape, from a number of parameters or from sizes. Raises InvalidRequest for both, or for neither."""
     chosen = {name: size for name, size in sizes.items() if size is not None}
     if parameters is not None and chosen:
         raise InvalidRequest("parameters", "it chooses the whole shape: give it or the sizes, not both.")
@@ -36,16 +36,16 @@ def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, in
 
 
 def read_amount(text: str) -> int:
-    """A number of parameters as people write it: 21M, 0.5B, 500000."""
+    """Parse a number of parameters: 21M, 0.5B, 500000."""
     match = AMOUNT.fullmatch(text.strip())
     if match is None:
-        raise InvalidRequest("parameters", f"{text!r} is no number of parameters: write it like 21M or 0.5B.")
+        raise InvalidRequest("parameters", f"{text!r} is not a number of parameters: write it like 21M or 0.5B.")
     return round(float(match[1]) * UNITS[match[2].upper()])
 
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """Both shapes, where the larger checkpoint is, and the drafters that were widened with it."""
+    """The result of widening: both shapes, the folder, and the widened drafters."""
 
     source: ModelConfig
     wide: ModelConfig
@@ -54,12 +54,12 @@ class Widened:
 
     @property
     def check(self) -> Mapping[str, Any]:
-        """What comparing the logits of both found when it was made."""
+        """The comparison of both models' logits, stored when the checkpoint was written."""
         numbers: Mapping[str, Any] = read_fields(self.folder / "config.json").values[WIDENED]["check"]
         return numbers
 
     def card(self) -> Table:
-        """For a reader."""
+        """The result as a table."""
         table = fact_table()
         table.add_row("from", describe(self.source))
         table.add_row("to", describe(self.wide))
@@ -73,13 +73,13 @@ class Widened:
         return table
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as JSON."""
         shapes = {"from": shape_object(self.source), "to": shape_object(self.wide)}
         return {**shapes, "check": dict(self.check), "folder": str(self.folder), "drafts": list(self.drafts)}
 
 
 def shape_object(config: ModelConfig) -> dict[str, int]:
-    """A model's size and shape, by the names that the options have."""
+    """A model's size and shape, under the names of the options."""
     c, e = config, config.experts
     shape = {
         "parameters": count_parameters(c),
@@ -94,7 +94,7 @@ def shape_object(config: ModelConfig) -> dict[str, int]:
 
 
 def describe(config: ModelConfig) -> str:
-    """A model's size and shape on a line."""
+    """A model's size and shape in one line."""
     heads = f"{config.heads} heads ({config.kv_heads} of keys)"
     e = config.experts
     experts = "" if e is None else f" ({e.count} experts of {e.intermediate}, {e.active} for a token)"

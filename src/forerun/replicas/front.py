@@ -191,9 +191,9 @@ class ReplicaService(Service):
         self.replicas, self.replica_front = replicas, ReplicaFront(replicas)
         super().__init__(llm, settings, self.replica_front)
 
-    def follow(self, visit: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
+    def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
         """The deltas of sequences that have places, from replicas."""
-        return self.replica_front.follow(answers, visit.session_id, partial(self.gate.free, visit))
+        return self.replica_front.follow(answers, entry.session_id, partial(self.gate.free, entry))
 
     def reader(self) -> ReplicaReader:
         """What reads the metrics of the replicas."""

@@ -1,10 +1,10 @@
-"""Access: who may ask, by the key of a request, and by the names and pages that it comes by.
+"""Access: API keys, and protection against requests that foreign web pages send.
 
-A file of keys has one a line, with a name in front of it if wanted; # begins a comment. A key is compared with all keys
-of the file, each in constant time, so that the time of a refusal tells nothing.
+A key file has one key per line, optionally with a tenant name before it; # begins a comment. A key is compared with
+all keys of the file, each in constant time, so that timing reveals nothing about them.
 
-A page of another site can make its reader's browser ask a server on the reader's machine, under a name of its own that
-it resolves to that machine. The browser then names the page's host in `Host`, and in `Origin` where the page came from.
+A page of another site can make a browser send requests to a server on the user's machine, under a host name that
+resolves to that machine (DNS rebinding). The browser then sends that name in `Host`, and the page's site in `Origin`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WANTED = "write one key a line, with a name in front if wanted"
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The tenants, by the digests of their keys. Without any, everybody is one tenant without a name."""
+    """Tenant names by the digests of their keys. Without keys, all clients are one tenant named ""."""
 
     tenants: Mapping[bytes, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """The keys of a file. Raises InvalidRequest where it cannot be read or has none."""
+        """Read a key file. Raises InvalidRequest if it cannot be read, is malformed or has no key."""
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
@@ -53,17 +53,17 @@ class ApiKeys:
             if len(words) > 2:
                 raise InvalidRequest("api_keys", f"{path}, line {number}, has {len(words)} words: {WANTED}.")
             if not (words[-1].isascii() and words[-1].isprintable()):
-                raise InvalidRequest("api_keys", f"{path}, line {number}: a key is of ASCII characters: {WANTED}.")
+                raise InvalidRequest("api_keys", f"{path}, line {number}: a key must be printable ASCII: {WANTED}.")
             key = digest(words[-1])
             if key in tenants:
-                raise InvalidRequest("api_keys", f"{path}, line {number}, has a key that is there already.")
+                raise InvalidRequest("api_keys", f"{path}, line {number}, repeats a key.")
             tenants[key] = words[0] if len(words) == 2 else f"key-{key.hex()[:12]}"
         if not tenants:
             raise InvalidRequest("api_keys", f"{path} holds no key: {WANTED}.")
         return cls(tenants)
 
     def tenant(self, authorization: str | None) -> str:
-        """Whose request it is, by its header. Raises the ApiError for 401 where a key is wanted and not given."""
+        """The tenant of a request, from its Authorization header. Raises ApiError 401 without a valid key."""
         if not self.tenants:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
@@ -80,57 +80,57 @@ class ApiKeys:
 
 
 def warn_of_readers(path: Path) -> None:
-    """Warn where other users of this machine may read a file of keys."""
+    """Warn if other users of this machine may read a key file."""
     with suppress(OSError):
         if os.name == "posix" and path.stat().st_mode & 0o044:
             log.warning("Others on this machine can read the keys in %s: chmod 600 keeps them from it.", path)
 
 
 def digest(key: str) -> bytes:
-    """A key as it is kept and compared: of fixed length."""
+    """The SHA-256 digest of a key; digests are stored and compared instead of keys."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A host's name in lower case, without brackets, and its port as it was written."""
+    """A host name in lower case, without brackets, and its port as written in the header."""
 
     name: str
     port: str | None
 
     @classmethod
     def of(cls, text: str) -> Authority | None:
-        """The authority that a header names; None where it is none."""
+        """Parse a Host header or the authority of an Origin; None if it is malformed."""
         match = AUTHORITY.fullmatch(text.lower())
         return match and cls(match["name"].strip("[]").removesuffix("."), match["port"])
 
     def origin(self, scheme: str) -> tuple[str, str, str | None]:
-        """The origin of pages that came from this host by the scheme."""
+        """The web origin (scheme, host, port) of pages loaded from this host."""
         return scheme, self.name, self.port or DEFAULT_PORTS.get(scheme)
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """Whose names a server answers to. `bound` is the address that it listens on, `allowed` what its user allows.
+    """The host names that a server answers to. `bound` is the address it listens on, `allowed` the user's list.
 
-    A server of the loopback answers to names of the loopback and to those allowed, any other one to every name unless
-    some are allowed. A page may ask under the host that it came from, and from allowed hosts. Raises InvalidRequest.
+    A server on a loopback address answers to loopback names and allowed names; any other server answers to every name
+    unless there is a list. A page may send requests to its own host, and from allowed hosts. Raises InvalidRequest.
     """
 
     bound: str
     allowed: frozenset[str]
-    names: frozenset[str] = field(init=False)  # those allowed, as headers are read
+    names: frozenset[str] = field(init=False)  # `allowed`, parsed
 
     def __post_init__(self) -> None:
         authorities = {name: Authority.of(name) for name in self.allowed - {ANY}}
         for name, authority in authorities.items():
             if authority is None or authority.port is not None:
                 fix = 'name hosts, without scheme and port, such as "models.example"'
-                raise InvalidRequest("allowed_hosts", f"{name!r} is no name of a host: {fix}.")
+                raise InvalidRequest("allowed_hosts", f"{name!r} is not a host name: {fix}.")
         object.__setattr__(self, "names", frozenset(each.name for each in authorities.values() if each))
 
     def check(self, hosts: Iterable[str], origins: Iterable[str], scheme: str) -> None:
-        """Raise the ApiError for 403 unless a request with these headers is answered."""
+        """Raise ApiError 403 unless these Host and Origin headers are allowed."""
         if ANY in self.allowed:
             return
         asked = None
@@ -147,14 +147,14 @@ class Hosts:
                 raise refusal("origin", origin)
 
     def answers_to(self, authority: Authority | None) -> bool:
-        """Whether a request may name this host."""
+        """Whether a request may have this host in its Host header."""
         if not self.allowed and not is_loopback(self.bound):
             return True
         return authority is not None and (authority.name in self.names or is_loopback(authority.name))
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or an address is of this machine alone."""
+    """Whether a host name or address is a loopback one."""
     name = name.lower().removesuffix(".")
     try:
         return ip_address(name).is_loopback
@@ -163,6 +163,6 @@ def is_loopback(name: str) -> bool:
 
 
 def refusal(what: str, value: str) -> ApiError:
-    """The answer to a request from elsewhere."""
+    """The ApiError 403 for a Host or Origin that is not allowed."""
     message = f"requests with the {what} {shown(value)} are not answered here: --allowed-hosts names hosts that are."
     return ApiError(403, message, code=f"{what}_not_allowed")

@@ -1,10 +1,9 @@
-"""Answers: results of the library as OpenAI's objects, whole and in chunks.
+"""Answers: results of the library as OpenAI's completion and chat completion objects, whole and as stream chunks.
 
-This file decides the shape of completions and chat completions; `responses.py` that of responses, and
-`message_answers.py` that of Anthropic's messages. Beside the fields of those interfaces there are `seed`, which with
-the same body and `system_fingerprint` gives the same answer again, `usage.speculation`, the counts of the request's
-guesses, `reasoning_content`, what a chat's answer has between the tags of its reasoning, and `draft`, what a round
-drafted.
+`responses.py` writes OpenAI's responses and `message_answers.py` Anthropic's messages. Fields beyond those interfaces:
+`seed` (the same body, seed and `system_fingerprint` give the same answer), `usage.speculation` (counts of drafted and
+accepted tokens), `reasoning_content` (the text between the reasoning tags of a chat answer) and `draft` (the draft of
+one round).
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from forerun.serve.logprob_text import (
     completion_lists,
     prompt_entries,
 )
-from forerun.serve.parse import Asked
+from forerun.serve.parse import ParsedBody
 from forerun.serve.parts import AnswerPart, AnswerSplitter, TokenCounter
 from forerun.serve.problems import ApiError
 
-CALLS = "tool_calls"  # the finish_reason of an answer that calls
-OF_SPECULATION = (
+CALLS = "tool_calls"  # the finish_reason of an answer with tool calls
+SPECULATION_COUNTS = (
     "num_rounds",
     "num_drafted",
     "num_accepted",
@@ -48,12 +47,12 @@ OF_SPECULATION = (
 
 @dataclass(slots=True)
 class Writer(ABC):
-    """Writes one body's answer, whole or as the events of a stream.
+    """Writes the answer to one request body, whole or as server-sent events.
 
-    `named` says whether events have their type as a name, and the last one says that it is; otherwise [DONE] does.
+    If `named`, every event carries its type as the SSE event name; otherwise the stream ends with [DONE].
     """
 
-    asked: Asked
+    parsed: ParsedBody
     answers: Answers
     texts: TokenTexts
     model: str
@@ -63,23 +62,23 @@ class Writer(ABC):
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The answer to a body that is no stream, once all samples are finished."""
+        """The complete answer, once all samples are finished."""
 
     @abstractmethod
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of a stream for one delta; none where it has nothing to show yet."""
+        """The stream events for one delta; empty if it has nothing to show yet."""
 
     @abstractmethod
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The events behind those of the last delta."""
+        """The stream events after those of the last delta."""
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
-        """The last event of a stream in which an error was met."""
+        """The last event of a stream that failed."""
         return problem.body
 
     @property
     def deltas(self) -> list[Delta]:
-        """The deltas so far of an answer with one sample."""
+        """The deltas so far of an answer with a single sample."""
         (sample,) = self.answers.answers.values()
         return sample.deltas
 
@@ -90,7 +89,7 @@ class Writer(ABC):
 
     @property
     def num_cached(self) -> int:
-        """How many of them were known already and not read."""
+        """Prompt tokens that were found in the prefix cache."""
         return sum(samples[0].num_cached or 0 for _, samples in self.answers.requests)
 
     @property
@@ -100,29 +99,29 @@ class Writer(ABC):
 
     @property
     def num_reasoning(self) -> int:
-        """How many of these are reasoning, tags included."""
+        """Output tokens that are reasoning, tags included."""
         total = 0
-        for sequence in self.answers.sequences if self.asked.form.reasons else ():
-            counter = TokenCounter(self.asked.form, self.texts)
+        for sequence in self.answers.sequences if self.parsed.form.reasons else ():
+            counter = TokenCounter(self.parsed.form, self.texts)
             counter.feed(sequence.tokens[sequence.num_prompt :])
             total += counter.num_reasoning
         return total
 
     def speculation(self) -> dict[str, Any]:
-        """What became of the guesses, by the names that the counts have everywhere."""
+        """Counts of speculation, under the names of `Counts`."""
         counts = self.answers.counts()
-        return {name: getattr(counts, name) for name in OF_SPECULATION}
+        return {name: getattr(counts, name) for name in SPECULATION_COUNTS}
 
 
 @dataclass(slots=True)
 class AnswerWriter(Writer):
-    """Writes one body's answer as completions or chat completions, whole or in chunks."""
+    """Writes completions and chat completions."""
 
     named: bool = False
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
     begun: set[int] = field(default_factory=set)
     splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by choice
-    num_rounds: Counter[int] = field(default_factory=Counter)  # told so far, by choice
+    num_rounds: Counter[int] = field(default_factory=Counter)  # in the chunks so far, by choice
     echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by prompt
 
     def __post_init__(self) -> None:
@@ -131,10 +130,10 @@ class AnswerWriter(Writer):
     @property
     def chat(self) -> bool:
         """Whether it is a chat completion."""
-        return self.asked.endpoint == "chat"
+        return self.parsed.endpoint == "chat"
 
     def head(self, chunk: bool = False) -> dict[str, Any]:
-        """What stands in every object of this answer."""
+        """The fields that every object of this answer has."""
         kind = "chat.completion" if self.chat else "text_completion"
         return {
             "id": self.id,
@@ -142,14 +141,14 @@ class AnswerWriter(Writer):
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.answers.fingerprint,
-            "seed": self.asked.seed,
+            "seed": self.parsed.seed,
         }
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a body that is no stream, once all samples are finished."""
+        """The complete answer, once all samples are finished."""
         outputs = self.answers.outputs()
         choices = [
-            self.choice(number * self.asked.n + sample.index, result, sample)
+            self.choice(number * self.parsed.n + sample.index, result, sample)
             for number, result in enumerate(outputs)
             for sample in result.outputs
         ]
@@ -157,8 +156,8 @@ class AnswerWriter(Writer):
         return answer | self.of_prompt(outputs[0]) if self.chat else answer
 
     def choice(self, index: int, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """One sample's answer, put together of what a stream shows."""
-        sequence = self.answers.requests[index // self.asked.n][1][sample.index]
+        """One finished choice, joined from the pieces that a stream would show."""
+        sequence = self.answers.requests[index // self.parsed.n][1][sample.index]
         deltas = self.answers.answers[sequence.id].deltas
         shown = [self.shown(index, delta) for delta in deltas]
         joined = {
@@ -171,27 +170,27 @@ class AnswerWriter(Writer):
             if calls:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
-            if self.asked.form.reasons and self.asked.include_reasoning:
+            if self.parsed.form.reasons and self.parsed.include_reasoning:
                 message["reasoning_content"] = joined["reasoning_content"] or None
             choice["message"] = message
         else:
             choice |= {"text": joined["text"], **self.of_prompt(result)}
         details = self.details(index, sample.logprobs, sample.token_ids)
-        if self.asked.echo and details["logprobs"] is not None:
+        if self.parsed.echo and details["logprobs"] is not None:
             details["logprobs"] = self.with_prompt(index, result.prompt_logprobs, details["logprobs"])
         return choice | details
 
     def end(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Why a choice ends with a delta; null where it goes on."""
+        """The finish and stop reason after a delta; null while the choice is unfinished."""
         reason, stop = delta.finish_reason, delta.stop_reason
-        if self.asked.only_prompt and reason is not None:
+        if self.parsed.only_prompt and reason is not None:
             reason, stop = "length", None
         called = self.chat and reason == "stop" and self.splitters[index].num_calls
         return {"finish_reason": CALLS if called else reason} | ({} if reason is None else {"stop_reason": stop})
 
     def echo_of(self, index: int) -> PromptEcho:
-        """The prompt of a choice, as the beginning of its text."""
-        number = index // self.asked.n
+        """The prompt of a choice as `echo` repeats it."""
+        number = index // self.parsed.n
         if number not in self.echoes:
             request, samples = self.answers.requests[number]
             ids, skip = samples[0].tokens[: samples[0].num_prompt], samples[0].params.skip_special_tokens
@@ -199,8 +198,8 @@ class AnswerWriter(Writer):
         return self.echoes[number]
 
     def with_prompt(self, index: int, prompt: Seq[TokenLogprobs], lists: Mapping[str, Any]) -> dict[str, Any]:
-        """The log-probabilities of a completion, behind those of its prompt, whose first token has none."""
-        echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.asked.n]
+        """A completion's log-probabilities with those of its prompt in front; the first prompt token has null."""
+        echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.parsed.n]
         behind_first = completion_lists(prompt, self.texts, OffsetCounter())
         first = self.texts.text_of(samples[0].tokens[0])
         return {
@@ -211,33 +210,33 @@ class AnswerWriter(Writer):
         }
 
     def details(self, index: int, logprobs: Seq[TokenLogprobs], tokens: Seq[int]) -> dict[str, Any]:
-        """Log-probabilities, null where they were not asked for, and token ids where they were."""
-        logprobs, tokens = ((), ()) if self.asked.only_prompt else (logprobs, tokens)
+        """Log-probabilities (null unless requested), and token ids if requested."""
+        logprobs, tokens = ((), ()) if self.parsed.only_prompt else (logprobs, tokens)
         details: dict[str, Any] = {"logprobs": None}
-        params = self.asked.requests[0].sampling_params
+        params = self.parsed.requests[0].sampling_params
         if params is not None and params.logprobs is not None:
             if self.chat:
                 details["logprobs"] = {"content": chat_entries(logprobs, self.texts), "refusal": None}
             else:
-                first = len(self.echo_of(index).text) if self.asked.echo else 0
+                first = len(self.echo_of(index).text) if self.parsed.echo else 0
                 offsets = self.offsets.setdefault(index, OffsetCounter(first))
                 details["logprobs"] = completion_lists(logprobs, self.texts, offsets)
-        if self.asked.return_token_ids:
+        if self.parsed.return_token_ids:
             details["token_ids"] = list(tokens)
         return details
 
     def of_prompt(self, result: RequestOutput) -> dict[str, Any]:
-        """What was asked to be told of the prompt."""
+        """The prompt's token ids and log-probabilities, if requested."""
         fields: dict[str, Any] = {}
-        if self.asked.return_token_ids:
+        if self.parsed.return_token_ids:
             fields["prompt_token_ids"] = list(result.prompt_token_ids)
-        params = self.asked.requests[0].sampling_params
+        params = self.parsed.requests[0].sampling_params
         if params is not None and params.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_entries(result.prompt_logprobs, self.texts)
         return fields
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of a stream for one delta; none where it has nothing to show yet."""
+        """The stream chunks for one delta; empty if it has nothing to show yet."""
         index = self.index_of(delta)
         events = []
         shown = self.shown(index, delta)
@@ -248,7 +247,7 @@ class AnswerWriter(Writer):
         details = self.details(index, delta.logprobs, delta.token_ids)
         if delta.draft is not None:
             self.num_rounds[index] += 1
-            details["draft"] = draft_object(delta, self.num_rounds[index], self.asked.drafters, self.texts)
+            details["draft"] = draft_object(delta, self.num_rounds[index], self.parsed.drafters, self.texts)
         detail = details["logprobs"] or details.get("token_ids") or details.get("draft")
         if not (any(shown.values()) or delta.finish_reason or detail):
             return events
@@ -256,18 +255,18 @@ class AnswerWriter(Writer):
         return [*events, self.chunk([choice | details])]
 
     def shown(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The text and the calls that a delta adds to a choice, by the fields that they belong to."""
+        """The text and tool calls that a delta adds to a choice, by the name of their field."""
         if not self.chat:
-            text = "" if self.asked.only_prompt else delta.text
-            if self.asked.echo and index not in self.begun:
+            text = "" if self.parsed.only_prompt else delta.text
+            if self.parsed.echo and index not in self.begun:
                 self.begun.add(index)
                 text = self.echo_of(index).text + text
             return {"text": text}
-        splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.asked.form)
+        splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.parsed.form)
         num_calls = splitter.num_calls
         parts = splitter.take(delta)
         fields: dict[str, Any] = {}
-        if self.asked.include_reasoning and (thought := text_of(parts, "reasoning")):
+        if self.parsed.include_reasoning and (thought := text_of(parts, "reasoning")):
             fields["reasoning_content"] = thought
         if calls := [part.call for part in parts if part.call]:
             fields["tool_calls"] = [call.described(number) for number, call in enumerate(calls, num_calls)]
@@ -277,51 +276,51 @@ class AnswerWriter(Writer):
         return fields
 
     def chunk(self, choices: Seq[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One chunk; it has a usage, or null for it, where a usage was asked for."""
+        """One chunk; with `include_usage` it has the field `usage`, possibly null."""
         chunk = self.head(chunk=True) | {"choices": list(choices)}
-        if self.asked.continuous_usage and usage is None:
+        if self.parsed.continuous_usage and usage is None:
             usage = self.token_counts()
-        return chunk | {"usage": usage} if self.asked.include_usage else chunk
+        return chunk | {"usage": usage} if self.parsed.include_usage else chunk
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The chunk of the usage, where it was asked for."""
-        return [self.chunk([], self.usage())] if self.asked.include_usage else []
+        """The chunk with the usage, if requested."""
+        return [self.chunk([], self.usage())] if self.parsed.include_usage else []
 
     def index_of(self, delta: Delta) -> int:
-        """The number of the choice that a delta belongs to."""
+        """The index of the choice that a delta belongs to."""
         first = {samples[0].request_id: number for number, (_, samples) in enumerate(self.answers.requests)}
-        return first[delta.request_id] * self.asked.n + delta.sample
+        return first[delta.request_id] * self.parsed.n + delta.sample
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompts, each counted once, and of all answers; and what became of the guesses."""
+        """Token counts and counts of speculation."""
         usage = {
             **self.token_counts(),
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
             "speculation": self.speculation(),
         }
-        if self.asked.form.reasons:
+        if self.parsed.form.reasons:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return usage
 
     def token_counts(self) -> dict[str, Any]:
-        """Tokens of the prompts, each counted once, and of all answers so far."""
-        num_prompt, num_output = self.num_prompt, 0 if self.asked.only_prompt else self.num_output
+        """Tokens of all prompts, each prompt once, and of all answers so far."""
+        num_prompt, num_output = self.num_prompt, 0 if self.parsed.only_prompt else self.num_output
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
 def text_of(parts: Seq[AnswerPart], kind: str) -> str:
-    """The text of one kind."""
+    """The joined text of the parts of one kind."""
     return "".join(part.text for part in parts if part.kind == kind)
 
 
 def draft_object(delta: Delta, round_: int, drafters: Seq[str], texts: TokenTexts) -> dict[str, Any]:
-    """What a round drafted: its tokens and the text that it made certain, each with its origin, and its guesses.
+    """The draft of one round: the tokens it emitted and their text, each with its origin, and all drafted tokens.
 
-    `first` is the ordinal of the first token, `token` of a segment that of the token behind it. A guess's `parent` is
-    the number of the guess that it follows, -1 the text so far.
+    `first` is the index of the first emitted token in the answer; a segment's `token` is the index of the token after
+    it. The `parent` of a guess is the index of the guess before it on its path, or -1 for the text so far.
     """
     draft, drafter = delta.draft, -1 if delta.outcome is None else delta.outcome.drafter
-    assert draft is not None, "only what was asked for is told"
+    assert draft is not None, "the request parsed for draft details"
     if draft.tokens and len(drafters) == 1:
         drafter = 0
     guesses = zip(draft.tokens, draft.parents, draft.accepted, strict=True)

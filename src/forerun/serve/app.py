@@ -1,4 +1,4 @@
-"""The application: routes, bodies, streams and errors over HTTP; the file that knows FastAPI."""
+"""The HTTP application: routes, streams and error answers. Only this file and `page_routes.py` import FastAPI."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun import __version__
 from forerun.errors import EngineClosed, ForerunError
 from forerun.limits import shown, values_in_json
 from forerun.serve.answers import Writer
-from forerun.serve.envelope import Envelope, json_response, written
+from forerun.serve.envelope import Envelope, encode_json, json_response
 from forerun.serve.gate import OpenRequest
 from forerun.serve.message_answers import message_error
 from forerun.serve.metrics import CONTENT_TYPE
@@ -30,10 +30,10 @@ from forerun.serve.service import ClientGone, Service, unless_gone
 from forerun.serve.texts import counted, detokenized, tokenized, tokenizer_info
 
 Handler = Callable[[Request], Awaitable[Response]]
-CLIENT_GONE = 499  # nobody reads it
+CLIENT_GONE = 499  # nginx's status for a closed connection; only logs see it
 DONE = b"data: [DONE]\n\n"
 MESSAGES = "/v1/messages"
-ELSEWHERE = {  # addresses that clients know from other servers, and what is said of them
+ELSEWHERE = {  # routes of other servers, and the hint that a 404 gives
     "/v1/embeddings": "this server generates text and has no embeddings; use a server of an embedding model",
     "/v1/rerank": "this server generates text and does not rank; use a server of a ranking model",
     "/v1/files": "no files are kept here; send prompts in requests",
@@ -44,9 +44,9 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """Server-sent events, the first and then those of `rest`, until they end or the client goes away.
+    """Server-sent events: `first`, then those of `rest`, until they end or the client disconnects.
 
-    Whatever happened, `rest` is closed then, and `end` is called.
+    In every case `rest` is closed afterwards, and `end` is called.
     """
 
     media_type = "text/event-stream"
@@ -59,7 +59,7 @@ class EventStream(Response):
         self.end = end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request."""
+        """Send the stream."""
         try:
             await unless_gone(receive, self.write(send))
         except (ClientGone, OSError):
@@ -86,35 +86,35 @@ class HttpRoutes:
         self.service = service
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """The answer to a body, whole or as a stream whose first chunk is there."""
-        visit, raw = await self.entered(request)
+        """Answer a generation request, with a whole body or a stream whose first event exists."""
+        entry, raw = await self.entered(request)
         stays = False
         try:
-            reply = self.reply(visit, endpoint, raw)
+            reply = self.reply(entry, endpoint, raw)
             del raw  # bodies may be long, and many may wait
             response = await unless_gone(request.receive, reply)
             stays = isinstance(response, EventStream)
             return response
         finally:
             if not stays:
-                self.service.gate.leave(visit)
+                self.service.gate.leave(entry)
 
-    async def reply(self, visit: OpenRequest, endpoint: Endpoint, raw: bytes) -> Response:
-        """The answer to a body that was read. An error before the first token is raised, for a status of its own."""
-        writer = await self.service.writer(visit, endpoint, raw)
+    async def reply(self, entry: OpenRequest, endpoint: Endpoint, raw: bytes) -> Response:
+        """Generate the response. An error before the first event is raised, so that it gets its own HTTP status."""
+        writer = await self.service.writer(entry, endpoint, raw)
         del raw  # bodies may be long, and many may wait
-        deltas = self.service.deltas(visit, writer)
-        if writer.asked.stream:
+        deltas = self.service.deltas(entry, writer)
+        if writer.parsed.stream:
             events = self.events(writer, deltas)
-            first = await anext(events)  # if this raises, they are at their end
-            return EventStream(first, events, lambda: self.service.gate.leave(visit))
+            first = await anext(events)  # if this raises, the generator is closed
+            return EventStream(first, events, lambda: self.service.gate.leave(entry))
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
         return Response(await self.service.whole(writer), media_type="application/json")
 
     async def events(self, writer: Writer, deltas: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
-        """The events of a stream. An error behind the first is an event too, and the last."""
+        """The encoded events of a stream. An error after the first event is sent as the last event."""
         begun = False
         async with aclosing(deltas):
             try:
@@ -125,7 +125,7 @@ class HttpRoutes:
             except Exception as error:
                 if not begun:
                     raise
-                yield event(writer.failed(self.told(error)), writer.named)
+                yield event(writer.failed(self.logged_problem(error)), writer.named)
                 return
         for chunk in writer.last_chunks():
             yield event(chunk, writer.named)
@@ -133,18 +133,18 @@ class HttpRoutes:
             yield DONE
 
     async def models(self, request: Request) -> Response:
-        """The one model that is served."""
+        """GET /v1/models: the one model."""
         self.tenant(request)
         return json_response({"object": "list", "data": [self.model_object()]})
 
     async def model(self, request: Request) -> Response:
-        """The model of this name."""
+        """GET /v1/models/NAME."""
         self.tenant(request)
         self.service.check_model(request.path_params["name"])
         return json_response(self.model_object())
 
     def model_object(self) -> dict[str, Any]:
-        """The model, with how long its texts may be."""
+        """OpenAI's model object, with the context length and the fingerprint."""
         fields = {
             "id": self.service.model_name,
             "object": "model",
@@ -155,44 +155,44 @@ class HttpRoutes:
         return fields | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """The special tokens and the chat template."""
+        """GET /tokenizer_info."""
         self.tenant(request)
         return json_response(tokenizer_info(self.service))
 
     async def text_work(self, work: Callable[[Service, dict[str, Any]], dict[str, Any]], request: Request) -> Response:
-        """Work of the tokenizer, in another thread; its bodies count among those that are let in."""
-        visit, raw = await self.entered(request)
+        """Answer a tokenizer request in another thread; it counts as an open request of its tenant."""
+        entry, raw = await self.entered(request)
         try:
             body = await self.service.body(raw)
             return json_response(await self.service.work(body, len(raw), lambda: work(self.service, body)))
         finally:
-            self.service.gate.leave(visit)
+            self.service.gate.leave(entry)
 
     async def health(self, request: Request) -> Response:
-        """Whether the engine goes on."""
+        """GET /health: 200 while the engine runs."""
         if not self.service.alive:
             raise EngineClosed
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether new requests are taken."""
+        """GET /ready: 200 while new requests are accepted."""
         await self.service.require_ready()
         return await self.health(request)
 
     async def metrics(self, request: Request) -> Response:
-        """The metrics, for Prometheus."""
+        """GET /metrics, in Prometheus' text format."""
         return Response(await self.service.exposition(), media_type=CONTENT_TYPE)
 
     def tenant(self, request: Request) -> str:
-        """Whose request it is. Raises the ApiError for 401 where that is not told."""
-        key = request.headers.get("x-api-key")  # as Anthropic's clients send it
+        """The tenant of a request. Raises ApiError 401 without a valid key."""
+        key = request.headers.get("x-api-key")  # sent by Anthropic's clients
         return self.service.keys.tenant(request.headers.get("authorization", key and f"Bearer {key}"))
 
     async def entered(self, request: Request) -> tuple[OpenRequest, bytes]:
-        """A request that was let in, and its body, which was read before. Raises the ApiError if it is not let in.
+        """Check and read a POST request and open it at the gate; returns it and its body. Raises ApiError.
 
-        A page in a browser cannot send JSON by its type to another origin without asking first, which is not allowed
-        here.
+        The content type must be JSON: a browser page of another origin cannot send it without a CORS preflight, which
+        this server refuses.
         """
         arrived_s = time.perf_counter()
         tenant = self.tenant(request)
@@ -201,20 +201,20 @@ class HttpRoutes:
         if kind != "application/json":
             raise ApiError(415, "the body must be sent with Content-Type: application/json.", code="invalid_type")
         if (coding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
-            message = f"a body with Content-Encoding: {shown(coding)} is not read: send it as it is."
+            message = f"a body with Content-Encoding: {shown(coding)} is not supported: send it uncompressed."
             raise ApiError(415, message, code="unsupported_encoding")
         raw = await self.service.uploads.read(request.stream())
-        visit = self.service.gate.enter(tenant, arrived_s)
-        visit.request_id, visit.traceparent = request.state.request_id, request.headers.get("traceparent", "")
-        visit.session_id = request.headers.get("x-session-id", "")
-        return visit, raw
+        entry = self.service.gate.enter(tenant, arrived_s)
+        entry.request_id, entry.traceparent = request.state.request_id, request.headers.get("traceparent", "")
+        entry.session_id = request.headers.get("x-session-id", "")
+        return entry, raw
 
-    def told(self, error: BaseException) -> ApiError:
-        """An error as an answer; those that nobody foresaw are logged."""
+    def logged_problem(self, error: BaseException) -> ApiError:
+        """The ApiError for any exception; unexpected ones are logged."""
         problem = problem_of(error)
         ends = isinstance(error, EngineClosed) and self.service.front.closing
         if problem.status >= 500 and not isinstance(error, ApiError) and not ends:
-            # The message of an error that nobody foresaw may hold what was asked; where it was raised does not.
+            # The message of an unexpected error may contain a prompt; its traceback does not.
             is_shown = isinstance(error, ForerunError) or self.service.settings.log_prompts
             what = str(error) if is_shown else type(error).__name__
             trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
@@ -222,20 +222,17 @@ class HttpRoutes:
         return problem
 
     def problem(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that raised."""
+        """The response to a request whose handler raised."""
         if isinstance(error, ClientGone | ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         if isinstance(error, HTTPException):
             error = route_problem(request, error)
-        problem = self.told(error)
+        problem = self.logged_problem(error)
         body = message_error(problem) if request.url.path.startswith(MESSAGES) else problem.body
         return json_response(body, problem.status, problem.headers)
 
     def guarded(self, handler: Handler) -> Handler:
-        """A handler that answers errors too.
-
-        A request may raise what nobody foresaw, and the server has to go on: every exception is caught here.
-        """
+        """A handler that turns every exception into a response, so that no request can stop the server."""
 
         async def handle(request: Request) -> Response:
             with values_in_json():
@@ -248,8 +245,8 @@ class HttpRoutes:
 
 
 def application(service: Service) -> FastAPI:
-    """The application over a service."""
-    # The pages that show the interface would load scripts from elsewhere.
+    """The FastAPI application of a service."""
+    # FastAPI's documentation pages would load scripts from other hosts.
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
     routes = HttpRoutes(service)
     table: list[tuple[str, str, Handler, Endpoint | None]] = [
@@ -271,7 +268,7 @@ def application(service: Service) -> FastAPI:
     for method, path, handler, endpoint in table:
         extra, answering = None if endpoint is None else openapi_body(endpoint), routes.guarded(handler)
         app.add_api_route(path, answering, methods=[method], openapi_extra=extra, response_class=Response)
-        if method == "GET":  # whoever asks for the head gets the same without the body
+        if method == "GET":  # HEAD gives the headers of GET
             app.add_api_route(path, answering, methods=["HEAD"], include_in_schema=False)
 
     async def no_route(request: Request, error: Exception) -> Response:
@@ -283,7 +280,7 @@ def application(service: Service) -> FastAPI:
 
 
 def route_problem(request: Request, error: HTTPException) -> ApiError:
-    """The answer to an address that is not here, or that has other methods."""
+    """The error for an unknown route or a method that a route does not have."""
     where = f"{request.method} {request.url.path}"
     if error.status_code == 404 and (hint := ELSEWHERE.get(request.url.path)) is not None:
         return ApiError(404, f"{where}: {hint}.", code="no_route")
@@ -295,6 +292,6 @@ def route_problem(request: Request, error: HTTPException) -> ApiError:
 
 
 def event(body: dict[str, Any], named: bool = False) -> bytes:
-    """One server-sent event, with its type as its name where it has one."""
+    """Encode one server-sent event; if `named`, with its type as the event name."""
     name = b"event: " + body["type"].encode() + b"\n" if named else b""
-    return name + b"data: " + written(body) + b"\n\n"
+    return name + b"data: " + encode_json(body) + b"\n\n"

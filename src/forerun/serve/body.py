@@ -1,7 +1,7 @@
-"""Bodies: JSON as objects, and the names in them, read against the table of `schema.py`.
+"""Request bodies: parsing JSON, and checking field names and types against the table of `schema.py`.
 
-This file decides what is no body, and what becomes of a name that is unknown or not served, at any depth. Its work is
-linear in the length of a body, and a message about one is short however long the body is.
+Unknown and unserved fields are refused at any depth. The work is linear in the length of a body, and error messages
+are short however long the body is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from forerun.limits import shown
 from forerun.serve.problems import ApiError, refused
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, FieldTable
 
-MOST_TOLD = 5  # unknown names of one body that the log names
-TYPES = {  # in words
+MOST_TOLD = 5  # unknown names that are logged per body
+TYPES = {  # for error messages
     "boolean": "true or false",
     "integer": "a whole number",
     "string": "text",
@@ -29,17 +29,17 @@ TYPES = {  # in words
 log = logging.getLogger(__name__)
 
 
-def parsed_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises the ApiError for 400 for anything else."""
+def parse_json_body(raw: bytes) -> dict[str, Any]:
+    """Parse a body as a JSON object. Raises ApiError 400 for anything else."""
 
     def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a number in JSON")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members: dict[str, Any] = {}
         for name, value in pairs:
             if name in members:
-                raise ValueError(f"{shown(name)} is there twice")
+                raise ValueError(f"{shown(name)} occurs twice")
             members[name] = value
         return members
 
@@ -57,17 +57,14 @@ def parsed_body(raw: bytes) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class NameCheck:
-    """What becomes of names that an object of one body should not have: with `lenient` they are left out and logged.
-
-    Otherwise the first of them is refused.
-    """
+    """Handles unknown names in one body: with `lenient` they are ignored and logged, otherwise the first is refused."""
 
     lenient: bool = False
     unknown: list[str] = field(default_factory=list)
     num_unknown: int = 0
 
-    def meet(self, path: str, name: str, known: Collection[str]) -> None:
-        """Note an unknown name of the object at `path`, or raise the ApiError for 400 that refuses it."""
+    def add(self, path: str, name: str, known: Collection[str]) -> None:
+        """Record an unknown name of the object at `path`; unless `lenient`, raise ApiError 400."""
         self.num_unknown += 1
         if self.num_unknown > MOST_TOLD:
             return
@@ -78,8 +75,8 @@ class NameCheck:
             raise refused(joined(path, name), problem, "unknown_parameter")
         self.unknown.append(problem)
 
-    def tell(self) -> None:
-        """Log the names that were left out."""
+    def log_ignored(self) -> None:
+        """Log the names that were ignored."""
         if self.unknown:
             more = self.num_unknown - len(self.unknown)
             fate = "It was ignored." if self.num_unknown == 1 else f"They were ignored, and {more} more names."
@@ -87,23 +84,23 @@ class NameCheck:
 
 
 def served_fields(body: Mapping[str, Any], endpoint: Endpoint, lenient: bool = False) -> dict[str, Any]:
-    """The served fields of a body that are not null, with the served members of the objects in them.
+    """The served fields of a body that are not null; objects in them keep their served members only.
 
-    Raises the ApiError for 400, naming the first field at fault. With `lenient` unknown names are logged, and left out.
+    Raises ApiError 400, naming the first invalid field. With `lenient` unknown names are logged and ignored.
     """
     check = NameCheck(lenient)
     kept = served_members(body, KNOWN[endpoint], "", check)
-    check.tell()
+    check.log_ignored()
     return {name: value for name, value in kept.items() if value is not None}
 
 
 def served_members(members: Mapping[str, Any], known: FieldTable, path: str, check: NameCheck) -> dict[str, Any]:
-    """The served members of one object, at `path` of the body."""
+    """The served members of the object at `path` in the body."""
     kept: dict[str, Any] = {}
     for name, value in members.items():
         entry = known.get(name)
         if entry is None:
-            check.meet(path, name, known)
+            check.add(path, name, known)
         elif entry.kind == "served":
             if entry.types and value is not None and not entry.takes(value):
                 param, kinds = joined(path, name), " or ".join(TYPES[each] for each in entry.types)
@@ -119,7 +116,7 @@ def served_members(members: Mapping[str, Any], known: FieldTable, path: str, che
 
 
 def served_value(value: Any, known: FieldTable, path: str, check: NameCheck) -> Any:
-    """An object, or each object of a list, with its served members; any other value as it is."""
+    """An object, or each object of a list, with its served members only; other values unchanged."""
     if isinstance(value, dict):
         return served_members(value, known, path, check)
     if isinstance(value, list):
@@ -131,5 +128,5 @@ def served_value(value: Any, known: FieldTable, path: str, check: NameCheck) -> 
 
 
 def joined(path: str, name: str) -> str:
-    """The path of a member."""
+    """The dotted path of a member."""
     return f"{path}.{name}" if path else name

@@ -1,7 +1,7 @@
-"""Calls: the forms in which models write calls of functions, and how a call is read from the text of an answer.
+"""Tool calls: the formats in which models write them, and parsing them from the text of an answer.
 
-One table has all forms. `template_forms.py` finds which of them a template writes, and `call_grammar.py` makes an
-answer call. A call that is no JSON, or of a function that was not offered, is no call but text.
+One table has all formats. `template_forms.py` detects which one a chat template uses, and `call_grammar.py` constrains
+answers to calls. Text with invalid JSON, or with a function that was not offered, is not a call but plain text.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from typing import Any, Literal
 from forerun.serve.growing import BLANKS, GrowingText, Scan, unbroken
 from forerun.serve.parameters import parameters_of, types_of
 
-Functions = Mapping[str, Mapping[str, Any]]  # the schemas of the arguments, by name
+Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by function name
 CallKind = Literal["object", "named", "tagged", "harmony"]
-KEYS = ("arguments", "parameters")  # of the arguments in JSON: models take one for the other
+KEYS = ("arguments", "parameters")  # of the arguments in JSON: models confuse the two
 KEY = re.compile(r"[^<>\n]*")
 WORD = re.compile(r"\w*")
-HALF = re.compile("[\ud800-\udfff]")  # of a character, as escapes in JSON can make it
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # a lone surrogate, which escapes in JSON can produce
 PYTHON_TAG, CALL_ID = "<|python_tag|>", "[CALL_ID]"
-BESIDE = {"name", "id", "type"}  # of an object without arguments
-NOTHING = object()
+CALL_MEMBERS = {"name", "id", "type"}  # members that a call without arguments may have
+INVALID = object()
 ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def new_id() -> str:
-    """A call's id. Templates of Mistral take none that is longer, or has other letters."""
+    """A call's id: 9 letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call; `arguments` are the JSON of an object."""
+    """One tool call; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
     id: str = field(default_factory=new_id)
 
     def described(self, index: int | None = None) -> dict[str, Any]:
-        """The call as OpenAI's object; with its number in a stream."""
+        """The call as OpenAI's object; in streams with its index."""
         call = {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return call if index is None else {"index": index, **call}
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a model writes calls, each between `opening` and `closing`; without an opening, calls are a whole answer.
+    """A format of tool calls, each between `opening` and `closing`; without an opening, the whole answer is calls.
 
-    An "object" is JSON with the name and, under `key`, the arguments; several are `listed`, or are a whole answer.
-    "named" is the name, `key` and the arguments as JSON. "tagged" is the name between the texts of `function`, then
-    the parameters, each with its name and its value between two texts, and `last`. "harmony" is read in `harmony.py`.
-    The blanks at the ends of all these texts are those that models write; readers take any.
+    "object": a JSON object with the name and, under `key`, the arguments; `listed` formats put several into a list.
+    "named": the name, `key` and the arguments as JSON. "tagged": the name between the two texts of `function`, then
+    the parameters, each name and value between two texts, and `last`. "harmony" is parsed in `harmony.py`. The blanks
+    at the ends of all these texts are those that models write; parsing accepts any.
     """
 
     name: str
@@ -73,21 +73,21 @@ class CallForm:
 
     @property
     def tag(self) -> str:
-        """The text that a call begins with."""
+        """The opening without blanks."""
         return self.opening.strip()
 
     @property
     def tags(self) -> Seq[str]:
-        """The texts around calls and between a name and its arguments, without blanks."""
+        """The tags around calls and between a name and its arguments, without blanks."""
         return [self.tag, self.closing.strip(), self.key, CALL_ID, PYTHON_TAG]
 
     @property
     def inner_tags(self) -> Seq[str]:
-        """The texts around names, parameters and values where each stands by itself, without blanks."""
+        """The tags of tagged formats around names, parameters and values, without blanks."""
         return [text.strip() for text in (*self.function, *self.parameter, *self.value, self.last)]
 
     def calls(self, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
-        """Read what stands behind an opening, up to and with the closing; no calls where it is something else."""
+        """Parse the calls after an opening, and the closing; no calls if the text is something else."""
         yield from text.run(BLANKS)
         calls = yield from READERS[self.kind](self, text, functions)
         closing = self.closing.strip()
@@ -100,9 +100,9 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class ValueEnd:
-    """The end of every value that the places from `begin` to `place` are in; the next `tag` ends at `behind`.
+    """A cached search: values that start between `begin` and `place` end at `place`; the next `tag` ends at `behind`.
 
-    All are places in the whole answer. Without a tag there is no such end.
+    All are positions in the whole answer. An empty tag: there is no such end.
     """
 
     begin: int
@@ -129,7 +129,7 @@ FORMS = (HERMES, QWEN_CODER, GLM, MISTRAL, MISTRAL_LIST, NEMOTRON, HARMONY, LLAM
 
 
 def read_objects(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
-    """Objects, or lists of them: one between tags, and as a whole answer several with semicolons between them."""
+    """Parse JSON objects or lists of them: one between tags, or a whole answer of several, separated by semicolons."""
     calls: list[ToolCall] = []
     if not form.opening:
         yield from text.one_of((PYTHON_TAG,))
@@ -145,18 +145,21 @@ def read_objects(form: CallForm, text: GrowingText, functions: Functions) -> Sca
 
 
 def read_named(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
-    """The name, perhaps an id, and the arguments."""
+    """Parse the name, an optional id, and the arguments."""
     name = yield from text.one_of(functions)
     if name and (yield from text.one_of((CALL_ID,))):
         yield from text.run(WORD)
     if not name or not (yield from text.one_of((form.key,))):
         return []
-    call = call_of(name, parsed((yield from text.json())), functions)
+    call = call_of(name, parse_json((yield from text.json())), functions)
     return [call] if call else []
 
 
 def read_tagged(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
-    """The name and the parameters. Values behind which no call came before are not read to their end again."""
+    """Parse the name and the tagged parameters.
+
+    Positions after which no call was found are remembered, so that the work stays linear in the length of the text.
+    """
     names = {f"{form.function[0]}{name}{form.function[1].strip()}": name for name in functions}
     name = names.get((yield from text.one_of(names)))
     if name is None:
@@ -171,7 +174,7 @@ def read_tagged(form: CallForm, text: GrowingText, functions: Functions) -> Scan
 def read_parameters(
     form: CallForm, text: GrowingText, name: str, functions: Functions, passed: list[int]
 ) -> Scan[ToolCall | None]:
-    """A call of this function from its parameters on; `passed` gets the places behind the values that were read."""
+    """Parse a call of this function from its parameters on; the end positions of its values are added to `passed`."""
     first, last, closing = form.parameter[0], form.last or form.closing.strip(), form.closing.strip()
     types: dict[str, set[str]] = text.once(("types", name), lambda: types_by_name(functions[name]))
     hopeless: set[int] = text.once(("hopeless", name), set)
@@ -186,7 +189,7 @@ def read_parameters(
         if text.place in hopeless:
             return None
         passed.append(text.place)
-    text.at -= 0 if form.last else len(tag)  # the closing, which stands behind all forms
+    text.at -= 0 if form.last else len(tag)  # it was the closing, which is read below
     end = text.at
     yield from text.run(BLANKS)
     if not tag or not (yield from text.one_of((closing,))):
@@ -199,14 +202,14 @@ def read_parameters(
 
 
 def types_by_name(schema: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The types that each parameter of a function may have."""
+    """The JSON types that each parameter of a function allows."""
     return {key: types_of(alternatives) for key, alternatives in parameters_of(schema).items()}
 
 
 def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple[slice, str]]:
-    """Where a value is, and the text behind it, with which the next parameter begins or they end; "" for none.
+    """A value's slice of the text, and the tag after it, of the next parameter or of the end; "" if there is none.
 
-    An ending that neither follows is part of the value. Where JSON is due, an ending inside of its strings is too.
+    An end tag of a value that neither of these follows is part of the value, and so is one within a JSON string.
     """
     first, last, ending = form.parameter[0], form.last or form.closing.strip(), form.value[1].strip()
     if opening := form.value[0].strip():
@@ -225,7 +228,7 @@ def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple
 
 
 def next_end(text: GrowingText, ending: str, tags: tuple[str, str]) -> Scan[ValueEnd]:
-    """Where a value ends that the place is in."""
+    """Search the end of the value that contains the current position."""
     begin = text.place
     while (yield from text.upto(ending)):
         place = text.place
@@ -237,50 +240,50 @@ def next_end(text: GrowingText, ending: str, tags: tuple[str, str]) -> Scan[Valu
 
 
 def typed(written: str, types: set[str]) -> Any:
-    """A parameter's value: what is written, unless its schema allows no text; then JSON, if it is some."""
+    """A parameter's value: the text itself, or the JSON in it if the schema excludes strings and it can be parsed."""
     plain = written.strip()
     if "null" in types and plain in ("null", "None"):
         return None
     if not types or "string" in types:
         return written
-    value = parsed(plain.lower() if plain in ("True", "False") else plain)
-    return written if value is NOTHING else value
+    value = parse_json(plain.lower() if plain in ("True", "False") else plain)
+    return written if value is INVALID else value
 
 
 def calls_of(text: str, functions: Functions) -> list[ToolCall]:
-    """The calls that JSON is, an object or a list of them; none for any other text."""
-    value = parsed(text)
+    """The calls in a JSON object or list of objects; empty for any other text."""
+    value = parse_json(text)
     calls = [object_call(each, functions) for each in (value if isinstance(value, list) else [value])]
     return [call for call in calls if call] if all(calls) else []
 
 
 def object_call(value: Any, functions: Functions) -> ToolCall | None:
-    """The call that an object is. Without arguments it has none if it says nothing beside its name."""
+    """The call in a JSON object; arguments may be missing if there are no members other than name, id and type."""
     if not isinstance(value, dict):
         return None
     stated = [value[key] for key in KEYS if key in value]
-    if len(stated) > 1 or (not stated and value.keys() - BESIDE):
+    if len(stated) > 1 or (not stated and value.keys() - CALL_MEMBERS):
         return None
     return call_of(value.get("name"), stated[0] if stated else {}, functions)
 
 
 def call_of(name: object, arguments: Any, functions: Functions) -> ToolCall | None:
-    """A call of one of the functions; None if it is of none, or the arguments are no object and no text of one."""
+    """A call of one of the functions; None for an unknown function, or arguments that are not a JSON object."""
     try:
         values = arguments_of(arguments)
         if not isinstance(name, str) or name not in functions:
             return None
         written = json.dumps(values, ensure_ascii=False)
-        return ToolCall(name, json.dumps(values) if HALF.search(written) else written)
+        return ToolCall(name, json.dumps(values) if LONE_SURROGATE.search(written) else written)
     except (ValueError, RecursionError):
         return None
 
 
 def arguments_of(arguments: Any) -> dict[str, Any]:
-    """Arguments as an object: null is an empty one, and so is empty text. Raises ValueError for what is no object."""
+    """Arguments as an object; null and empty text count as an empty object. Raises ValueError for other values."""
     value = arguments
     if isinstance(arguments, str):
-        value = parsed(arguments) if arguments.strip() else {}
+        value = parse_json(arguments) if arguments.strip() else {}
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -288,18 +291,18 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
     return value
 
 
-def parsed(text: str) -> Any:
-    """JSON, in which strings may have line breaks; NOTHING for any other text."""
+def parse_json(text: str) -> Any:
+    """Parse JSON, allowing line breaks in strings; INVALID if it is invalid."""
     try:
         return json.loads(unbroken(text), strict=False, parse_constant=number, parse_float=number)
     except (ValueError, RecursionError):
-        return NOTHING
+        return INVALID
 
 
 def number(text: str) -> float:
-    """A number of JSON. Raises ValueError for NaN and infinities, which Python reads."""
+    """Parse a number of JSON. Raises ValueError for NaN and infinities, which Python's parser accepts."""
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a number in JSON")
     return value
 
 

@@ -1,7 +1,7 @@
-"""Conversation: the messages of a body and the options of the chat template that makes a prompt of them.
+"""Conversations: the messages of a body and the options of the chat template that renders them.
 
-This file decides which fields a message may have, whether a body may bring a template, and how much the model is to
-reason. The template renders in a process of its own.
+This file decides which fields a message may have, whether a body may have its own template, and how a body's reasoning
+effort is passed to the template. The template is rendered in a separate process.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A conversation as a body gives it, and how it becomes a prompt."""
+    """The messages of a body, and the template options for them."""
 
     messages: list[Any]
     options: ChatOptions
 
     @classmethod
     def of(cls, given: Mapping[str, Any], llm: LLM, settings: ServeSettings) -> ChatBody:
-        """The conversation in the served fields of a body. Raises the ApiError for 400, naming the field at fault."""
+        """Build it from the served fields of a body. Raises ApiError 400, naming the invalid field."""
         options = with_effort(template_of(given, settings), given, llm)
         return cls(messages_of(given, options, llm.tokenizer, settings.lenient), options)
 
     @property
     def continued(self) -> Any:
-        """The text that the answer goes on from, if it does."""
+        """The text of the last message that the answer continues; None if it continues none."""
         return with_text(self.messages[-1]).get("content") if self.options.continue_final_message else None
 
     def request(self, llm: LLM, field: str = "messages") -> Request:
-        """The prompt as a request. Raises InvalidRequest where the template refuses the `field` that it is from."""
+        """The rendered prompt as a request. If the template rejects the messages, the error names `field`."""
         try:
             return Request.of(llm.chat_prompt(self.messages, self.options))
         except InvalidRequest as error:
@@ -59,7 +59,7 @@ class ChatBody:
 
 
 def effort_of(given: Mapping[str, Any]) -> tuple[str, object]:
-    """How much the model is to reason, behind the name of the field that says it; None where none does."""
+    """(field name, reasoning effort) of a body; the effort is None if no field has one."""
     for name in ("reasoning", "output_config"):
         if (effort := given.get(name, {}).get("effort")) is not None:
             return f"{name}.effort", effort
@@ -69,12 +69,12 @@ def effort_of(given: Mapping[str, Any]) -> tuple[str, object]:
 
 
 def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> ChatOptions:
-    """The options of a template with how much its model is to reason, where the body says so and the template can."""
+    """The template options with the body's reasoning effort, if any. Raises ApiError if the template ignores it."""
     name, effort = effort_of(given)
     if effort is None:
         return options
     if effort not in EFFORTS:
-        raise refused(name, f"{name}: {shown(effort)} is none of {', '.join(EFFORTS)}.")
+        raise refused(name, f"{name}: {shown(effort)} must be one of {', '.join(EFFORTS)}.")
     source, extra = options.source(llm.tokenizer), dict[str, Any]()
     if "reasoning_effort" in source:
         extra = {"reasoning_effort": effort}
@@ -87,9 +87,9 @@ def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> Cha
 
 
 def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Tokenizer, lenient: bool) -> list[Any]:
-    """The messages of a body, of which there must be some, with the fields that are served or that the template reads.
+    """The messages of a body, with the fields that are served or that the template uses.
 
-    Raises the ApiError for 400 for a message with another field; with `lenient` the field is left out.
+    Raises ApiError 400 if there are none, or for any other field; with `lenient` such a field is ignored.
     """
     messages = given.get("messages")
     if messages is None:
@@ -100,13 +100,13 @@ def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Token
     idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
     known, check = {**MESSAGE, **dict.fromkeys(idle & words, BodyField("served"))}, NameCheck(lenient)
     kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
-    check.tell()
+    check.log_ignored()
     harmony = is_harmony(tokenizer, options.chat_template)
     return history(with_objects(kept)) if harmony else with_objects(kept)
 
 
 def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:
-    """The options of the chat template, which is a body's own only where such templates are trusted."""
+    """The template options of a body. Raises ApiError for a template of its own unless the server trusts those."""
     template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
     if not settings.trust_request_templates and (template is not None or "chat_template" in options):
         problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"

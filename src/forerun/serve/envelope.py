@@ -1,6 +1,6 @@
-"""Envelope: what is around every request and its answer: its id, its host, its framing, and the line of the access log.
+"""Envelope: the middleware around all routes: request ids, host checks, HTTP framing checks and the access log.
 
-It stands before all addresses, so that an answer of any of them, and a refusal, is counted and can be found again.
+Since every request passes it, every answer, also a refusal, is counted and can be found in the log by its id.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from forerun.serve.metrics import Metrics
 from forerun.serve.problems import ApiError
 
 ACCESS = "forerun.serve.access"
-ID_HEADER, ANTHROPICS = "x-request-id", "request-id"  # clients of Anthropic's read the latter
+ID_HEADER, ANTHROPICS = "x-request-id", "request-id"  # Anthropic's clients read the latter
 CLIENTS_ID = re.compile(r"[ -~]{1,128}")
 CLOSE = (b"connection", b"close")
 VERSIONS = ("1.0", "1.1")
-PIECE_ITEMS = 16  # of a list: of 16 tokens with 128 alternatives each it takes 2 ms
+PIECE_ITEMS = 16  # list items per piece: 16 tokens with 128 alternatives each take 2 ms
 MOST_HEAD_BYTES = 1 << 14
 HEAD_TOO_LARGE = ApiError(431, f"the head has more than {MOST_HEAD_BYTES} bytes.", code="head_too_large")
-ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # to make one takes as long as to write a chunk
+ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # creating one takes as long as encoding a chunk
 access_log = logging.getLogger(ACCESS)
 
 
 class Envelope:
-    """An application inside another one that refuses what must not reach it, and says of every answer which it is."""
+    """Middleware that refuses unsafe requests, and adds the request id to every answer."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts, metrics: Metrics) -> None:
         self.app = app
@@ -43,7 +43,7 @@ class Envelope:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Its id is in the scope's state as `request_id`."""
+        """Handle one request. Its id is stored in the scope's state as `request_id`."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -51,7 +51,7 @@ class Envelope:
         request_id = next(filter(CLIENTS_ID.fullmatch, headers.getlist(ID_HEADER)), None) or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         app: ASGIApp = self.app
-        closes = "expect" in headers  # such a client may send its body, or the next request, behind a refusal
+        closes = "expect" in headers  # after a refusal such a client may send the body or the next request
         try:
             with values_in_json():
                 check_framing(scope, headers)
@@ -60,7 +60,7 @@ class Envelope:
             app = json_response(problem.body, problem.status, problem.headers)
             closes = closes or problem.status != 403
 
-        async def tell(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 more = [CLOSE] if closes and status >= 400 else []
@@ -69,24 +69,24 @@ class Envelope:
                 log_access(scope, status, request_id)
             await send(message)
 
-        await app(scope, receive, tell)
+        await app(scope, receive, send_with_headers)
 
 
 def check_framing(scope: Scope, headers: Headers) -> None:
-    """Raise the ApiError for a head that is too long, or behind which a proxy might see another end of the body."""
+    """Raise ApiError for a head that is too long, or ambiguous framing, which would allow request smuggling."""
     size = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers.raw)
     if size > MOST_HEAD_BYTES:
         raise HEAD_TOO_LARGE
     version = scope["http_version"]
     if version not in VERSIONS:
-        raise ApiError(400, f"HTTP/{version} is not spoken here: use HTTP/1.1.", code="invalid_http")
+        raise ApiError(400, f"HTTP/{version} is not supported: use HTTP/1.1.", code="invalid_http")
     if "transfer-encoding" in headers and ("content-length" in headers or version == "1.0"):
         message = "the body has a Transfer-Encoding beside a Content-Length, or in HTTP/1.0: send one of the two."
         raise ApiError(400, message, code="invalid_http")
 
 
 def log_access(scope: Scope, status: int, request_id: str) -> None:
-    """Write the line of one answer."""
+    """Write the access log line of one answer."""
     client = ":".join(map(str, scope["client"] or ()))
     path = quote(scope["path"]) + (f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else "")
     method, version = scope["method"], scope["http_version"]
@@ -96,40 +96,40 @@ def log_access(scope: Scope, status: int, request_id: str) -> None:
 
 
 def id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
-    """The headers that say which request an answer belongs to."""
+    """The response headers with the request id."""
     return [(name.encode(), request_id.encode()) for name in (ID_HEADER, ANTHROPICS)]
 
 
 def new_id() -> str:
-    """An id for a request that has none."""
+    """A new request id."""
     return f"req_{secrets.token_hex(16)}"
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer in JSON."""
-    return Response(written(body), status, headers, "application/json")
+    """A JSON response."""
+    return Response(encode_json(body), status, headers, "application/json")
 
 
-def written(body: Any) -> bytes:
-    """JSON in ASCII: some clients take U+2028 for the end of a line, and halves of surrogates have no UTF-8."""
+def encode_json(body: Any) -> bytes:
+    """Encode as ASCII JSON: some clients treat U+2028 as a line end, and lone surrogates have no UTF-8."""
     return ENCODER.encode(body).encode("ascii")
 
 
-def written_pieces(value: Any) -> Iterator[bytes]:
-    """What `written` gives, in pieces: other threads wait while one is written, and long answers have megabytes."""
+def encode_json_pieces(value: Any) -> Iterator[bytes]:
+    """Encode as JSON in pieces: encoding holds the GIL, and long answers have megabytes."""
     if isinstance(value, dict) and value:
         for place, (name, member) in enumerate(value.items()):
-            yield (b"," if place else b"{") + written(name) + b":"
-            yield from written_pieces(member)
+            yield (b"," if place else b"{") + encode_json(name) + b":"
+            yield from encode_json_pieces(member)
         yield b"}"
     elif isinstance(value, list) and len(value) > PIECE_ITEMS:
         for place in range(0, len(value), PIECE_ITEMS):
-            yield (b"," if place else b"[") + written(value[place : place + PIECE_ITEMS])[1:-1]
+            yield (b"," if place else b"[") + encode_json(value[place : place + PIECE_ITEMS])[1:-1]
         yield b"]"
     elif isinstance(value, list) and value:
         for place, item in enumerate(value):
             yield b"," if place else b"["
-            yield from written_pieces(item)
+            yield from encode_json_pieces(item)
         yield b"]"
     else:
-        yield written(value)
+        yield encode_json(value)

@@ -1,10 +1,10 @@
-"""Growing text: one answer as it comes, read from its front.
+"""Growing text: incremental parsing of an answer that arrives in pieces.
 
-A reader is a generator that goes through the text as if all of it were there, and yields where it has to wait for more.
-So a text is read alike however it is cut into pieces. Every reader looks at each letter a bounded number of times.
+A parser is a generator that reads the text as if it were complete, and yields when it needs more. So the result does
+not depend on how the text is cut into pieces. Every parser reads each character a bounded number of times.
 
-Where tags are special tokens, text of ordinary tokens that spells one is broken before readers see it, so that none
-takes it for a tag, and made whole again when it is told.
+If a tag is a special token, the same characters written by ordinary tokens are not a tag. Such text is marked with
+BREAK before parsers see it, and the mark is removed from their results.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Scanned = TypeVar("Scanned")
 Scan = Generator[None, None, Scanned]
 BLANKS = re.compile(r"\s*")
 INSIDE_STRING = re.compile(r'[^"\\]*')
-OUTSIDE_STRING = re.compile(r"[\s\da-zA-Z:,.+-]*")  # of JSON; that no tag fits in here is what ends hopeless readings
-BREAK = "\ud800"  # half a character, which is in no decoded text
+OUTSIDE_STRING = re.compile(r"[\s\da-zA-Z:,.+-]*")  # of JSON; it excludes "<" and "[" so that a tag ends a failed parse
+BREAK = "\ud800"  # a lone surrogate, which no decoded text contains
 
 
 class Tags:
-    """Texts that are looked for together; none of them begins with another one or with a blank."""
+    """Texts that are searched together; none of them begins with another one or with a blank."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -32,7 +32,7 @@ class Tags:
         self.longest = max(map(len, names), default=1) - 1
 
     def begun(self, text: str, start: int) -> int:
-        """How many letters at the text's end, none of them in front of `start`, may begin one of the tags."""
+        """How many characters at the end of the text, from `start` on, may be the beginning of a tag."""
         lengths = range(min(self.longest, len(text) - start), 0, -1)
         return next((length for length in lengths if text[-length:] in self.beginnings), 0)
 
@@ -41,46 +41,46 @@ tags_of = lru_cache(maxsize=64)(Tags)
 
 
 class GrowingText:
-    """The text so far, and the place up to which it is read. `ended` says that nothing will follow."""
+    """The text so far, and the position `at` up to which it is parsed. `ended`: nothing will follow."""
 
     def __init__(self, text: str = "", ended: bool = False) -> None:
         self.text = text
         self.at = 0
         self.ended = ended
-        self.before = ""  # the blanks in front of the last tag that `passage` came to
-        self.num_forgotten = 0  # letters in front of the text
-        self.memory: dict[object, Any] = {}  # what holds for later readings too
+        self.before = ""  # the blanks in front of the last tag that `passage` found
+        self.num_forgotten = 0  # characters already removed from the front
+        self.memory: dict[object, Any] = {}  # shared by the parsers of this text
 
     def append(self, piece: str) -> None:
-        """Let the text grow."""
-        text, self.text = self.text, ""  # only a string that nothing else holds grows in place
+        """Append a piece."""
+        text, self.text = self.text, ""  # CPython appends in place if there is no other reference
         text += piece
         self.text = text
 
     @property
     def place(self) -> int:
-        """The place in the whole answer, which stays when text is forgotten."""
+        """The current position in the whole answer, counting removed text."""
         return self.num_forgotten + self.at
 
     def once(self, key: object, make: Callable[[], Any]) -> Any:
-        """What `make` gives, which is called for the first reading that asks."""
+        """The value stored under `key`, made by `make` at the first call."""
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
 
     @property
     def over(self) -> bool:
-        """Whether everything is read and nothing will follow."""
+        """Whether all text is parsed and nothing will follow."""
         return self.ended and self.at == len(self.text)
 
     def letter(self) -> Scan[str]:
-        """The next letter, which is not gone behind; "" at the text's end."""
+        """Peek at the next character; "" at the end."""
         while self.at == len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
     def run(self, letters: re.Pattern[str]) -> Scan[str]:
-        """Go behind all the letters that the pattern, a repeated class, matches from here on; which they are."""
+        """Consume the longest run of a character class (a pattern that is a repeated class); returns it."""
         start = self.at
         while True:
             self.at = end_of(letters, self.text, self.at)
@@ -89,7 +89,7 @@ class GrowingText:
             yield
 
     def one_of(self, texts: Collection[str]) -> Scan[str]:
-        """Go behind the longest of some texts that stands here; "" where none does."""
+        """Consume and return the longest of these texts that is next; "" if none is."""
         longest = max(map(len, texts), default=0)
         while not self.ended:
             rest = self.text[self.at : self.at + longest]
@@ -101,7 +101,7 @@ class GrowingText:
         return best
 
     def upto(self, tag: str) -> Scan[bool]:
-        """Go behind the next such tag; whether there is one."""
+        """Skip text up to and including the next such tag; False if there is none."""
         while (place := self.text.find(tag, self.at)) < 0:
             self.at = max(self.at, len(self.text) - len(tag) + 1)
             if self.ended:
@@ -111,7 +111,7 @@ class GrowingText:
         return True
 
     def json(self) -> Scan[str]:
-        """Go behind the JSON object or list that stands here, which its brackets end; "" where none can."""
+        """Consume and return a JSON object or list, delimited by its brackets; "" if there is none."""
         start, depth, quoted = self.at, 1, False
         if not (yield from self.one_of(("{", "["))):
             return ""
@@ -122,7 +122,7 @@ class GrowingText:
             if letter == '"':
                 quoted = not quoted
             elif quoted and letter and (yield from self.letter()):
-                self.at += 1  # behind a backslash
+                self.at += 1  # the character after a backslash
             elif letter and letter in "{}[]":
                 depth += 1 if letter in "{[" else -1
             else:
@@ -130,11 +130,11 @@ class GrowingText:
         return self.text[start : self.at]
 
     def passage(self, tags: Tags, show: Callable[[str], None]) -> Scan[str]:
-        """Show the text up to the next tag, as soon as it is certain; which tag that is, "" at the text's end.
+        """Pass text up to the next tag to `show` as soon as it cannot be part of one. Returns the tag, "" at the end.
 
-        The blanks in front of the tag are not shown but kept in `before`. Text that was shown is forgotten.
+        The blanks in front of the tag are not shown but stored in `before`. Text that was shown is removed.
         """
-        shown = firm = seen = self.at  # up to here it is shown; is not blank; was looked at
+        shown = firm = seen = self.at  # positions: shown up to; last non-blank; searched up to
         while True:
             tag = tags.pattern.search(self.text, seen)
             end = tag.start() if tag else len(self.text) - (0 if self.ended else tags.begun(self.text, seen))
@@ -153,13 +153,13 @@ class GrowingText:
 
 
 def end_of(letters: re.Pattern[str], text: str, at: int) -> int:
-    """Where a run of letters ends."""
+    """The end position of a run of a character class."""
     match = letters.match(text, at)
     return match.end() if match else at
 
 
 def result_of(reading: Scan[Scanned]) -> Scanned:
-    """What a reader of a text that has ended finds."""
+    """The result of a parser whose text has ended."""
     try:
         next(reading)
     except StopIteration as end:
@@ -169,15 +169,15 @@ def result_of(reading: Scan[Scanned]) -> Scanned:
 
 
 class Literals:
-    """Breaks the tags that the ordinary tokens of one growing answer spell, however many tokens that takes."""
+    """Marks tags in the text of ordinary tokens as literal text, also if several tokens spell one."""
 
     def __init__(self, tags: Collection[str]) -> None:
         self.pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
         self.longest = max(map(len, tags), default=1) - 1
-        self.end = ""  # of the text, behind the last special token: what a tag may begin in
+        self.end = ""  # of the text since the last special token: a tag may begin in it
 
     def broken(self, text: str, special: bool) -> str:
-        """The next text, of ordinary tokens or of a special one. A tag is broken in front of its last letter."""
+        """The next piece of text, with BREAK in front of the last character of literal tags."""
         if special:
             self.end = ""
             return text
@@ -187,5 +187,5 @@ class Literals:
 
 
 def unbroken(text: str) -> str:
-    """Text without its breaks."""
+    """The text without BREAK marks."""
     return text.replace(BREAK, "")

@@ -1,9 +1,9 @@
-"""Harmony: the channels in which gpt-oss reasons, answers and calls, by special tokens.
+"""Harmony: the answer format of gpt-oss, with channels for reasoning, answers and tool calls.
 
-A message is `<|start|>`, a role, a channel, perhaps a recipient, `<|message|>` and its text. The channel "analysis" is
-reasoning; "final" and "commentary" are for the user. A message to `functions.NAME` is a call, in any channel, if the
-function was offered and the text is the JSON of an object; one to any other recipient is text of its channel.
-The format: https://cookbook.openai.com/articles/openai-harmony
+A message is `<|start|>`, a role, a channel, optionally a recipient, `<|message|>` and its text. The channel "analysis"
+is reasoning; "final" and "commentary" are for the user. A message to `functions.NAME` is a tool call, in any channel,
+if the function was offered and the text is a JSON object; one to any other recipient is text of its channel.
+Format: https://cookbook.openai.com/articles/openai-harmony
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from forerun.serve.calls import Functions
 from forerun.serve.growing import BLANKS, GrowingText, Scan
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-MARKS = (START, CHANNEL, MESSAGE)  # a template that writes these is one of Harmony
-STOPS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)  # behind a message's text
+MARKS = (START, CHANNEL, MESSAGE)  # a template that writes these uses Harmony
+STOPS = ("<|end|>", "<|return|>", "<|call|>", START, CHANNEL)  # after a message's text
 TAGS = (*MARKS, *STOPS, CONSTRAIN)
 THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # fields of messages
 FUNCTIONS = "functions."
@@ -33,7 +33,7 @@ WHERE: "analysis" | "commentary" | "final"
 
 
 def head(text: GrowingText) -> Scan[str]:
-    """A message's head, up to its text; "" where text stands instead of one."""
+    """Parse a message's header, up to its text; "" if there is text without a header."""
     start = text.at
     yield from text.run(BLANKS)
     if text.over:
@@ -50,47 +50,49 @@ def head(text: GrowingText) -> Scan[str]:
 
 
 def is_analysis(header: str) -> bool:
-    """Whether a message with this head is reasoning; of several channels the last one counts."""
+    """Whether a message with this header is reasoning; the last of several channels counts."""
     return header.rpartition(CHANNEL)[2].lstrip().startswith("analysis")
 
 
 def callee(header: str, functions: Functions) -> str:
-    """The function that a message with this head calls; "" for none."""
+    """The function that a message with this header calls; "" for none."""
     names = "|".join(re.escape(name) for name in functions)
     match = re.search(rf"\bto={re.escape(FUNCTIONS)}({names})(?=[\s<])", header)
     return match[1] if match else ""
 
 
-def around(answer: Grammar, begun: str) -> Grammar:
-    """The grammar of an answer whose final message another one describes, behind this end of the prompt."""
+def final_grammar(answer: Grammar, begun: str) -> Grammar:
+    """The grammar of a whole answer whose final message matches `answer`; `begun` is the end of the prompt."""
     if MESSAGE in begun and not is_analysis(begun.partition(MESSAGE)[0]):
         return answer
-    return Grammar.lark(f"start: {front(begun)} {CHANNEL} {quoted('final')} {MESSAGE} @answer\n{RULES}", answer=answer)
+    return Grammar.lark(
+        f"start: {preamble(begun)} {CHANNEL} {quoted('final')} {MESSAGE} @answer\n{RULES}", answer=answer
+    )
 
 
-def calling(arguments: Mapping[str, Grammar], begun: str, *, free: bool) -> Grammar:
-    """The grammar of an answer that calls one of the functions, or, if it is free, may; their arguments by name."""
+def calls_grammar(arguments: Mapping[str, Grammar], begun: str, *, free: bool) -> Grammar:
+    """The grammar of an answer that calls one of the functions (if `free`: may call); arguments by function name."""
     calls = [
         f"call_{i}: {CHANNEL} {quoted(f'commentary to={FUNCTIONS}{name} ')} {CONSTRAIN} "
         f"{quoted('json')} {MESSAGE} @arguments_{i}"
         for i, name in enumerate(arguments)
     ]
     which = " | ".join(f"call_{i}" for i in range(len(calls)))
-    start = f"(said {NEXT})* (said | which)" if free else f"{front(begun)} which"
+    start = f"(said {NEXT})* (said | which)" if free else f"{preamble(begun)} which"
     rules = "\n".join([f"start: {start}", f"which: {which}", *calls, RULES])
     return Grammar.lark(rules, **{f"arguments_{i}": grammar for i, grammar in enumerate(arguments.values())})
 
 
-def front(begun: str) -> str:
-    """What stands in front of the final message or a call, behind this end of the prompt."""
+def preamble(begun: str) -> str:
+    """The rule for what comes before the final message or a call; `begun` is the end of the prompt."""
     return f"TEXT? {NEXT}" if MESSAGE in begun else "thought?"
 
 
 def history(messages: Seq[Any]) -> list[Any]:
-    """Earlier messages as Harmony's template reads them.
+    """Earlier messages as Harmony's chat template expects them.
 
-    Reasoning is `thinking`, and what was said in front of a call is a part of it, for the template takes only one of
-    both. Every call has a message of its own, with what it gave behind it.
+    Reasoning is the field `thinking`; content before a call becomes part of it, since the template accepts only one of
+    the two. Every call gets a message of its own, with its results after it.
     """
     talk: list[Any] = []
     moved: set[int] = set()
@@ -113,7 +115,7 @@ def history(messages: Seq[Any]) -> list[Any]:
 
 
 def results_behind(messages: Seq[Any], place: int) -> dict[str, list[int]]:
-    """The places of the results that stand directly behind a message, by the ids of their calls."""
+    """Indexes of the tool results directly after a message, by the ids of their calls."""
     results: dict[str, list[int]] = {}
     for result in takewhile(lambda i: messages[i].get("role") == "tool", range(place + 1, len(messages))):
         results.setdefault(str(messages[result].get("tool_call_id")), []).append(result)

@@ -1,8 +1,8 @@
-"""Inputs: what bodies of /v1/responses and of Anthropic's /v1/messages ask for, as the fields of a chat.
+"""Inputs: converts bodies of /v1/responses and of Anthropic's /v1/messages to the fields of a chat completion.
 
-Items of a response that belong to one message of the assistant become one: its reasoning, text and calls. Of the blocks
-of Anthropic's messages, results of tools are messages by themselves, neighbours of one role are one message, and an
-answer goes on from the text of a last message that is the assistant's.
+The reasoning, text and call items of one assistant turn become one message. Of Anthropic's blocks, tool results become
+messages, neighbouring blocks of one role become one message, and if the last message is the assistant's, the answer
+continues its text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from forerun.serve.problems import MISSING, refused
 JsonObject = Mapping[str, Any]
 MOST_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
-WITHOUT_EFFECT = ("reasoning.encrypted_content",)  # of reasoning that is told in plain text here
+WITHOUT_EFFECT = ("reasoning.encrypted_content",)  # reasoning is returned as plain text here
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}  # of items
 OF_FUNCTIONS = ("name", "description", "parameters")
 OF_TOOLS = ("type", "strict")
-PARTS = {  # of items: by type, where the text is
+PARTS = {  # of items: the field of the text, by type
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), "text"),
     "refusal": "refusal",
 }
-TEXTS = ("content", "reasoning_content")  # of a message, which may come in parts
-BLOCKS = {"text": "text"}  # likewise, of messages
+TEXTS = ("content", "reasoning_content")  # fields of a message that may come in several parts
+BLOCKS = {"text": "text"}  # of Anthropic's messages: the field of the text, by type
 NOT_OF_CHATS = ("messages", "system", "tools", "tool_choice", "stop_sequences")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = ("enabled", "adaptive", "disabled")
 
 
 def text_of(content: Any, name: str, kinds: Mapping[str, str]) -> str:
-    """Content that has to be text: itself, or parts of these types."""
+    """Text content: a string, or parts of these types. Raises ApiError for anything else."""
     if isinstance(content, str):
         return content
     texts = []
@@ -50,9 +50,9 @@ def text_of(content: Any, name: str, kinds: Mapping[str, str]) -> str:
 def joined(
     messages: Iterable[dict[str, Any]], belongs: Callable[[JsonObject, JsonObject], bool]
 ) -> list[dict[str, Any]]:
-    """The messages, each a part of the one before it where it `belongs` there and is of the same role.
+    """Merge each message into the one before it if both have the same role and `belongs(last, message)`.
 
-    Contents are lists of texts until all are known, so that the work does not grow with what is there already.
+    Contents are collected in lists and joined at the end, so that the work is linear.
     """
     chat: list[dict[str, Any]] = []
     for message in messages:
@@ -72,12 +72,12 @@ def joined(
 
 
 def response_fields(given: JsonObject) -> dict[str, Any]:
-    """The fields of a chat beside those of a response. Raises the ApiError for 400, naming the field at fault."""
+    """The body of /v1/responses with the fields of a chat added. Raises ApiError 400, naming the invalid field."""
     return {**given, "messages": input_messages(given), **input_tools(given)}
 
 
 def input_messages(given: JsonObject) -> list[dict[str, Any]]:
-    """The messages that `instructions` and `input` stand for."""
+    """The messages from `instructions` and `input`."""
     items = given.get("input")
     if items is None:
         raise refused("input", "input: it is missing: give text, or a list of items.", MISSING)
@@ -93,7 +93,7 @@ def input_messages(given: JsonObject) -> list[dict[str, Any]]:
 
 
 def item_message(item: Any, name: str) -> dict[str, Any]:
-    """One item as a message, or as what belongs to the assistant's message beside it."""
+    """One input item as a message, to be merged with its neighbours."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in ITEMS:
         what = f"the type {shown(kind)}" if isinstance(item, dict) else shown(item)
@@ -103,21 +103,21 @@ def item_message(item: Any, name: str) -> dict[str, Any]:
 
 
 def message_item(item: JsonObject, name: str) -> dict[str, Any]:
-    """A message."""
+    """A message item."""
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise refused("input", f"{name}: the role {shown(role)} is none of {', '.join(ROLES)}.")
+        raise refused("input", f"{name}: the role {shown(role)} must be one of {', '.join(ROLES)}.")
     return {"role": ROLES[role], "content": text_of(item.get("content"), name, PARTS)}
 
 
 def reasoning_item(item: JsonObject, name: str) -> dict[str, Any]:
-    """Reasoning of an earlier answer; templates decide whether it is read again."""
+    """A reasoning item of an earlier answer; the chat template decides whether it is shown to the model."""
     content = item.get("content")
     return {"role": "assistant", "reasoning_content": text_of([] if content is None else content, name, PARTS)}
 
 
 def call_item(item: JsonObject, name: str) -> dict[str, Any]:
-    """A function that an earlier answer called."""
+    """A function call of an earlier answer."""
     function, arguments = item.get("name"), item.get("arguments")
     if not isinstance(function, str):
         raise refused("input", f"{name}: a function_call has a name, which is text.")
@@ -130,7 +130,7 @@ def call_item(item: JsonObject, name: str) -> dict[str, Any]:
 
 
 def result_item(item: JsonObject, name: str) -> dict[str, Any]:
-    """What a function gave."""
+    """The result of a function call."""
     return {"role": "tool", "content": text_of(item.get("output"), name, PARTS), "tool_call_id": item.get("call_id")}
 
 
@@ -143,7 +143,7 @@ ITEMS: Mapping[str, Callable[[JsonObject, str], dict[str, Any]]] = {
 
 
 def input_tools(given: JsonObject) -> dict[str, Any]:
-    """The `tools` and the `tool_choice` of a response as a chat has them, where each names its function inside."""
+    """`tools` and `tool_choice` of /v1/responses in the nested form of a chat."""
     tools: dict[str, Any] = {}
     choice: Any = given.get("tool_choice")
     if "tools" in given:
@@ -159,7 +159,7 @@ def input_tools(given: JsonObject) -> dict[str, Any]:
 
 
 def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:
-    """One tool so. What would change when it is called, or what is said of it, is not left out but refused."""
+    """One tool in that form. Fields that would change its use are refused, not dropped."""
     if tool.get("type") != "function":
         problem = f'{name}: {shown(tool)} is no function: give {{"type": "function", "name": ..., "parameters": ...}}'
         raise refused("tools", f"{problem}; other kinds are not served here.", "unsupported_parameter")
@@ -172,7 +172,7 @@ def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:
 
 
 def response_logprobs(given: JsonObject) -> int | None:
-    """How many alternatives a response is to have; None for no log-probabilities."""
+    """The number of alternatives per token in /v1/responses; None for no log-probabilities."""
     include, top = given.get("include", []), given.get("top_logprobs")
     for each in include:
         if each not in (LOGPROBS, *WITHOUT_EFFECT):
@@ -184,7 +184,7 @@ def response_logprobs(given: JsonObject) -> int | None:
 
 
 def message_fields(given: JsonObject) -> dict[str, Any]:
-    """The fields of a chat that stand for those of a body of /v1/messages. Raises the ApiError for 400 likewise."""
+    """The fields of a chat for a body of /v1/messages. Raises ApiError 400, naming the invalid field."""
     chat = {name: value for name, value in given.items() if name not in NOT_OF_CHATS}
     if "stop_sequences" in given:
         chat["stop"] = given["stop_sequences"]
@@ -206,7 +206,7 @@ def message_fields(given: JsonObject) -> dict[str, Any]:
 
 
 def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
-    """The messages that the conversation stands for, one for each block."""
+    """The messages of a conversation, one for each block."""
     if not messages:
         code = MISSING if messages is None else "invalid_value"
         raise refused("messages", f"messages: {shown(messages)} is no list of messages.", code)
@@ -223,7 +223,7 @@ def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, 
 
 
 def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
-    """The message of one block."""
+    """One content block as a message."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "text":
         return {"role": role, "content": text_of([block], name, BLOCKS)}
@@ -242,7 +242,7 @@ def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
 
 
 def message_tools(given: JsonObject) -> dict[str, Any]:
-    """The tools of a chat, and which of them may be called."""
+    """`tools`, `tool_choice` and `parallel_tool_calls` of a chat."""
     fields: dict[str, Any] = {}
     choice = given.get("tool_choice", {})
     if "tools" in given:
@@ -259,7 +259,7 @@ def message_tools(given: JsonObject) -> dict[str, Any]:
 
 
 def message_tool(tool: JsonObject, name: str) -> dict[str, Any]:
-    """One tool of a chat."""
+    """One tool in the form of a chat."""
     if tool.get("type") not in (None, "custom"):
         problem = f"{name}: {shown(tool)} is no tool of the caller's: give a name, a description and an input_schema"
         raise refused("tools", f"{problem}; the server has no tools of its own.", "unsupported_parameter")

@@ -1,4 +1,4 @@
-"""Token ids as the text and bytes that log-probabilities are reported with, and a prompt as a completion repeats it."""
+"""Log-probabilities in the forms of OpenAI and vLLM, with the text and bytes of tokens; and echoed prompts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """What each token of one tokenizer adds to a text."""
+    """The bytes and text of each token of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.table = tokenizer.byte_table()
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token; those of its own text where the tokenizer does not join bytes."""
+        """The bytes of a token; if the tokenizer is not a byte-level one, those of its decoded text."""
         if self.table is None:
             return self.tokenizer.decode(token).encode()
         spelled = self.table.spelled
         return (spelled[token] if token < len(spelled) else None) or b""
 
     def text_of(self, token: int) -> str:
-        """The text of a token; U+FFFD for bytes that are no character by themselves."""
+        """The text of a token, with U+FFFD for incomplete characters."""
         return self.bytes_of(token).decode("utf-8", "replace")
 
 
 class OffsetCounter:
-    """Where each token of a growing text begins, in characters, behind `num_characters` of other text.
+    """Character offsets of the tokens of a growing text that starts at `num_characters`.
 
-    A token that has half a character begins with that one.
+    A token that contains part of a character starts at that character.
     """
 
     def __init__(self, num_characters: int = 0) -> None:
@@ -42,7 +42,7 @@ class OffsetCounter:
         self.num_characters = num_characters
 
     def next(self, spelled: bytes) -> int:
-        """The offset of the next token."""
+        """The offset of the next token, given its bytes."""
         offset = self.num_characters
         self.num_characters += len(self.decoder.decode(spelled))
         return offset
@@ -50,9 +50,9 @@ class OffsetCounter:
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """The text of a prompt; token `i` begins at character `offsets[i]` of it.
+    """The text of a prompt; token `i` starts at character `offsets[i]`.
 
-    A token that adds nothing to the text, such as a BOS token in front, begins where the next one does.
+    A token without text, such as BOS, has the offset of the next one.
     """
 
     text: str
@@ -60,7 +60,7 @@ class PromptEcho:
 
     @classmethod
     def of(cls, prompt: str | None, token_ids: Seq[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> PromptEcho:
-        """The echo of a prompt, which is the text that was given or, where there is none, that of its tokens."""
+        """The echo of a prompt: its text or, for a prompt of token ids, their decoded text."""
         decoder, offsets, pieces, length = tokenizer.decoder(skip_special_tokens), [], [], 0
         for token in token_ids:
             offsets.append(length)
@@ -71,7 +71,7 @@ class PromptEcho:
 
 
 def chat_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Log-probabilities as chat answers have them: one entry for each token."""
+    """Log-probabilities in the form of chat completions: one entry for each token."""
     return [
         {
             **entry(each.token_id, each.logprob, texts),
@@ -90,7 +90,7 @@ def entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 
 def completion_lists(logprobs: Seq[TokenLogprobs], texts: TokenTexts, offsets: OffsetCounter) -> dict[str, Any]:
-    """Log-probabilities as completions have them: parallel lists. The token that was drawn is always among the top."""
+    """Log-probabilities in the form of completions: parallel lists. The sampled token is always among the top."""
     top: list[dict[str, float]] = []
     for each in logprobs:
         pairs = zip((*each.top_ids, each.token_id), (*each.top_logprobs, each.logprob), strict=True)
@@ -104,7 +104,7 @@ def completion_lists(logprobs: Seq[TokenLogprobs], texts: TokenTexts, offsets: O
 
 
 def strongest(pairs: Any) -> dict[str, float]:
-    """Texts with log-probabilities; of tokens with the same text the likeliest counts."""
+    """Log-probabilities by text; if tokens share a text, the most likely one counts."""
     strengths: dict[str, float] = {}
     for text, logprob in pairs:
         strengths[text] = max(logprob, strengths.get(text, logprob))
@@ -112,7 +112,7 @@ def strongest(pairs: Any) -> dict[str, float]:
 
 
 def prompt_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[Mapping[str, Any] | None]:
-    """Log-probabilities of a prompt as vLLM's server writes them: nothing for its first token."""
+    """Log-probabilities of a prompt in vLLM's form; null for its first token."""
     entries: list[Mapping[str, Any] | None] = [None]
     for each in logprobs:
         ranks = range(1, len(each.top_ids) + 1)
@@ -128,5 +128,5 @@ def prompt_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[Mapp
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold: OpenAI writes -9999 for what never happens."""
+    """A log-probability for JSON, which has no infinities: OpenAI uses -9999 for probability 0."""
     return max(logprob, -9999.0)

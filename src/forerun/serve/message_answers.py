@@ -1,7 +1,7 @@
-"""Answers of Anthropic's /v1/messages: a message of blocks, whole and as events, and errors in the shape of that API.
+"""Answers of Anthropic's /v1/messages: messages of content blocks, whole and as events, and that API's errors.
 
-A block is thinking, text, or the use of a tool. A stream opens a block, adds to it and closes it; a use of a tool comes
-whole in one event. Nothing is kept here between requests.
+A block is thinking, text, or a tool use. A stream starts a block, adds to it and stops it; a tool use is sent whole in
+one delta.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ERRORS = {
 
 
 def message_error(problem: ApiError) -> dict[str, Any]:
-    """An error as Anthropic's clients read it."""
+    """An error in the form of Anthropic's API."""
     kind = ERRORS.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
 @dataclass(slots=True)
 class MessageWriter(Writer):
-    """Writes one body's answer as a message."""
+    """Writes Anthropic's messages."""
 
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     blocks: list[dict[str, Any]] = field(default_factory=list)
@@ -53,31 +53,31 @@ class MessageWriter(Writer):
     splitter: AnswerSplitter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.splitter = AnswerSplitter(self.asked.form)
+        self.splitter = AnswerSplitter(self.parsed.form)
 
     def whole(self) -> dict[str, Any]:
-        """The message, once it is finished."""
+        """The finished message."""
         for delta in self.deltas:
             self.take(delta)
         return self.message() | self.ending()
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of one delta; the one that opens the message comes with the first."""
+        """The events for one delta; the first delta also starts the message."""
         opening = [] if self.begun else [{"type": "message_start", "message": self.message()}]
         self.begun = True
         return opening + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The events that say how the message ended."""
+        """The events with the stop reason and the end of the message."""
         ending = {"type": "message_delta", "delta": self.ending(), "usage": self.usage()}
         return [ending, {"type": "message_stop"}]
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
-        """An error in the midst of a stream."""
+        """The error event of a stream."""
         return message_error(problem)
 
     def message(self) -> dict[str, Any]:
-        """The message so far."""
+        """The message object so far."""
         return {
             "id": self.id,
             "type": "message",
@@ -88,19 +88,19 @@ class MessageWriter(Writer):
             "stop_sequence": None,
             "usage": self.usage(),
             "system_fingerprint": self.answers.fingerprint,
-            "seed": self.asked.seed,
+            "seed": self.parsed.seed,
         }
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Add a delta to the blocks; the events that say so."""
+        """Add a delta to the blocks; returns the events."""
         events: list[dict[str, Any]] = []
         for part in self.splitter.take(delta):
-            if part.kind != "reasoning" or self.asked.include_reasoning:
+            if part.kind != "reasoning" or self.parsed.include_reasoning:
                 events += self.add(part)
         return events + (self.close() if delta.finish_reason else [])
 
     def add(self, part: AnswerPart) -> list[dict[str, Any]]:
-        """Add a part to the last block, or to a new one where that is of another kind."""
+        """Add a part to the last block, or to a new one if that is of another kind; returns the events."""
         kind, events = KINDS[part.kind], list[dict[str, Any]]()
         if not self.open or self.blocks[-1]["type"] != kind or part.call is not None:
             events += self.close()
@@ -117,18 +117,18 @@ class MessageWriter(Writer):
         return [*events, {"type": "content_block_delta", "index": self.place, "delta": delta}]
 
     def close(self) -> list[dict[str, Any]]:
-        """Close the last block, if it is open."""
+        """Stop the last block if it is open; returns the events."""
         closed = [{"type": "content_block_stop", "index": self.place}] if self.open else []
         self.open = False
         return closed
 
     @property
     def place(self) -> int:
-        """The number of the last block."""
+        """The index of the last block."""
         return len(self.blocks) - 1
 
     def ending(self) -> dict[str, Any]:
-        """Why the message ended."""
+        """The stop reason and stop sequence."""
         last = self.deltas[-1]
         sequence_met = last.stop_reason if isinstance(last.stop_reason, str) else None
         if last.finish_reason == "length":
@@ -140,7 +140,7 @@ class MessageWriter(Writer):
         return {"stop_reason": reason, "stop_sequence": sequence_met if reason == "stop_sequence" else None}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens that were read, those that were known, and those of the answer; and what became of the guesses."""
+        """Counts of input tokens (read and cached), output tokens, and speculation."""
         return {
             "input_tokens": self.num_prompt - self.num_cached,
             "cache_creation_input_tokens": 0,

@@ -1,7 +1,7 @@
-"""Metrics: what a server tells Prometheus, under vLLM's names with the prefix forerun.
+"""Metrics for Prometheus, under vLLM's names with the prefix forerun.
 
-The counters of speculation are read from the engine's own when they are asked for; times are observed where answers
-are read. Nothing here depends on what a request says.
+Speculation counters are read from the engine at each scrape; latencies are observed as deltas arrive. No label value
+comes from a request's content.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 GUESSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-MOST_POSITIONS = 16  # that samples are observed at
+MOST_POSITIONS = 16  # with an acceptance histogram per position
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
 @runtime_checkable
 class MetricReader(Protocol):
-    """Reads metrics whenever they are asked for."""
+    """A Prometheus collector."""
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the moment."""
+        """The current metrics."""
         ...
 
 
 class EngineReader:
-    """Reads the engine's counters, and how much is under way, whenever metrics are asked for."""
+    """Reads the engine's counters, queue lengths and memory at each scrape."""
 
     def __init__(self, llm: LLM, gate: Gate) -> None:
         self.llm = llm
         self.gate = gate
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the moment."""
+        """The current metrics."""
         stats, scheduler = self.llm.stats, self.llm.engine.scheduler
-        num_drafts = stats.offered_at_depth[0] if stats.num_drafted else 0  # every draft offers a guess there
+        num_drafts = stats.offered_at_depth[0] if stats.num_drafted else 0  # every draft has a token at depth 0
         counters = {
             "spec_decode_num_drafts": ("Drafts that were judged.", num_drafts),
             "spec_decode_num_draft_tokens": ("Guesses that were judged.", stats.num_drafted),
@@ -77,7 +77,7 @@ class EngineReader:
             yield labelled(GaugeMetricFamily, "forecast_gain", text, "batch", expected)
 
     def by_drafter(self, stats: Stats) -> Iterator[Metric]:
-        """What each drafter of a mix was chosen for, and what became of its guesses; nothing for one alone."""
+        """Rounds and acceptance by drafter of a mix; empty for a single drafter."""
         kinds = {
             "rounds": ("Rounds of samples for which the arm was chosen.", "num_rounds"),
             "draft_tokens": ("Guesses of the arm.", "num_drafted"),
@@ -88,7 +88,7 @@ class EngineReader:
             yield labelled(CounterMetricFamily, f"spec_decode_arm_{name}", text, "arm", counts)
 
     def memory(self) -> Iterator[Metric]:
-        """What the plan gives to whom, and how much of the target's cache is taken."""
+        """The memory plan, and the share of the target's cache in use."""
         plan, blocks = self.llm.plan, self.llm.engine.runner.cache.blocks
         text = "Memory by the plan: weights of all models, the target's cache, and each drafter's."
         sizes = {"weights": plan.weights_bytes, "target cache": plan.cache_bytes}
@@ -104,7 +104,7 @@ class EngineReader:
 def labelled(
     kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, label: str, values: Mapping[Any, Any]
 ) -> Metric:
-    """A metric with one value for each value of its label."""
+    """A metric with one sample for each label value."""
     family = kind(f"forerun:{name}", text, labels=[label])
     for each, value in values.items():
         family.add_metric([str(each)], value)
@@ -112,7 +112,7 @@ def labelled(
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own; `reader` reads those of its engine."""
+    """The metrics of one server, in a registry of their own; `reader` collects those of its engine."""
 
     def __init__(self, reader: MetricReader) -> None:
         self.registry = CollectorRegistry()
@@ -142,33 +142,33 @@ class Metrics:
         self.prompts = Counter("forerun:prompt_tokens", "Tokens of prompts, once each.", registry=self.registry)
         self.answered = Counter("forerun:http_responses", "Answers, by status.", ["status"], registry=self.registry)
 
-    def see(self, visit: OpenRequest, delta: Delta, answers: Answers) -> None:
-        """Observe one delta of the answer to a request."""
-        now, last = time.perf_counter(), visit.last_s.get(delta.seq_id)
+    def observe(self, entry: OpenRequest, delta: Delta, answers: Answers) -> None:
+        """Observe latencies at one delta of a request's answer."""
+        now, last = time.perf_counter(), entry.last_s.get(delta.seq_id)
         if last is None:
-            if visit.first_token_s is None:
-                visit.first_token_s = now - visit.entered_s
-                self.first.observe(visit.first_token_s)
+            if entry.first_token_s is None:
+                entry.first_token_s = now - entry.entered_s
+                self.first.observe(entry.first_token_s)
             sequence = answers.answers[delta.seq_id].sequence
             if sequence.started_s is not None:
-                waited_s = max(0.0, sequence.started_s - visit.entered_s)
-                visit.queue_s = waited_s if visit.queue_s is None else min(visit.queue_s, waited_s)
+                waited_s = max(0.0, sequence.started_s - entry.entered_s)
+                entry.queue_s = waited_s if entry.queue_s is None else min(entry.queue_s, waited_s)
                 self.queue.observe(waited_s)
             self.prompts.inc(sequence.num_prompt if delta.sample == 0 else 0)
         elif delta.token_ids:
             for _ in delta.token_ids:
                 self.between.observe((now - last) / len(delta.token_ids))
-        visit.last_s[delta.seq_id] = now
+        entry.last_s[delta.seq_id] = now
         if delta.outcome is not None:
             self.depth.observe(delta.outcome.num_drafted)
         if delta.finish_reason is not None:
             self.finished.labels(delta.finish_reason).inc()
-            self.see_acceptance(answers.answers[delta.seq_id])
+            self.observe_acceptance(answers.answers[delta.seq_id])
             if answers.num_finished == len(answers.sequences):
-                self.total.observe(now - visit.entered_s)
+                self.total.observe(now - entry.entered_s)
 
-    def see_acceptance(self, sample: CollectedSample) -> None:
-        """Observe what became of the guesses of one finished sample."""
+    def observe_acceptance(self, sample: CollectedSample) -> None:
+        """Observe the acceptance rates of one finished sample."""
         counts = Counts()
         sample.count_into(counts)
         if counts.acceptance_rate is not None:
@@ -177,5 +177,5 @@ class Metrics:
             self.accepted_at.labels(str(position)).observe(share)
 
     def exposition(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,7 +1,7 @@
-"""The page: an application for browsers at `/`, and what it is told of the model.
+"""The web page at `/`: its static files, and the settings of the model that it shows.
 
-This file decides which files are sent, with which headers. They ship with the package and load nothing from elsewhere,
-which the Content-Security-Policy also enforces. They need no key; what they ask for does.
+The files ship with the package and load nothing from other hosts, which the Content-Security-Policy also enforces. They
+need no API key; the requests that the page sends do.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PageHandler = Callable[[Request], Awaitable[Response]]
 
 
 def page_routes(service: Service) -> Iterator[tuple[str, PageHandler]]:
-    """The addresses of the page of one service, all of them for GET."""
+    """The page's (path, handler) pairs, all for GET."""
     folder = resources.files("forerun").joinpath("serve").joinpath("page")
     for path, (name, kind) in FILES.items():
         yield path, file_handler(folder.joinpath(name).read_bytes(), kind)
 
     async def settings(request: Request) -> Response:
-        service.keys.tenant(request.headers.get("authorization"))  # it wants a key if all do
+        service.keys.tenant(request.headers.get("authorization"))  # raises without a valid key
         return Response(json.dumps(settings_of(service)), media_type="application/json", headers=HEADERS)
 
     yield "/page/settings", settings
@@ -64,7 +64,7 @@ def file_handler(content: bytes, kind: str) -> PageHandler:
 
 
 def settings_of(service: Service) -> dict[str, Any]:
-    """What the page has to know: the model, what drafts, and the defaults of requests."""
+    """The settings that the page shows: the model, its drafters, and the defaults of requests."""
     llm = service.llm
     options, params = llm.options, llm.get_default_sampling_params()
     try:

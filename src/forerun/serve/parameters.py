@@ -1,7 +1,7 @@
-"""Parameters: what the JSON schema of a function says of each of its arguments.
+"""Parameters: the schema of each argument in a function's JSON schema.
 
-Forms of calls that write every argument by itself need to know which of them are text. This file decides that, also
-where a schema names alternatives or refers to its definitions.
+Tagged formats of tool calls write every argument separately and need to know which are strings. This file determines
+that, also for schemas with alternatives and references to definitions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-MOST_DEPTH = 32  # of references and alternatives
+MOST_DEPTH = 32  # of nested references and alternatives
 MOST_ALTERNATIVES = 64
 MOST_MEMBERS = 100_000
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
@@ -22,27 +22,27 @@ Schema = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Room:
-    """How many members of schemas may still be copied, for references can repeat one schema very often."""
+    """A limit on the schema members that may be copied, since references can repeat a schema exponentially often."""
 
     num_members: int = MOST_MEMBERS
 
     def joined(self, first: Schema, second: Schema) -> Schema:
-        """A schema with the members of both; an empty one where there is no room."""
+        """A schema with the members of both; empty beyond the limit."""
         if not first or not second:
             return first or second
         self.num_members -= len(first) + len(second)
         return {**first, **second} if self.num_members >= 0 else {}
 
     def without(self, word: str, schema: Schema) -> Schema:
-        """A schema without one of its members; an empty one where there is no room."""
+        """A schema without one of its members; empty beyond the limit."""
         self.num_members -= len(schema)
         return {name: value for name, value in schema.items() if name != word} if self.num_members >= 0 else {}
 
 
 def parameters_of(schema: Schema, room: Room | None = None) -> dict[str, list[Schema]]:
-    """The alternatives of every parameter, by its name; those of one that is only required allow anything.
+    """The alternative schemas of every parameter, by name; a required parameter without a schema allows anything.
 
-    Of more than MOST_ALTERNATIVES one more is given. Where there is no room any more, anything is allowed.
+    At most MOST_ALTERNATIVES + 1 of each are returned. Beyond the limit of `room` anything is allowed.
     """
     room = room or Room()
     properties = object_of(schema).get("properties")
@@ -52,23 +52,23 @@ def parameters_of(schema: Schema, room: Room | None = None) -> dict[str, list[Sc
 
 
 def required_of(schema: Schema) -> list[str]:
-    """The names of the parameters that must be there."""
+    """The names of the required parameters."""
     required = object_of(schema).get("required")
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
 def object_of(schema: Schema) -> Schema:
-    """The schema of all arguments together, behind its references."""
+    """The schema of the argument object, with references resolved."""
     return next(leaves(schema, schema, Room()), {})
 
 
 def types_of(alternatives: list[Schema]) -> set[str]:
-    """The types that a parameter may have; none where its schema names none."""
+    """The types that a parameter may have; empty if its schema names none."""
     return {str(leaf["type"]) for leaf in alternatives if "type" in leaf}
 
 
 def leaves(schema: Any, root: Schema, room: Room, depth: int = 0) -> Iterator[Schema]:
-    """The alternatives of a schema, each with one type or none. References into the definitions are followed."""
+    """The alternatives of a schema, each with at most one type. References to definitions are resolved."""
     if not isinstance(schema, Mapping) or depth > MOST_DEPTH:
         yield {}
         return
@@ -94,7 +94,7 @@ def leaves(schema: Any, root: Schema, room: Room, depth: int = 0) -> Iterator[Sc
 
 
 def referred(reference: object, root: Schema) -> Schema:
-    """The definition that a reference names; an empty schema for any other reference."""
+    """The definition that a reference names; an empty schema if there is none."""
     _, _, path = str(reference).partition("#/")
     kind, _, name = path.partition("/")
     known = root.get(kind) if kind in DEFINITIONS else None

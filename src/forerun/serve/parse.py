@@ -1,6 +1,6 @@
-"""Parsing: request bodies as requests of the library.
+"""Parsing: turns request bodies into requests of the library, which checks the values themselves.
 
-This file decides which request of the library the fields of a body stand for. The library checks the values themselves.
+This file maps the fields of a body to sampling parameters, prompts and options of the answer.
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
 from forerun.serve.schema import PROMPTS, SAMPLING, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
-from forerun.serve.structured import formed
+from forerun.serve.structured import constrained
 from forerun.serve.template_forms import answer_form, call_form
 from forerun.serve.tools import tools_of
 from forerun.shape import StaticTree
 
-MAX_TOKENS = 16  # of a completion that does not say, by OpenAI's specification
-SEED_BITS = 53  # of seeds drawn here: every reader of JSON keeps such a number exactly
+MAX_TOKENS = 16  # default of completions in OpenAI's specification
+SEED_BITS = 53  # of generated seeds: JSON parsers keep such integers exactly
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 MOST_CHAT_LOGPROBS = 128
-FEW_LOGPROBS = 1 << 20  # of one body, which take half a gigabyte until they are written; a full context has 21 a token
+FEW_LOGPROBS = 1 << 20  # per body: they take half a gigabyte of memory; a full context with 21 per token is allowed too
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a body asks for: one request for each prompt, each with `n` samples, and the form of the answer.
+class ParsedBody:
+    """A parsed body: one request for each prompt, each with `n` samples, and options of the answer.
 
-    `limit_field` is the field that says how many tokens an answer may have, if one does. `form` says how its reasoning
-    is written, which is told if `include_reasoning` says so, and how it calls the functions of the `tools`. `body`
-    is what was sent, for answers that repeat it, and `drafters` are the names of what drafts. With `echo` a completion
-    begins with its prompt; with `only_prompt` it is the prompt alone, and the one token behind it is not told. The
-    answers have at most `num_logprobs` log-probabilities.
+    `limit_field`: the field with the maximum number of output tokens, if any. `form`: the format of reasoning and tool
+    calls. `body`: the body as sent, for answers that repeat parts of it. `drafters`: names of the drafters. With `echo`
+    a completion starts with its prompt; with `only_prompt` it is the prompt alone, and the one generated token is
+    hidden. `num_logprobs`: upper bound of the log-probabilities in the answers.
     """
 
     endpoint: Endpoint
@@ -69,22 +68,22 @@ class Asked:
 
 def prepared(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
-) -> tuple[Asked, Answers]:
-    """What a body asks for, and its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
+) -> tuple[ParsedBody, Answers]:
+    """Parse a body and create its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
     with prompt_named(PROMPTS[endpoint]):
-        asked = asked_of(body, endpoint, llm, tenant, settings)
-        answers = llm.ask(asked.requests)
-    require_room(asked, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
+        parsed = parse_body(body, endpoint, llm, tenant, settings)
+        answers = llm.ask(parsed.requests)
+    require_room(parsed, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
     most = max(FEW_LOGPROBS, 21 * llm.plan.max_model_len)
     if (number := num_logprobs(answers)) > most:
         name = next((name for name in ("prompt_logprobs", "top_logprobs") if body.get(name) is not None), "logprobs")
         problem = f"{number} log-probabilities, of all tokens, samples and prompts together, are more than {most}"
         raise refused(name, f"{name}: {problem}: ask for fewer, or for fewer tokens, samples or prompts at once.")
-    return replace(asked, num_logprobs=number), answers
+    return replace(parsed, num_logprobs=number), answers
 
 
 def num_logprobs(answers: Answers) -> int:
-    """How many log-probabilities the answers to one body may have, those of their prompts included, before it runs."""
+    """Upper bound of the log-probabilities in the answers to one body, those of prompts included."""
     number = 0
     for _, samples in answers.requests:
         first, params = samples[0], samples[0].params
@@ -97,15 +96,17 @@ def num_logprobs(answers: Answers) -> int:
 
 @contextmanager
 def prompt_named(name: str) -> Iterator[None]:
-    """Within it a prompt that is too long is answered with 400 and the name of the field that it comes from."""
+    """Context in which PromptTooLong becomes an ApiError 400 that names this field."""
     try:
         yield
     except PromptTooLong as error:
         raise refused(name, str(error).replace(error.field, name, 1), TOO_MANY_TOKENS) from error
 
 
-def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings) -> Asked:
-    """What a body asks for. Raises InvalidRequest or ApiError, naming the field at fault."""
+def parse_body(
+    body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
+) -> ParsedBody:
+    """Parse a body. Raises InvalidRequest or ApiError, naming the invalid field."""
     fields = served_fields(body, endpoint, settings.lenient)
     if endpoint == "responses":
         fields = response_fields(fields)
@@ -115,11 +116,11 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         fields = message_fields(fields)
     stream, stream_options = fields.get("stream", False), fields.get("stream_options", {})
     if stream_options and not stream:
-        raise refused("stream_options", "stream_options: it goes with stream: true alone.")
+        raise refused("stream_options", "stream_options: it requires stream: true.")
     params = params_of(fields, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         name = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
-        raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of both.")
+        raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of the two.")
     speculation = speculation_of(fields.get("speculation"))
     chat = None if endpoint == "completions" else ChatBody.of(fields, llm, settings)
     tools = None if chat is None else tools_of(fields, lambda: call_form(llm.tokenizer, chat.options.chat_template))
@@ -136,10 +137,10 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
         requests = [replace(prompt, shown_special_ids=form.shown_special_ids)]
     if fields.get("draft_details"):
         if not stream:
-            raise refused("draft_details", "draft_details: it goes with stream: true alone.")
+            raise refused("draft_details", "draft_details: it requires stream: true.")
         requests = [replace(request, draft_details=True) for request in requests]
-    requests = formed(requests, fields, tools, form, llm)
-    asked = Asked(
+    requests = constrained(requests, fields, tools, form, llm)
+    parsed = ParsedBody(
         endpoint=endpoint,
         requests=requests,
         n=params.n,
@@ -159,22 +160,22 @@ def asked_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str,
     if (num_samples := params.n * len(requests)) > MOST_SAMPLES_AT_ONCE:
         problem = f"{num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
         raise refused("n", f"n: {problem}: ask for fewer at once.")
-    return asked
+    return parsed
 
 
-def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
-    """Raise the ApiError for 400 where a prompt and the tokens that the body allows its answer exceed the context.
+def require_room(parsed: ParsedBody, prompt_lengths: Seq[int], room: int) -> None:
+    """Raise ApiError 400 if a prompt and the body's maximum number of output tokens exceed the context.
 
-    A limit that is not of the body, such as the model's own, is cut instead: such an answer ends with "length".
+    A default limit, such as the model's own, is reduced instead: such an answer ends with "length".
     """
-    params = asked.requests[0].sampling_params
-    if asked.limit_field is None or params is None or params.max_tokens is None:
+    params = parsed.requests[0].sampling_params
+    if parsed.limit_field is None or params is None or params.max_tokens is None:
         return
     longest = max(prompt_lengths)
     if longest + params.max_tokens > room:
         raise refused(
-            asked.limit_field,
-            f"{asked.limit_field}: this model's maximum context length is {room} tokens, and {longest} of the prompt "
+            parsed.limit_field,
+            f"{parsed.limit_field}: this model's maximum context length is {room} tokens, and {longest} of the prompt "
             f"with {params.max_tokens} of the answer are more ({TOO_MANY_TOKENS}): ask for at most {room - longest}, "
             "or leave it out.",
             TOO_MANY_TOKENS,
@@ -182,7 +183,7 @@ def require_room(asked: Asked, prompt_lengths: Seq[int], room: int) -> None:
 
 
 def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
-    """The sampling parameters: those of the body, and otherwise the model's defaults, with OpenAI's `max_tokens`."""
+    """The sampling parameters of a body, with the model's defaults, and OpenAI's default of `max_tokens`."""
     defaults = llm.get_default_sampling_params()
     values = {name: given[name] for name in SAMPLING if name in given}
     values.setdefault("seed", secrets.randbits(SEED_BITS))
@@ -195,13 +196,13 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
     default = llm.generation_defaults.given.get("max_tokens")
     values["max_tokens"] = limits[0] if limits else default or (MAX_TOKENS if endpoint == "completions" else None)
     if asks_for_nothing(given, endpoint):
-        values["max_tokens"] = 1  # no round gives less; it is not told
+        values["max_tokens"] = 1  # the engine generates at least one; it is hidden
     if "logit_bias" in given:
         values["logit_bias"] = biases(given["logit_bias"])
     values["logprobs"] = LOGPROBS[endpoint](given)
     echoed = values["logprobs"] if given.get("echo") else None
     if echoed is not None and values.setdefault("prompt_logprobs", echoed) != echoed:
-        raise refused("prompt_logprobs", "prompt_logprobs: logprobs with echo say otherwise; use one of both.")
+        raise refused("prompt_logprobs", "prompt_logprobs: logprobs with echo say otherwise; use one of the two.")
     best = given.get("best_of")
     if best is not None and (isinstance(best, bool) or best != given.get("n", 1)):
         problem = f"best_of: {shown(best)} is not served here: use n and choose by log-probability."
@@ -217,7 +218,7 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
 
 
 def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
-    """Whether a completion is to have no token but those of the prompt that it repeats."""
+    """Whether a completion echoes its prompt and generates nothing (`max_tokens` 0). Raises ApiError without echo."""
     limit = given.get("max_tokens")
     if endpoint != "completions" or isinstance(limit, bool) or limit != 0:
         return False
@@ -227,7 +228,7 @@ def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
 
 
 def chat_logprobs(given: Mapping[str, Any]) -> int | None:
-    """How many alternatives are wanted; None for no log-probabilities."""
+    """The number of alternatives per token in a chat; None for no log-probabilities."""
     is_asked, top = given.get("logprobs", False), given.get("top_logprobs")
     if top and not is_asked:
         raise refused("top_logprobs", "top_logprobs: it needs logprobs: true.")
@@ -245,7 +246,7 @@ LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def biases(values: Mapping[str, Any]) -> dict[int, Any]:
-    """`logit_bias` with token ids as numbers; in JSON they are strings."""
+    """`logit_bias` with its keys, strings in JSON, as token ids."""
     for key in values:
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")):
             raise refused("logit_bias", f"logit_bias: {shown(key)} is not a token id.")
@@ -253,7 +254,7 @@ def biases(values: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def speculation_of(value: Any) -> SpeculationOption:
-    """`speculation` as in the library; an object has the fields of Speculation."""
+    """`speculation` as the library takes it; an object has the fields of Speculation."""
     if not isinstance(value, dict):
         return value  # type: ignore[no-any-return]
     options = {name: member for name, member in value.items() if member is not None}
@@ -263,19 +264,19 @@ def speculation_of(value: Any) -> SpeculationOption:
 def completion_requests(
     given: Mapping[str, Any], params: SamplingParams, speculation: SpeculationOption, tenant: str, llm: LLM
 ) -> Seq[Request]:
-    """One request for each prompt: text, or token ids, or a list of either."""
+    """One request for each prompt of a completion: text, token ids, or a list of either."""
     prompt = given.get("prompt")
     if prompt is None:
         raise refused("prompt", "prompt: it is missing: give text or token ids.", MISSING)
     if not prompt:
-        raise refused("prompt", f"prompt: {shown(prompt)} is no text, no token ids, and no list of either.")
+        raise refused("prompt", f"prompt: {shown(prompt)} must be text, token ids, or a list of either.")
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
     prompts = [prompt] if one else prompt
     if len(prompts) > MOST_SAMPLES_AT_ONCE:
         raise refused("prompt", f"prompt: these are {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
     for each in prompts:
         if not isinstance(each, str | list):
-            raise refused("prompt", f"prompt: {shown(each)} is no text and no list of token ids.")
+            raise refused("prompt", f"prompt: {shown(each)} must be text or a list of token ids.")
     requests = requests_of(prompts, params, speculation, tenant)
     if given.get("add_special_tokens", True):
         return requests

@@ -1,8 +1,7 @@
-"""Parts: an answer as a stream of reasoning, text and calls.
+"""Parts: splits an answer into reasoning, text and tool calls.
 
-This file decides in which form the answers to a prompt are written, and which blanks belong to no part: those around
-the tags of reasoning, and those directly in front of a call and behind it. Everything else is told as the model wrote
-it, also what only looks like a call. A streamed text is split as the whole one is, wherever its pieces are cut.
+Blanks around reasoning tags, and directly before and after a call, are dropped. Everything else is returned as the
+model wrote it, including text that only resembles a call. The result does not depend on how a stream is cut.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Literal
 
 from forerun.accept.delta import Delta
 from forerun.sampling.grammar import Grammar
-from forerun.serve.call_grammar import spelled
-from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parsed
+from forerun.serve.call_grammar import lark_tag
+from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parse_json
 from forerun.serve.growing import BLANKS, GrowingText, Literals, Scan, tags_of, unbroken
-from forerun.serve.harmony import MARKS, STOPS, around, callee, head, is_analysis
+from forerun.serve.harmony import MARKS, STOPS, callee, final_grammar, head, is_analysis
 from forerun.serve.logprob_text import TokenTexts
 
 PartKind = Literal["reasoning", "content", "call"]
@@ -26,7 +25,7 @@ SplitState = Literal["start", "reasoning", "content"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """What stands around reasoning; `opened` where the prompt has the opening tag already."""
+    """The tags around reasoning; `opened`: the opening tag is already in the prompt."""
 
     opening: str
     closing: str
@@ -40,15 +39,15 @@ TAGS = (
 
 
 def reasons(template: str) -> bool:
-    """Whether answers to this template's prompts may begin with reasoning."""
+    """Whether a chat template supports reasoning between tags."""
     return any(tags.closing in template for tags in TAGS)
 
 
 def reasoning_tags(template: str, prompt: str, continued: str | None = None) -> ReasoningTags | None:
-    """The tags of an answer to `prompt`, as this template wrote it; None where the answer has no reasoning.
+    """The reasoning tags of answers to `prompt`, which this template rendered; None for answers without reasoning.
 
-    Whether the reasoning is open already is seen at the prompt's end or, where the answer goes on from the text
-    `continued`, in that text.
+    Whether the opening tag is already written is found at the prompt's end or, if the answer continues a message, in
+    its text `continued`.
     """
     for tags in TAGS:
         if tags.closing not in template:
@@ -64,7 +63,7 @@ def reasoning_tags(template: str, prompt: str, continued: str | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A piece of reasoning or of text, or a whole call."""
+    """A piece of reasoning or text, or a whole tool call."""
 
     kind: PartKind
     text: str = ""
@@ -73,11 +72,11 @@ class AnswerPart:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the answers to one prompt are written: between which tags they reason, and how they call which functions.
+    """The format of the answers to one prompt: reasoning tags, tool call format, and callable functions.
 
-    `begun` is, in Harmony, what the prompt has of the answer's first message already, and None in all other forms.
-    `special` are those of its tags that are special tokens, with their ids: text of other tokens is none of them. The
-    text has to show `shown_special_ids`.
+    `begun`: in Harmony, the part of the answer's first message that is in the prompt; None in other formats. `special`:
+    ids of the tags that are special tokens; the same characters from other tokens are plain text. The detokenizer must
+    not skip `shown_special_ids`.
     """
 
     reasoning: ReasoningTags | None = None
@@ -89,25 +88,25 @@ class AnswerForm:
 
     @property
     def reasons(self) -> bool:
-        """Whether answers may have reasoning."""
+        """Whether answers may contain reasoning."""
         return self.reasoning is not None or self.begun is not None
 
     def around(self, grammar: Grammar) -> Grammar:
-        """The grammar of a whole answer, where another one describes what it says behind its reasoning."""
+        """The grammar of a whole answer: reasoning, if any, followed by text that matches `grammar`."""
         tags = self.reasoning
         if self.begun is not None:
-            return around(grammar, self.begun)
+            return final_grammar(grammar, self.begun)
         if tags is None:
             return grammar
         if tags.closing not in self.special:
             return grammar.behind(tags.closing, "" if tags.opened else tags.opening)
-        opening, often = ("", "") if tags.opened else (spelled(tags.opening, self.special), "?")
-        rules = f"start: before{often} @answer\nbefore: {opening} TEXT? {spelled(tags.closing, self.special)} BLANKS?"
+        opening, often = ("", "") if tags.opened else (lark_tag(tags.opening, self.special), "?")
+        rules = f"start: before{often} @answer\nbefore: {opening} TEXT? {lark_tag(tags.closing, self.special)} BLANKS?"
         return Grammar.lark(f"{rules}\nTEXT: /(.|\\n)+/\nBLANKS: /[ \\n]{{1,4}}/", answer=grammar)
 
 
 class AnswerSplitter:
-    """Splits one growing answer into its parts. `kind` is what the text at its end belongs to, as far as is known."""
+    """Splits one growing answer into its parts. `kind` is the kind of the text at its end, as far as is known."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.form = form
@@ -115,48 +114,48 @@ class AnswerSplitter:
         self.text = GrowingText()
         self.literals = Literals(form.special)
         self.shown: set[SplitState] = set()
-        self.joint = ""  # in front of the next text that is shown
-        self.num_calls = 0  # that were told
+        self.joint = ""  # prefix of the next text part
+        self.num_calls = 0  # in the parts so far
         self.parts: list[AnswerPart] = []
         self.steps = self.tagged() if form.begun is None else self.channels()
         self.feed((form.begun or "").rstrip())
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """The parts that are certain with this text, whose literals are broken, in order."""
+        """Append text (with literal tags marked); returns the parts that are now certain."""
         self.text.append(text)
         next(self.steps, None)
         parts, self.parts = self.parts, []
         return parts
 
     def take(self, delta: Delta) -> list[AnswerPart]:
-        """The parts that are certain with a delta of the answer, the rest with its last one."""
+        """Append a delta; returns the parts that are now certain, with the last delta all."""
         text = "".join(self.literals.broken(segment.text, segment.special) for segment in delta.segments)
         return self.feed(text) + (self.close() if delta.finish_reason else [])
 
     def close(self) -> list[AnswerPart]:
-        """The rest, once the answer has ended."""
+        """The remaining parts, once the answer has ended."""
         self.text.ended = True
         return self.feed("")
 
     def show(self, text: str) -> None:
-        """Tell of text."""
+        """Add a text part."""
         if text := unbroken(text):
             self.parts.append(AnswerPart("reasoning" if self.kind == "reasoning" else "content", self.joint + text))
             self.shown.add(self.kind)
             self.joint = ""
 
     def called(self, calls: Seq[ToolCall]) -> None:
-        """Tell of calls."""
+        """Add call parts."""
         self.parts += [AnswerPart("call", call=call) for call in calls]
         self.num_calls += len(calls)
 
     def upto(self, kind: SplitState, *tags: str) -> Scan[str]:
-        """Show the text up to one of the tags; which tag it is, "" at the text's end."""
+        """Show the text up to one of the tags; returns the tag, "" at the end."""
         self.kind = kind
         return (yield from self.text.passage(tags_of(tags), self.show))
 
     def tagged(self) -> Scan[None]:
-        """Read an answer with reasoning between tags and calls in its text."""
+        """Parse an answer with reasoning between tags and calls in its text."""
         tags, form, text = self.form.reasoning, self.form.calls, self.text
         if tags is not None and (tags.opened or (yield from self.opened(tags))):
             self.kind = "reasoning"
@@ -181,7 +180,7 @@ class AnswerSplitter:
                 text.at = start
 
     def opened(self, tags: ReasoningTags) -> Scan[bool]:
-        """Whether the answer begins with reasoning, behind whose tag the place then is."""
+        """Whether the answer begins with the opening tag, which is then consumed."""
         self.kind = "start"
         yield from self.text.run(BLANKS)
         if (yield from self.text.one_of((tags.opening,))):
@@ -190,7 +189,7 @@ class AnswerSplitter:
         return False
 
     def channels(self) -> Scan[None]:
-        """Read an answer in Harmony, where every message has a channel, and is a call if it is to a function."""
+        """Parse an answer in Harmony, whose messages have channels, and are calls if their recipient is a function."""
         text = self.text
         while not text.over:
             self.kind = "reasoning"
@@ -198,7 +197,7 @@ class AnswerSplitter:
             start, call, stop = text.at, None, ""
             if name := callee(header, self.form.functions):
                 yield from text.run(BLANKS)
-                value = parsed((yield from text.json()))
+                value = parse_json((yield from text.json()))
                 yield from text.run(BLANKS)
                 stop = yield from text.one_of(STOPS)
                 call = call_of(name, value, self.form.functions) if stop or text.over else None
@@ -214,7 +213,7 @@ class AnswerSplitter:
 
 
 class TokenCounter:
-    """Counts the tokens of one growing answer that are reasoning, with tags and heads of messages."""
+    """Counts the reasoning tokens of one growing answer, including tags and message headers."""
 
     def __init__(self, form: AnswerForm, texts: TokenTexts) -> None:
         self.texts = texts
@@ -223,7 +222,7 @@ class TokenCounter:
         self.num_undecided = self.num_reasoning = 0
 
     def feed(self, tokens: Seq[int]) -> list[SplitState]:
-        """Count the next tokens; what those are that are now certain, for a tag may begin with several."""
+        """Count the next tokens; returns the kinds of those that are now certain, since a tag may span several."""
         certain: list[SplitState] = []
         for token in tokens:
             self.num_undecided += 1

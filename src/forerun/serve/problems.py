@@ -1,7 +1,7 @@
-"""Problems: errors as HTTP answers, in the shape that OpenAI's clients read.
+"""Problems: errors as HTTP responses in OpenAI's format.
 
-This file decides which status and code every error of the package has. Errors that nobody foresaw are answered without
-their text, which goes to the log.
+This file maps every error of the package to a status and a code. The text of an unexpected error goes to the log, not
+to the client.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.errors import (
 from forerun.fields import short
 
 MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
-INTERNAL = "the server met an error that it was not prepared for; its log says which. Other requests go on."
+INTERNAL = "the server met an unexpected error, which is in its log. Other requests go on."
 
 CLOSED = "the server is shutting down or its engine has stopped, so this request is not answered to its end."
 
@@ -36,9 +36,9 @@ TOO_MANY_TOKENS = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
-    `param` is the field at fault; `retry_s` says when to try again, `allow` which methods an address has.
+    `param`: the invalid field; `retry_s`: seconds until a retry makes sense; `allow`: the methods of the route.
     """
 
     def __init__(
@@ -63,27 +63,27 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as JSON."""
+        """The error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that belong to it."""
+        """The response headers of the error."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.allow is not None:
             headers["Allow"] = self.allow
         if self.code in (TOO_LONG, OUT_OF_MEMORY):
-            headers["x-should-retry"] = "false"  # OpenAI's clients would ask again, and again for too much
+            headers["x-should-retry"] = "false"  # OpenAI's clients would repeat the request
         return headers if self.retry_s is None else {**headers, "Retry-After": str(self.retry_s)}
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """The answer to a body that cannot be served because of one field."""
+    """The ApiError 400 for an invalid field."""
     return ApiError(400, message, code=code, param=param)
 
 
 def problem_of(error: BaseException) -> ApiError:
-    """Any error as an answer."""
+    """Convert any exception to an ApiError."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):
@@ -94,7 +94,7 @@ def problem_of(error: BaseException) -> ApiError:
         return refused("chat_template", str(error))
     if isinstance(error, UnknownKeyword | TokenizerError):
         return ApiError(400, str(error), code="invalid_value")
-    if isinstance(error, RecursionError):  # what could be read may still be too deep to be repeated in the answer
+    if isinstance(error, RecursionError):  # a body that was parsed may still be too deep to encode again
         return ApiError(400, "the body is nested too deep.", code="invalid_value")
     if isinstance(error, OutOfMemory | MemoryError):
         message = f"{error if isinstance(error, OutOfMemory) else NO_MEMORY} Other requests go on."

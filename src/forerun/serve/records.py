@@ -1,12 +1,11 @@
-"""Records: what one request was and what became of it, for the log on standard error and for OpenTelemetry's traces.
+"""Records: one record per finished request, for the log on standard error and for OpenTelemetry traces.
 
-A record holds no text: nothing of a prompt or an answer is in a line or in a span, unless ServeSettings.log_prompts
-asks for it. Lines are text or JSON.
+A record contains no text of prompts or answers; those are logged only with ServeSettings.log_prompts. Log lines are
+text or JSON.
 
-A trace, sent to a collector over OTLP, has one span for a request, `llm_request`, below the caller's where a
-`traceparent` header names it, with spans inside it for the time in the queue, up to the first token, and from there on.
-Names of attributes are those of OpenTelemetry's conventions for generative models where they have one. This is the file
-that knows opentelemetry.
+A trace, sent to a collector over OTLP, has one span `llm_request` for a request, a child of the caller's span if there
+is a `traceparent` header, with child spans for the queue, the time to the first token, and generation. Attribute names
+follow OpenTelemetry's conventions for generative AI where they exist. Only this file imports opentelemetry.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ FINISHED, LEFT = "finished", "client_left"
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 REQUESTS = "forerun.serve.requests"
-LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # its warnings are of what clients send
-ATTRIBUTES = {  # of a span, by the names of what they tell
+LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # its warnings are about invalid requests
+ATTRIBUTES = {  # of spans: the field of the record
     "gen_ai.operation.name": "endpoint",
     "gen_ai.request.model": "model",
     "gen_ai.response.id": "id",
@@ -46,40 +45,40 @@ ATTRIBUTES = {  # of a span, by the names of what they tell
     **{f"forerun.{name}": name for name in ("outcome", "tenant", "request_id", "num_drafted", "num_accepted", "gain")},
 }
 EXTRA = "sending traces needs OpenTelemetry's SDK and its OTLP exporter: pip install 'forerun[otel]'"
-CHOSEN = ("request_id", "session_id")  # by clients: they may hold anything
+CHOSEN = ("request_id", "session_id")  # set by clients, so they are quoted in the log
 request_log = logging.getLogger(REQUESTS)
 
 
-def record_of(visit: OpenRequest, writer: Writer, outcome: str) -> Record:
-    """One request that was read, from its arrival until now.
+def record_of(entry: OpenRequest, writer: Writer, outcome: str) -> Record:
+    """The record of a request, from its arrival until now.
 
-    `outcome` is "finished", "client_left", or the code of the error that ended it. Seconds count from the arrival;
-    None stands for what it did not come to. `request_id` is the x-request-id of the answer.
+    `outcome` is "finished", "client_left", or the code of the error that ended it. Seconds count from the arrival; None
+    if the event did not happen. `request_id` is the x-request-id of the answer.
     """
     counts = writer.answers.counts()
     return {
         "id": writer.id,
-        "endpoint": writer.asked.endpoint,
-        "tenant": visit.tenant,
+        "endpoint": writer.parsed.endpoint,
+        "tenant": entry.tenant,
         "model": writer.model,
         "outcome": outcome,
         "num_samples": len(writer.answers.sequences),
         "num_prompt_tokens": writer.num_prompt,
         "num_output_tokens": writer.num_output,
-        "queue_s": visit.queue_s,
-        "first_token_s": visit.first_token_s,
-        "total_s": time.perf_counter() - visit.entered_s,
+        "queue_s": entry.queue_s,
+        "first_token_s": entry.first_token_s,
+        "total_s": time.perf_counter() - entry.entered_s,
         "num_drafted": counts.num_drafted,
         "num_accepted": counts.num_accepted,
         "tokens_per_round": counts.tokens_per_round,
         "gain": counts.gain,
-        "request_id": visit.request_id,
-        "session_id": visit.session_id or None,
+        "request_id": entry.request_id,
+        "session_id": entry.session_id or None,
     }
 
 
 def log_request(record: Record) -> None:
-    """Write the line of a request that was read, with as many digits as a log needs."""
+    """Write the log line of a record, with numbers rounded."""
     rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in record.items()}
     fields = {name: value for name, value in rounded.items() if name != "model"}
     shown = {**fields, **{name: json.dumps(record[name]) for name in CHOSEN if record[name]}}
@@ -88,10 +87,10 @@ def log_request(record: Record) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the fields of what it is about."""
+    """Formats log records as one JSON object a line: time, level, logger, message, and the record's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
+        """Format one log record."""
         values = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -105,7 +104,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: LogFormat, access: bool) -> None:
-    """Show what the server has to say, with times; with `access` also a line for each request and each answer."""
+    """Log to standard error; with `access` also a line for each request and each response."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else text)
@@ -119,7 +118,7 @@ def log_to_stderr(form: LogFormat, access: bool) -> None:
 
 
 def require_otel() -> None:
-    """Raise MissingPackage where OpenTelemetry is not installed."""
+    """Raise MissingPackage if OpenTelemetry is not installed."""
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -128,9 +127,9 @@ def require_otel() -> None:
 
 
 class SpanSink:
-    """Sends every record as a trace to `endpoint`, the collector's OTLP address for traces over HTTP.
+    """Sends every record as a trace to `endpoint`, a collector's OTLP address over HTTP.
 
-    `exporter` takes the collector's place in tests. Raises MissingPackage where OpenTelemetry is not installed.
+    `exporter` replaces the HTTP exporter in tests. Raises MissingPackage if OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
@@ -145,7 +144,7 @@ class SpanSink:
         self.tracer = self.provider.get_tracer("forerun")
 
     def take(self, record: Record, traceparent: str) -> None:
-        """Queue the spans of a request that ends now; another thread sends them."""
+        """Queue the spans of a request that ends now; a background thread sends them."""
         from opentelemetry import trace
         from opentelemetry.trace import Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -167,5 +166,5 @@ class SpanSink:
         span.end(times[-1])
 
     def close(self) -> None:
-        """Send what is queued."""
+        """Send the queued spans."""
         self.provider.shutdown()

@@ -1,8 +1,8 @@
-"""Responses: an answer as the object and the events of OpenAI's /v1/responses.
+"""Responses: answers as the object and the events of OpenAI's /v1/responses.
 
-An answer is the reasoning, where the template has some, and then messages and calls of functions, each an item of the
-output. A stream opens an item, adds texts or a call's arguments, and closes it; the whole object stands in the first
-events and in the last one. Nothing is kept here, so a response cannot be asked for again by its id.
+The output is a list of items: reasoning, messages and function calls. A stream adds an item, appends text or a call's
+arguments, and finishes it; the first events and the last one contain the whole response object. Responses are not
+stored, so they cannot be retrieved by id.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from forerun.serve.problems import ApiError
 IDS: dict[PartKind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
 EVENTS = {"reasoning": "response.reasoning_text", "content": "response.output_text"}
 OPENING = ("created", "in_progress")
-STATUS = {"stop": "completed"}  # by finish reason; of any other one it is incomplete
+STATUS = {"stop": "completed"}  # by finish reason; all others are incomplete
 ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "max_output_tokens")
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """One item of the output: its kind, its id and what it says so far, or the function that it calls."""
+    """One output item: its text so far, or its function call."""
 
     kind: PartKind
     id: str
@@ -39,13 +39,13 @@ class OutputItem:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def part(self) -> dict[str, Any]:
-        """The one part of its content."""
+        """The content part of the item."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def item(self, empty: bool = False) -> dict[str, Any]:
-        """The item; when it is opened it is still empty."""
+        """The item object; `empty` when it is added to a stream."""
         if self.call is not None:
             called = {"name": self.call.name, "arguments": "" if empty else self.call.arguments}
             return {"type": "function_call", "id": self.id, "status": self.status, "call_id": self.call.id, **called}
@@ -57,39 +57,39 @@ class OutputItem:
 
 @dataclass(slots=True)
 class ResponseWriter(Writer):
-    """Writes one body's answer as a response."""
+    """Writes responses."""
 
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
     items: list[OutputItem] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens of which nothing is told
+    entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens whose kind is undecided
     num_events: int = 0
     splitter: AnswerSplitter = field(init=False)
     counter: TokenCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.splitter = AnswerSplitter(self.asked.form)
-        self.counter = TokenCounter(self.asked.form, self.texts)
+        self.splitter = AnswerSplitter(self.parsed.form)
+        self.counter = TokenCounter(self.parsed.form, self.texts)
 
     def whole(self) -> dict[str, Any]:
-        """The response, once it is finished."""
+        """The finished response."""
         for delta in self.deltas:
             self.take(delta)
         return self.response()
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of one delta; those that open the response come with the first."""
+        """The events for one delta; the first delta also opens the response."""
         events = []
         if not self.num_events:
             events += [self.event(f"response.{kind}", response=self.response("in_progress")) for kind in OPENING]
         return events + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The event that has the whole response."""
+        """The last event, with the whole response."""
         response = self.response()
         return [self.event(f"response.{response['status']}", response=response)]
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
-        """An error in the midst of a stream."""
+        """The error event of a stream."""
         for item in self.items[-1:]:
             item.status = item.status.replace("in_progress", "incomplete")
         response = self.response("failed")
@@ -97,18 +97,20 @@ class ResponseWriter(Writer):
         return self.event("response.failed", response=response | {"error": error})
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """One event, numbered."""
+        """An event with its sequence number."""
         self.num_events += 1
         return {"type": kind, "sequence_number": self.num_events - 1, **fields}
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Add a delta to the items; the events that say so."""
+        """Add a delta to the items; returns the events."""
         logprobs = self.logprobs_of(delta)
-        parts = [part for part in self.splitter.take(delta) if part.kind != "reasoning" or self.asked.include_reasoning]
+        parts = [
+            part for part in self.splitter.take(delta) if part.kind != "reasoning" or self.parsed.include_reasoning
+        ]
         if logprobs and not any(part.kind == "content" for part in parts):
             parts.append(AnswerPart("content"))
         if delta.finish_reason and not parts and not self.items:
-            parts.append(AnswerPart("content"))  # an answer has an item at least
+            parts.append(AnswerPart("content"))  # an answer has at least one item
         events: list[dict[str, Any]] = []
         for part in parts:
             if part.call is not None:
@@ -119,14 +121,14 @@ class ResponseWriter(Writer):
         return events + (self.close(delta.finish_reason) if delta.finish_reason else [])
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
-        """The log-probabilities of the tokens that are now known to be of the message."""
+        """The log-probabilities of the tokens that are now known to be message text."""
         kinds = self.counter.feed(delta.token_ids)
         entries = self.entries + chat_entries(delta.logprobs, self.texts)
         self.entries = entries[len(kinds) :]
         return [entry for kind, entry in zip(kinds, entries, strict=False) if kind == "content"]
 
     def opened(self, kind: PartKind, call: ToolCall | None = None) -> list[dict[str, Any]]:
-        """Open an item, behind closing the one before it."""
+        """Finish the last item and add a new one; returns the events."""
         closing = self.close("stop")
         item = OutputItem(kind, f"{IDS[kind]}_{secrets.token_hex(24)}", len(self.items), call)
         self.items.append(item)
@@ -134,7 +136,7 @@ class ResponseWriter(Writer):
         return [*closing, self.event("response.output_item.added", output_index=item.index, item=empty)]
 
     def called(self, call: ToolCall) -> list[dict[str, Any]]:
-        """Add a call, which is whole when it is known."""
+        """Add a complete function call; returns the events."""
         opening = self.opened("call", call)
         item = self.items[-1]
         item.status = "completed"
@@ -147,7 +149,7 @@ class ResponseWriter(Writer):
         ]
 
     def grow(self, kind: PartKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add text to the item of its kind, which is opened first, and the one before it closed."""
+        """Append text to the last item, or to a new one if that is of another kind; returns the events."""
         events = []
         if not self.items or self.items[-1].kind != kind:
             events += self.opened(kind)
@@ -162,7 +164,7 @@ class ResponseWriter(Writer):
         return events
 
     def close(self, finish_reason: str | None) -> list[dict[str, Any]]:
-        """Close the last item, if there is one that is open."""
+        """Finish the last item if it is in progress; returns the events."""
         if not self.items or self.items[-1].status != "in_progress":
             return []
         item = self.items[-1]
@@ -175,14 +177,14 @@ class ResponseWriter(Writer):
         ]
 
     def place(self, item: OutputItem) -> dict[str, Any]:
-        """Where a part is."""
+        """The fields that locate a content part."""
         return {"item_id": item.id, "output_index": item.index, "content_index": 0}
 
     def response(self, status: str = "") -> dict[str, Any]:
-        """The response object; of a finished one without a status."""
+        """The response object; the default status is that of the finished answer."""
         if not status:
             status = STATUS.get(self.deltas[-1].finish_reason or "", "incomplete")
-        body, params = self.asked.body, self.answers.sequences[0].params
+        body, params = self.parsed.body, self.answers.sequences[0].params
         return {
             "id": self.id,
             "object": "response",
@@ -204,13 +206,13 @@ class ResponseWriter(Writer):
             "store": False,
             "background": False,
             "system_fingerprint": self.answers.fingerprint,
-            "seed": self.asked.seed,
+            "seed": self.parsed.seed,
             **({} if status in ("in_progress", "failed") else {"usage": self.usage()}),
             **{name: body.get(name) for name in ECHOED if body.get(name) is not None or name == "metadata"},
         }
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the input and of the output, and what became of the guesses."""
+        """Counts of input and output tokens, and of speculation."""
         return {
             "input_tokens": self.num_prompt,
             "input_tokens_details": {"cached_tokens": self.num_cached, "cache_write_tokens": 0},

@@ -1,9 +1,9 @@
-"""The fields of request bodies: one table of the names that OpenAI, Anthropic and vLLM's server give them.
+"""The fields of request bodies: one table of the fields of OpenAI's, Anthropic's and vLLM's servers.
 
-`body.py` reads bodies by this table. Each name is in one of three classes. SERVED has its effect. IDLE is accepted
-without effect, because it cannot change the text. UNSERVED would change the text, or ask for something else that is
-not built: it is refused, unless its value asks for what is done anyway. Any other name is unknown, and refused too.
-The OpenAPI document is made of the table. It tells types and not bounds: those depend on the model.
+`body.py` checks bodies against this table. Each name has one of three classes. "served" has its effect. "idle" is
+accepted and ignored, because it cannot change the text. "unserved" would change the text or request a feature that
+does not exist here: it is refused, unless its value is a harmless default. All other names are unknown, and refused.
+The OpenAPI document is generated from the table; it has types but no bounds, since those depend on the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.serve.parameters import TYPES
 
 Endpoint = Literal["completions", "chat", "responses", "messages", "tokenize", "detokenize"]
 FieldClass = Literal["served", "idle", "unserved"]
-OBJECTS = "objects"  # stands for an array of them
+OBJECTS = "objects"  # an array of objects
 NUMBERS = (("integer",), ("number",))
 
 
@@ -26,10 +26,9 @@ NUMBERS = (("integer",), ("number",))
 class BodyField:
     """A field of a body.
 
-    `types` are the types of JSON that a SERVED one may have beside null, which is as if it were left out; without any
-    it may have all. `harmless` are the values of an UNSERVED one that ask for what is done anyway; null always is.
-    `answer` says what to do instead. `members` are the fields that an object under this name may have, or each object
-    of a list; None where the names are the caller's own.
+    `types`: JSON types that a served field may have besides null, which counts as absent; () allows all. `harmless`:
+    values of an unserved field that change nothing; null is always one. `answer`: what to do instead. `members`: the
+    fields of an object under this name, or of each object of a list; None if any names are allowed.
     """
 
     kind: FieldClass
@@ -39,17 +38,17 @@ class BodyField:
     answer: str = "leave it out"
 
     def accepts(self, value: object) -> bool:
-        """Whether the value asks for nothing that is not done here."""
+        """Whether this value of an unserved field is harmless."""
         return any(type(value) is type(each) and value == each for each in self.harmless)
 
     def takes(self, value: object) -> bool:
-        """Whether a served field may have a value of this type. Numbers are left to whoever knows their bounds."""
+        """Whether a served field may have this value's type. Numbers are checked where their bounds are known."""
         if isinstance(value, list) and OBJECTS in self.types:
             return all(isinstance(each, dict) for each in value)
         return self.types in NUMBERS or TYPES.get(type(value)) in self.types
 
     def description(self) -> dict[str, Any]:
-        """The field in the OpenAPI document."""
+        """The field's schema in the OpenAPI document."""
         types = ["array" if each == OBJECTS else each for each in self.types]
         return {"description": self.kind, **({"type": [*types, "null"]} if types else {})}
 
@@ -58,7 +57,7 @@ FieldTable = Mapping[str, BodyField]
 
 
 def _served(types: str, *names: str) -> dict[str, BodyField]:
-    """Served fields of these types, of which there may be several."""
+    """Served fields with these types, separated by blanks."""
     return {name: BodyField("served", tuple(types.split())) for name in names}
 
 
@@ -86,7 +85,7 @@ JSON_TYPES = {
 
 
 def _parameters(values: type, *left_out: str) -> dict[str, BodyField]:
-    """The fields of a dataclass of the library, with its names and meanings, by the types that it annotates."""
+    """Served fields for the fields of a dataclass of the library, with types from its annotations."""
     table: dict[str, BodyField] = {}
     for each in fields(values):
         types = [JSON_TYPES.get(kind.partition("[")[0], "") for kind in str(each.type).split(" | ")]
@@ -94,7 +93,7 @@ def _parameters(values: type, *left_out: str) -> dict[str, BodyField]:
     return table
 
 
-MARKUP = _idle("name", "description", "strict") | _served("", "schema")  # of a schema, which always holds
+MARKUP = _idle("name", "description", "strict") | _served("", "schema")  # around a schema, which is always enforced
 FORMAT = _object({**_served("", "type"), **MARKUP, "json_schema": _object(MARKUP, "object")}, "object")
 FORMS = ("json", "regex", "choice", "grammar", "json_object")  # vLLM's names
 STRUCTURED = {
@@ -102,12 +101,12 @@ STRUCTURED = {
     **_served("boolean", "disable_any_whitespace"),
     "structural_tag": _not(answer="use one of " + ", ".join(FORMS)),
     "whitespace_pattern": _not(answer="use disable_any_whitespace"),
-    **_idle("disable_fallback"),  # there is one engine for grammars
+    **_idle("disable_fallback"),  # there is only one grammar engine
     "disable_additional_properties": _not(False, answer="say it in the schema"),
 }
 STREAM_OPTIONS = {
     **_served("boolean", "include_usage", "continuous_usage_stats"),
-    **_idle("include_obfuscation"),  # it hides sizes of chunks, not the text
+    **_idle("include_obfuscation"),  # it pads chunks and does not change the text
 }
 VERBOSITY = _not("medium", answer="say it in the prompt")
 REASONING = {
@@ -123,7 +122,7 @@ PART = {  # of the content of a message
 }
 FUNCTION_CALL = _served("", "name", "arguments") | _idle("parsed_arguments")
 CALL = {**_served("", "id", "type"), "function": _object(FUNCTION_CALL), **_idle("index")}
-MESSAGE = {  # of a chat; the template may read others
+MESSAGE = {  # of a chat; templates may use others too
     **_served("", "role", "name", "tool_call_id", "reasoning_content", "reasoning"),
     "content": _object(PART),
     "tool_calls": _object(CALL),
@@ -138,8 +137,8 @@ ITEM = {  # of the input of a response
     **dict.fromkeys(("namespace", "caller"), _not()),
 }
 SAMPLING = _parameters(SamplingParams, "logit_bias", "logprobs", "logits_processors", "grammar")
-OF_SAMPLES = ("max_tokens", "n", "prompt_logprobs")  # what /v1/responses says otherwise, or does not have
-SHARED = {  # by completions, chats, responses and messages
+OF_SAMPLES = ("max_tokens", "n", "prompt_logprobs")  # /v1/responses has other names for them, or none
+SHARED = {  # of completions, chats, responses and messages
     **{name: field for name, field in SAMPLING.items() if name not in OF_SAMPLES},
     **_served("string", "model"),
     **_served("object", "logit_bias"),
@@ -224,7 +223,7 @@ RESPONSES = {
     **_served("string", "instructions"),
     **_served("integer", "max_output_tokens"),
     **_served("array", "include"),
-    **_idle("max_tool_calls"),  # of built-in tools, of which there are none
+    **_idle("max_tool_calls"),  # for built-in tools, which do not exist here
     "background": _not(False, answer="wait for the answer, or read it as a stream"),
     "context_management": _not(answer="shorten the input"),
     "truncation": _not("disabled", answer="shorten the input"),
@@ -235,7 +234,7 @@ BLOCK = {  # of the content of one of Anthropic's messages
     **_served("", "type", "text", "thinking", "id", "name", "input", "tool_use_id"),
     "content": _object(PART),
     **_idle("cache_control", "citations", "signature", "caller", "toolset_name"),
-    **_idle("is_error"),  # the content says so
+    **_idle("is_error"),  # the content tells the model
     "source": NO_TEXT,
     "data": _not(answer="nothing here reads reasoning that is encrypted; leave the block out"),
 }
@@ -282,7 +281,7 @@ KNOWN: Mapping[Endpoint, FieldTable] = {
     "tokenize": TOKENIZE,
     "detokenize": {**_served("string", "model"), **_served("array", "tokens")},
 }
-PROMPTS: Mapping[Endpoint, str] = {  # the field that has what is to be answered
+PROMPTS: Mapping[Endpoint, str] = {  # the field with the prompt
     "completions": "prompt",
     "chat": "messages",
     "responses": "input",
@@ -291,7 +290,7 @@ PROMPTS: Mapping[Endpoint, str] = {  # the field that has what is to be answered
 
 
 def openapi_body(endpoint: Endpoint) -> dict[str, Any]:
-    """The body of an endpoint in the OpenAPI document."""
+    """The request body of an endpoint in the OpenAPI document."""
     properties = {name: field.description() for name, field in KNOWN[endpoint].items()}
     required = [name for name in ("tokens", PROMPTS.get(endpoint)) if name in properties]
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

@@ -1,7 +1,7 @@
-"""The server: an application on a socket, until a signal tells it to end; the file that knows uvicorn.
+"""The server: runs the application on a socket until a signal. Only this file and `connections.py` import uvicorn.
 
-The first SIGTERM or Ctrl-C drains: requests that are in are answered, new ones get 503, and then the server ends. A
-second one ends it at once.
+The first SIGTERM or Ctrl-C drains: open requests are answered, new ones get 503, and then the server exits. A second
+one exits at once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from forerun.serve.envelope import MOST_HEAD_BYTES
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings, require_certificate
 
-BACKLOG = 512  # connections that wait to be accepted
-LOOK_S = 0.02  # between looks at what is still to be sent
+BACKLOG = 512  # of connections that are not accepted yet
+LOOK_S = 0.02  # polling interval while answers are being sent
 log = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """A server that drains before it ends, and cuts off who is too slow.
+    """A uvicorn server that drains before it exits, and disconnects slow clients.
 
-    `signalled` is the first signal that told it to end, if any.
+    `signalled` is the first signal received, if any.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class DrainingServer(uvicorn.Server):
         self.draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say so."""
+        """Start listening and call `started`."""
         self.loop = asyncio.get_running_loop()
         tls: dict[str, Any] = {}
         if self.config.ssl is not None:
@@ -64,16 +64,16 @@ class DrainingServer(uvicorn.Server):
         self.tell_started()
 
     def connection(self) -> Connection:
-        """A connection to come."""
+        """The protocol of a new connection."""
         return Connection(self.connections, self.config, self.server_state, self.lifespan.state)
 
     async def on_tick(self, counter: int) -> bool:
-        """What is done ten times a second."""
+        """Called by uvicorn ten times a second: enforce time limits."""
         self.connections.sweep()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, once all that could be sent was sent."""
+        """Close all connections and stop the service."""
         if self.force_exit:
             log.warning("A second signal: %d answers that were not sent are ended.", self.connections.num_busy)
         self.connections.close()
@@ -81,7 +81,7 @@ class DrainingServer(uvicorn.Server):
         await asyncio.to_thread(self.service.close)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal; at the second, end at once."""
+        """Drain at the first signal; exit at once at the second."""
         if self.signalled is not None or self.loop is None:
             self.should_exit = self.force_exit = True
             return
@@ -89,7 +89,7 @@ class DrainingServer(uvicorn.Server):
         self.loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Take no new requests, and end once those that are in have left. To be called in the server's loop."""
+        """Refuse new requests, and exit once the open ones are answered. To be called in the event loop."""
         gate = self.service.gate
         gate.drain()
         self.service.uploads.end(gate.shutting_down())
@@ -99,7 +99,7 @@ class DrainingServer(uvicorn.Server):
             self.draining = asyncio.ensure_future(self.end_when_empty())
 
     async def end_when_empty(self) -> None:
-        """End when every answer has been sent, or the time for it is over."""
+        """Exit when every answer has been sent, or after `drain_s`."""
         most_s = self.service.settings.drain_s
         sent = await self.all_sent(most_s)
         if self.force_exit:
@@ -109,11 +109,11 @@ class DrainingServer(uvicorn.Server):
         else:
             log.warning("%d answers that were not sent after %g s are ended.", self.connections.num_busy, most_s)
             await asyncio.to_thread(self.service.close)
-            await self.all_sent(GRACE_S)  # they are told so
+            await self.all_sent(GRACE_S)  # for their error events
         self.should_exit = True
 
     async def all_sent(self, most_s: float) -> bool:
-        """Wait until no request is in and no answer under way, so long at most; whether it came to that."""
+        """Wait up to `most_s` seconds until every request is answered; False if the time is over."""
         end_s = time.monotonic() + most_s
         while self.service.gate.num_in or self.connections.num_busy:
             if time.monotonic() >= end_s:
@@ -123,7 +123,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:
-    """The socket to listen on, not listening yet. Raises InvalidRequest where the address cannot be had."""
+    """Bind the socket, without listening. Raises InvalidRequest if the address is not available."""
     try:
         addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
@@ -149,7 +149,7 @@ def server_of(
     started: Callable[[], None] = lambda: None,
     service_of: Callable[[LLM, ServeSettings], Service] = Service,
 ) -> DrainingServer:
-    """The server of a loaded model. Raises InvalidRequest for keys or certificates that cannot be used."""
+    """Build the server of a loaded model. Raises InvalidRequest for an unusable key or certificate."""
     if settings.tls_key is not None and settings.tls_certificate is not None:
         require_certificate(settings.tls_key, settings.tls_certificate)
     service = service_of(llm, settings)
@@ -177,14 +177,14 @@ def serve(
     started: Callable[[], None],
     service_of: Callable[[LLM, ServeSettings], Service] = Service,
 ) -> int:
-    """Serve until a signal ends it; the exit status, 130 for Ctrl-C. `started` is called once it listens."""
+    """Serve until a signal; returns the exit status (130 after Ctrl-C). `started` is called once it listens."""
     if not is_loopback(settings.host) and settings.api_keys is None:
-        log.warning("Everybody who reaches %s is answered, since there is no --api-keys.", settings.host)
+        log.warning("Anyone who can reach %s can use this server, since there is no --api-keys.", settings.host)
     if settings.api_keys is not None:
         warn_of_readers(settings.api_keys)
     server = server_of(llm, settings, started, service_of)
     gc.collect()
-    gc.freeze()  # what is there now stays; to look through it takes 0.3 s, in which nobody is answered
+    gc.freeze()  # a full collection over the loaded model takes 0.3 s and blocks all requests
     try:
         asyncio.run(server.serve(sockets=[sock]))
     finally:

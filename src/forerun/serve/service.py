@@ -1,4 +1,4 @@
-"""Service: one body on its way from the gate through the engine, whatever the protocol around it."""
+"""Service: runs request bodies through parsing, the gate and the engine, independent of the HTTP layer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from forerun.llm import LLM
 from forerun.output import Answers
 from forerun.serve.access import ApiKeys
 from forerun.serve.answers import AnswerWriter, Writer
-from forerun.serve.body import parsed_body
-from forerun.serve.envelope import written, written_pieces
+from forerun.serve.body import parse_json_body
+from forerun.serve.envelope import encode_json, encode_json_pieces
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
@@ -39,9 +39,9 @@ from forerun.serve.uploads import OneByOne, Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SLOW_FIELDS = ("chat_template", "tools", *FIELDS_OF_FORM)
-LONG_BODY_BYTES = 1 << 13  # to take a shorter one apart costs less than its request does anyway
-NUM_SLOW_BODIES = 2  # that are read at once, each with a process of its own for what it brings
-QUICK_LOGPROBS = 2000  # take some milliseconds to write
+LONG_BODY_BYTES = 1 << 13  # parsing a shorter body is cheap compared with the rest of its request
+NUM_SLOW_BODIES = 2  # processed at once, each with its own process for templates or grammars
+QUICK_LOGPROBS = 2000  # encoding so many takes some milliseconds
 T = TypeVar("T")
 WRITERS: Mapping[Endpoint, Callable[..., Writer]] = {
     "completions": AnswerWriter,
@@ -54,26 +54,26 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Front(Protocol):
-    """What stands between a service and what answers: `end` says why nothing is taken any more, None if it is."""
+    """The interface between a service and its engine(s): `end` is the error that stopped it, None while it runs."""
 
     end: BaseException | None
     closing: bool
 
     def close(self) -> None:
-        """Stop; whoever still waits is told so."""
+        """Stop; waiting requests get an error."""
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
-        """Raise an error to whoever follows these sequences."""
+        """Raise an error in the readers of these sequences."""
 
 
 class ClientGone(Exception):
-    """The client went away before its answer was complete."""
+    """The client disconnected before its answer was complete."""
 
 
 class Service:
-    """Everything that answering needs: the engine in its thread, the gate, the keys and the metrics.
+    """The engine in its thread, the gate, the keys, the metrics and the worker threads of one server.
 
-    The LLM belongs to the caller, who closes it after `close`.
+    The caller owns the LLM and closes it after `close`.
     """
 
     def __init__(self, llm: LLM, settings: ServeSettings, front: Front | None = None) -> None:
@@ -95,16 +95,16 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """The model's name, as bodies give it."""
+        """The model's name in requests."""
         return self.settings.model_name or served_name(self.llm.name)
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread goes on."""
+        """Whether the engine's thread is running."""
         return self.front.end is None
 
     def close(self) -> None:
-        """Stop the engine's thread; whoever is still waiting is told so."""
+        """Stop the engine's thread; waiting requests get an error."""
         self.front.close()
         for pool in (self.slow_bodies, self.long_prompts, self.long_answers):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -113,28 +113,28 @@ class Service:
             spans.close()
 
     def check_model(self, name: object) -> None:
-        """Raise the ApiError for 404 where a body names another model."""
+        """Raise ApiError 404 if a body names another model."""
         if name is not None and name != self.model_name:
             message = f"the model {shown(name)} is not served here: it is {shown(self.model_name)}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def writer(self, visit: OpenRequest, endpoint: Endpoint, raw: bytes) -> Writer:
-        """A body, checked and made into sequences, with the writer of its answer; nothing runs yet."""
+    async def writer(self, entry: OpenRequest, endpoint: Endpoint, raw: bytes) -> Writer:
+        """Parse a body and create its sequences; returns the writer of its answer. Nothing runs yet."""
         body = await self.body(raw)
-        return await self.work(body, len(raw), partial(self.read, visit, endpoint, body))
+        return await self.work(body, len(raw), partial(self.read, entry, endpoint, body))
 
     async def body(self, raw: bytes) -> dict[str, Any]:
-        """The JSON object of a body for the model that is served; long ones take time, hence in another thread."""
-        parse = partial(parsed_body, raw)
+        """Parse a body as JSON in another thread, and check its model name."""
+        parse = partial(parse_json_body, raw)
         body = await (self.long_bodies.run(parse) if len(raw) > LONG_BODY_BYTES else asyncio.to_thread(parse))
         self.check_model(body.get("model"))
         return body
 
     async def work(self, body: Mapping[str, Any], num_bytes: int, task: Callable[[], T]) -> T:
-        """What a task gives that reads a body of so many bytes, in another thread: for long ones one after the other.
+        """Run a task that processes a body in another thread; long bodies are processed one at a time.
 
-        Where the body brings what has to be compiled or run, which may take seconds, it is one of few threads that are
-        for such bodies alone, so that others do not wait for them.
+        Bodies with templates, tools or grammars, which may take seconds to compile or run, have a few threads of their
+        own, so that other bodies do not wait for them.
         """
         is_slow = any(body.get(name) is not None for name in SLOW_FIELDS)
         if not is_slow and num_bytes <= LONG_BODY_BYTES:
@@ -142,26 +142,26 @@ class Service:
         pool = self.slow_bodies if is_slow else self.long_prompts
         return await self.within(pool, partial(contextvars.copy_context().run, task))
 
-    def read(self, visit: OpenRequest, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
-        """The writer of a body's answer, in this thread."""
-        asked, answers = prepared(body, endpoint, self.llm, visit.tenant, self.settings)
+    def read(self, entry: OpenRequest, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
+        """The body of `writer` that runs in another thread: create the sequences and their writer."""
+        parsed, answers = prepared(body, endpoint, self.llm, entry.tenant, self.settings)
         if self.settings.log_prompts:
             for request, _ in answers.requests:
                 shown = request.prompt if request.prompt is not None else request.prompt_token_ids
                 log.info("%s %r %r", endpoint, shown, request.sampling_params)
-        return WRITERS[endpoint](asked, answers, self.texts, self.model_name)
+        return WRITERS[endpoint](parsed, answers, self.texts, self.model_name)
 
     async def whole(self, writer: Writer) -> bytes:
-        """The answer to a body that is no stream, in JSON.
+        """The complete answer as JSON.
 
-        A long one is written in another thread, and one after the other, since while it is it has several forms.
+        Long answers are encoded in another thread, one at a time, since each needs memory for several copies.
         """
-        if writer.asked.num_logprobs <= QUICK_LOGPROBS:
-            return written(writer.whole())
-        return await self.within(self.long_answers, lambda: b"".join(written_pieces(writer.whole())))
+        if writer.parsed.num_logprobs <= QUICK_LOGPROBS:
+            return encode_json(writer.whole())
+        return await self.within(self.long_answers, lambda: b"".join(encode_json_pieces(writer.whole())))
 
     async def within(self, pool: ThreadPoolExecutor, task: Callable[[], T]) -> T:
-        """What a task gives in one of these threads. Raises EngineClosed where the service is closed before."""
+        """Run a task in a thread of this pool. Raises EngineClosed if the service is closed first."""
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, task)
         except (asyncio.CancelledError, RuntimeError) as error:
@@ -169,40 +169,40 @@ class Service:
                 raise
             raise EngineClosed from error
 
-    async def deltas(self, visit: OpenRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
-        """The deltas of a prepared body, once it has places. Closing the generator cancels it in the engine."""
+    async def deltas(self, entry: OpenRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
+        """The deltas of an answer, once the gate admits it. Closing the generator cancels its sequences."""
         answers = writer.answers
-        with self.recorded(visit, writer), self.limited(visit, answers):
-            await self.gate.place(visit, len(answers.sequences))
-            async with aclosing(self.follow(visit, answers)) as deltas:
+        with self.recorded(entry, writer), self.limited(entry, answers):
+            await self.gate.place(entry, len(answers.sequences))
+            async with aclosing(self.follow(entry, answers)) as deltas:
                 async for delta in deltas:
                     answers.add(delta)
-                    self.metrics.see(visit, delta, answers)
+                    self.metrics.observe(entry, delta, answers)
                     yield delta
 
-    def follow(self, visit: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
-        """The deltas of sequences that have places, from the engine."""
-        assert isinstance(self.front, AsyncLLM), "whoever brings another front follows it"
-        return self.front.follow(answers.sequences, partial(self.gate.free, visit))
+    def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
+        """The deltas of admitted sequences from the engine."""
+        assert isinstance(self.front, AsyncLLM), "a service with another front overrides this"
+        return self.front.follow(answers.sequences, partial(self.gate.free, entry))
 
     def reader(self) -> MetricReader:
-        """What reads the engine's metrics."""
+        """The Prometheus collector of the engine."""
         return EngineReader(self.llm, self.gate)
 
     async def exposition(self) -> bytes:
-        """The metrics, as Prometheus reads them."""
+        """The metrics in Prometheus' text format."""
         return self.metrics.exposition()
 
     async def require_ready(self) -> None:
-        """Raise the error for 503 where new requests are not taken."""
+        """Raise an error with status 503 if new requests are not accepted."""
         if self.gate.draining:
             raise ApiError(503, "the server is shutting down.", code="shutting_down", kind=FAULT_OF_SERVER)
         if not self.alive:
             raise EngineClosed
 
     @contextmanager
-    def recorded(self, visit: OpenRequest, writer: Writer) -> Iterator[None]:
-        """Within it a request is answered; its record goes to the log and the traces, however it ends."""
+    def recorded(self, entry: OpenRequest, writer: Writer) -> Iterator[None]:
+        """Context of answering a request: afterwards its record goes to the log and the traces."""
         outcome = LEFT
         try:
             yield
@@ -213,14 +213,14 @@ class Service:
         finally:
             answers = writer.answers
             outcome = FINISHED if answers.num_finished == len(answers.sequences) else outcome
-            record = record_of(visit, writer, outcome)
+            record = record_of(entry, writer, outcome)
             log_request(record)
             if self.spans is not None:
-                self.spans.take(record, visit.traceparent)
+                self.spans.take(record, entry.traceparent)
 
     @contextmanager
-    def limited(self, visit: OpenRequest, answers: Answers) -> Iterator[None]:
-        """Within it the answer ends with the ApiError for 504 once the time of a request is over."""
+    def limited(self, entry: OpenRequest, answers: Answers) -> Iterator[None]:
+        """Context in which the answer ends with ApiError 504 after `request_s`."""
         limit_s = self.settings.request_s
         if limit_s is None:
             yield
@@ -229,11 +229,11 @@ class Service:
         def end() -> None:
             message = f"the request took more than {limit_s:g} seconds, waiting included, and was ended."
             error = ApiError(504, message, code=TOO_LONG, kind=FAULT_OF_SERVER)
-            if visit.turn is not None and not visit.turn.done():
-                visit.turn.set_exception(error)
+            if entry.turn is not None and not entry.turn.done():
+                entry.turn.set_exception(error)
             self.front.end_with(answers.sequences, error)
 
-        left_s = limit_s - (time.perf_counter() - visit.entered_s)
+        left_s = limit_s - (time.perf_counter() - entry.entered_s)
         timer = asyncio.get_running_loop().call_later(left_s, end)
         try:
             yield
@@ -242,7 +242,7 @@ class Service:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """What the work gives. If the client goes away first, the work is cancelled and ClientGone is raised."""
+    """The result of `work`. If the client disconnects first, the work is cancelled and ClientGone is raised."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -253,10 +253,10 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-        del task, working, watching  # an error that holds this frame, and it the error, would keep a whole body
+        del task, working, watching  # a reference cycle with an error's traceback would keep the body alive
 
 
 async def gone(receive: Receive) -> None:
-    """Return when the client has gone away."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,4 @@
-"""ServeSettings: how a server listens, whom it answers and how much it takes on; and whether it can be had so.
-
-What is asked here is asked before anything is loaded.
-"""
+"""ServeSettings: address, access and limits of a server. All checks here run before a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from forerun.errors import InvalidRequest, MissingPackage
 from forerun.models.gguf.file import PART
 from forerun.serve.access import Hosts
 
-MOST_SAMPLES_AT_ONCE = 128  # prompts of one body times n, OpenAI's limit of n
+MOST_SAMPLES_AT_ONCE = 128  # prompts times n of one body; OpenAI's limit of n
 BODY_S = 30.0  # seconds that a client has to send its body
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -24,12 +21,12 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 class ServeSettings:
     """Settings of one server.
 
-    At most `max_queue` requests of each key wait beyond those that are being answered. `drain_s` is how long a server
-    that was told to end waits for the requests it has. A request that takes longer than `request_s`, waiting included,
-    is ended with an error. With `lenient` unknown fields of bodies are warned of and not refused. With
-    `trust_request_templates` a body may bring a chat template. `api_keys` is a file of keys; without one everybody is
-    answered. Traces go to `otlp_endpoint`, an OTLP address over HTTP. `allowed_hosts` are names that the server may be
-    asked under, and whose pages may ask; "*" allows all. Raises InvalidRequest naming the field.
+    At most `max_queue` requests of each key wait beyond those being answered. On shutdown, open requests have `drain_s`
+    seconds to finish. A request that takes longer than `request_s`, waiting included, ends with an error. With
+    `lenient` unknown fields of bodies are logged instead of refused. With `trust_request_templates` a body may have its
+    own chat template. `api_keys` is a file of keys; without one there is no authentication. Traces go to
+    `otlp_endpoint`, an OTLP address over HTTP. `allowed_hosts` are the names in `Host` and `Origin` headers that are
+    accepted; "*" allows all. Raises InvalidRequest naming the field.
     """
 
     host: str = "127.0.0.1"
@@ -50,11 +47,11 @@ class ServeSettings:
 
     @property
     def hosts(self) -> Hosts:
-        """Under which names it is asked."""
+        """The accepted host names."""
         return Hosts(self.host, self.allowed_hosts)
 
     def __post_init__(self) -> None:
-        self.hosts  # noqa: B018 - names that are none are refused
+        self.hosts  # noqa: B018 - raises for invalid names
         require_whole("max_queue", self.max_queue, 0)
         require_whole("max_body_bytes", self.max_body_bytes, 1)
         require_whole("port", self.port, 0)
@@ -67,14 +64,14 @@ class ServeSettings:
 
 
 def served_name(model: str) -> str:
-    """What a model is called in requests if nothing else is said: as it was given, a GGUF file by its name alone."""
+    """The default model name in requests: the path or id as given; for a GGUF file its name without the suffix."""
     path = Path(model)
     part = PART.fullmatch(path.name)
     return part[1] if part else path.stem if path.suffix == ".gguf" else model
 
 
 def require_packages() -> None:
-    """Raise MissingPackage where a package that the server needs is not installed."""
+    """Raise MissingPackage if a package that the server needs is not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         names = " and ".join([", ".join(missing[:-1]), missing[-1]] if len(missing) > 1 else missing)
@@ -83,7 +80,7 @@ def require_packages() -> None:
 
 
 def require_certificate(key: Path, certificate: Path) -> None:
-    """Raise InvalidRequest, naming the option and the file, unless HTTPS can be served with these two PEM files."""
+    """Raise InvalidRequest, naming option and file, unless these two PEM files can be used for HTTPS."""
     for option, path in (("tls_key", key), ("tls_cert", certificate)):
         try:
             with path.open("rb"):

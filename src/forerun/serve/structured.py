@@ -1,7 +1,7 @@
-"""Structured answers: the fields of a body that give its answer a form, as grammars of the library.
+"""Structured output: the fields of a body that constrain its answer, as grammars of the library.
 
-This file decides what OpenAI's `response_format` and `text.format`, and vLLM's `structured_outputs` and `guided_*`,
-stand for. The grammar is compiled here, so that one that cannot be served is answered with the name of its field.
+This file translates OpenAI's `response_format` and `text.format`, and vLLM's `structured_outputs` and `guided_*`. The
+grammar is compiled here, so that the error for an invalid one names its field.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ FIELDS_OF_FORM = ("response_format", *HOLDERS, "structured_outputs", *GUIDED)
 
 
 def form_of(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
-    """The field that gives an answer its form, and the grammar; None for text of any kind."""
+    """(field, grammar) of a body; None for free text. Raises ApiError if several fields have one."""
     forms = [(name, grammar) for name in FIELDS_OF_FORM if name in given and (grammar := grammar_of(name, given[name]))]
     if len(forms) > 1:
-        raise refused(forms[1][0], f"{forms[1][0]}: {forms[0][0]} gives the answer a form too; leave out one of both.")
+        raise refused(forms[1][0], f"{forms[1][0]}: {forms[0][0]} constrains the answer too; leave out one of the two.")
     return forms[0] if forms else None
 
 
 def grammar_of(field: str, value: Any) -> Grammar | None:
-    """What one field stands for."""
+    """The grammar of one field; None for free text."""
     try:
         if field == "response_format":
             return format_grammar(field, value)
@@ -52,11 +52,11 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
             return structured(value)
         return FORMS[GUIDED[field]](value, True) if value is not False else None
     except InvalidGrammar as error:
-        raise of_field(error, field) from error
+        raise refusal_of(error, field) from error
 
 
 def format_grammar(field: str, value: Any) -> Grammar | None:
-    """A format: any text, any JSON, or JSON by a schema, which stands in it or in its `json_schema`."""
+    """The grammar of a format: text, any JSON, or a schema, which is in `schema` or `json_schema.schema`."""
     kind = value.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refused(field, f"{field}: {shown(value)} is not served here: use {FORMATS}.")
@@ -78,28 +78,28 @@ def format_grammar(field: str, value: Any) -> Grammar | None:
 
 
 def structured(value: Any) -> Grammar | None:
-    """vLLM's `structured_outputs`: one form, and whether blanks are allowed."""
+    """The grammar of vLLM's `structured_outputs`."""
     forms = [name for name in FORMS if value.get(name) is not None and value[name] is not False]
     if len(forms) != 1:
         raise refused("structured_outputs", f"structured_outputs: give exactly one of {', '.join(FORMS)}.")
     return FORMS[forms[0]](value[forms[0]], not value.get("disable_any_whitespace"))
 
 
-def formed(
+def constrained(
     requests: Seq[Request], given: Mapping[str, Any], tools: ToolUse | None, answer: AnswerForm, llm: LLM
 ) -> Seq[Request]:
-    """The requests with the grammar of the form that the body gives to its answers, or of a call that it wants."""
+    """The requests with the grammar of their format field or their tools, if any."""
     form = form_of(given)
     required = tools is not None and tools.mode == "required"
     calls = None if tools is None else tools.grammar(answer.special, answer.begun or "")
     if calls is not None and (form is None or required):
         if form is not None:
-            raise refused(form[0], f"{form[0]}: an answer that must call a tool has that form; leave out one of both.")
+            raise refused(form[0], f"{form[0]}: a tool that must be called gives a form too; leave out one.")
         form = "tools", calls
     if form is None:
         return requests
     whole = form[1] if form[1] is calls and answer.begun is not None else answer.around(form[1])
-    grammar = constraining(form[0], whole, llm)
+    grammar = compiled(form[0], whole, llm)
     return [
         replace(request, sampling_params=replace(request.sampling_params, grammar=grammar))
         for request in requests
@@ -107,17 +107,17 @@ def formed(
     ]
 
 
-def constraining(field: str, grammar: Grammar, llm: LLM) -> Grammar:
-    """The grammar of a whole answer, compiled."""
+def compiled(field: str, grammar: Grammar, llm: LLM) -> Grammar:
+    """Compile the grammar of a whole answer and return it. Raises ApiError, naming the field, if it is invalid."""
     try:
         llm.requests.matchers.matcher(grammar)
     except InvalidGrammar as error:
-        raise of_field(error, field) from error
+        raise refusal_of(error, field) from error
     except MissingPackage as error:
         raise refused(field, f"{field}: {error}", "unsupported_parameter") from error
     return grammar
 
 
-def of_field(error: InvalidGrammar, field: str) -> Exception:
-    """An error of a grammar as one of the field that it came from."""
+def refusal_of(error: InvalidGrammar, field: str) -> Exception:
+    """A grammar's error as the ApiError of its field."""
     return refused(field, str(error).replace(f"{error.field}:", f"{field}:", 1))

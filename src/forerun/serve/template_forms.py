@@ -1,7 +1,7 @@
-"""Forms of templates: in which form the answers to a template's prompts are written.
+"""Template formats: detects the answer format that a chat template expects.
 
-The form of calls is found by letting the template write one: it is known if reading that gives the call back. A
-template that fails, does not show tools or writes calls in another form is refused with what is known.
+The format of tool calls is detected by rendering a call with the template, and parsing it with every known format until
+one returns the call. Other templates are refused with a list of the known formats.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ CONVERSATIONS: Seq[Seq[Message]] = ([USER, CALLING, RESULT], [USER, CALLING])
 
 @lru_cache(maxsize=64)
 def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
-    """The form in which a template writes calls; the checkpoint's own template without one.
+    """The tool call format of a template (None: the checkpoint's own).
 
-    Raises the ApiError for 400 where that is not known, or the template does not show tools, and ChatTemplateError
-    where it fails without any call.
+    Raises ApiError 400 if it is unknown or the template ignores tools, and ChatTemplateError if it fails without calls.
     """
-    if NAME not in written(tokenizer, template, [USER], failing=InvalidRequest):
+    if NAME not in rendered(tokenizer, template, [USER], failing=InvalidRequest):
         problem = "tools: the chat template does not show tools to the model: use a model whose template does"
         raise refused("tools", f"{problem}.", "unsupported_parameter")
-    reply, _, _ = written(tokenizer, template, SAYING).partition(REPLY)
+    reply, _, _ = rendered(tokenizer, template, SAYING).partition(REPLY)
     for conversation in CONVERSATIONS:
-        text = written(tokenizer, template, conversation)
+        text = rendered(tokenizer, template, conversation)
         for form in FORMS:
             if any(json.loads(call.arguments) == ARGUMENTS for call in calls_in(text, form, reply)):
                 return form
@@ -60,8 +59,8 @@ def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
 
 @lru_cache(maxsize=64)
 def is_harmony(tokenizer: Tokenizer, template: str | None) -> bool:
-    """Whether a template, or the checkpoint's own without one, writes an assistant's message as Harmony's are."""
-    _, user, text = written(tokenizer, template, SAYING, tools=None).partition(str(USER["content"]))
+    """Whether a template (None: the checkpoint's own) uses Harmony."""
+    _, user, text = rendered(tokenizer, template, SAYING, tools=None).partition(str(USER["content"]))
     message, reply, _ = text.partition(REPLY)
     return bool(user and reply) and all(mark in message for mark in MARKS)
 
@@ -69,7 +68,7 @@ def is_harmony(tokenizer: Tokenizer, template: str | None) -> bool:
 def answer_form(
     options: ChatOptions, prompt: str, continued: str | None, tools: ToolUse | None, tokenizer: Tokenizer
 ) -> AnswerForm:
-    """The form of the answers to a prompt that a template wrote; `continued` is the text that it goes on from."""
+    """The format of answers to a rendered prompt; `continued` is the message text that the answer continues."""
     source, calls = options.source(tokenizer), None if tools is None else tools.form
     harmony = is_harmony(tokenizer, options.chat_template) if calls is None else calls.kind == "harmony"
     begun = prompt[max(prompt.rfind(START), 0) :] if harmony else None
@@ -78,25 +77,25 @@ def answer_form(
     tags += calls.tags if calls else []
     known = special_tokens(tokenizer)
     special = {tag: known[tag] for tag in tags if tag in known}
-    seen = {*tags, *(calls.inner_tags if calls else ())} - {PYTHON_TAG}  # calls are read without that one too
+    seen = {*tags, *(calls.inner_tags if calls else ())} - {PYTHON_TAG}  # optional in calls
     functions: Functions = {} if tools is None else tools.allowed
     return AnswerForm(reasoning, calls, functions, begun, special, frozenset(known[tag] for tag in seen & known.keys()))
 
 
 @lru_cache(maxsize=16)
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens by how a text shows them, if it does."""
+    """The special tokens' ids by their decoded text."""
     return {text: token for token in tokenizer.special_ids if (text := tokenizer.decode([token]))}
 
 
-def written(
+def rendered(
     tokenizer: Tokenizer,
     template: str | None,
     conversation: Seq[Message],
     failing: type[Exception] = ForerunError,
     tools: Seq[Mapping[str, Any]] | None = TOOLS,
 ) -> str:
-    """What a template writes; nothing where it fails so."""
+    """The rendered conversation; "" if rendering raises `failing`."""
     options = ChatOptions(template, add_generation_prompt=conversation == [USER], tools=tools)
     try:
         return options.render(tokenizer, conversation)
@@ -105,7 +104,7 @@ def written(
 
 
 def calls_in(text: str, form: CallForm, reply: str) -> list[ToolCall]:
-    """The calls of a written conversation, as this form has them; `reply` is what is in front of an answer."""
+    """The calls in a rendered conversation, read in this format; `reply` is the text before an assistant's message."""
     if not form.opening and form.kind == "object":
         answer = GrowingText(text[len(reply) :] if text.startswith(reply) else "", ended=True)
         return result_of(form.calls(answer, FUNCTIONS))

@@ -1,4 +1,4 @@
-"""Texts: what the tokenizer does for clients, in the words of vLLM's server and of Anthropic's count_tokens."""
+"""Tokenizer endpoints, compatible with vLLM's server and Anthropic's count_tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forerun.serve.service import Service
 
 
 def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
-    """The token ids of `prompt`, or of `messages` in the chat template; their number, and the limit."""
+    """POST /tokenize: the token ids of `prompt`, or of `messages` rendered by the chat template."""
     fields = served_fields(body, "tokenize", service.settings.lenient)
     llm, prompt = service.llm, fields.get("prompt")
     if (prompt is None) == ("messages" not in fields):
@@ -33,7 +33,7 @@ def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
-    """The text of `tokens`."""
+    """POST /detokenize: the text of `tokens`."""
     tokens = served_fields(body, "detokenize", service.settings.lenient).get("tokens")
     num_ids = service.llm.requests.num_ids
     if tokens is None:
@@ -45,7 +45,7 @@ def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
-    """How many tokens the prompt of a body of /v1/messages has."""
+    """POST /v1/messages/count_tokens: the number of prompt tokens."""
     fields = message_fields(served_fields(body, "messages", service.settings.lenient))
     chat = ChatBody.of(fields, service.llm, service.settings)
     with prompt_named("messages"):
@@ -54,7 +54,7 @@ def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """The special tokens by name and the chat template, as a client needs them that renders chats by itself."""
+    """GET /tokenizer_info: special tokens and chat template, for clients that render chats themselves."""
     tokenizer = service.llm.tokenizer
     try:
         template = tokenizer.template().source()

@@ -1,7 +1,4 @@
-"""Tools: the functions of a body that an answer may call, and the calls of its earlier messages.
-
-`calls.py` has the forms of calls and `parts.py` tells them apart from the text around them.
-"""
+"""Tools: the functions of a body that an answer may call, and the calls in its earlier messages."""
 
 from __future__ import annotations
 
@@ -15,20 +12,24 @@ from forerun.limits import shown
 from forerun.sampling.grammar import Grammar
 from forerun.serve.call_grammar import call_grammar, of_object
 from forerun.serve.calls import CallForm, arguments_of
-from forerun.serve.harmony import calling
+from forerun.serve.harmony import calls_grammar
 from forerun.serve.problems import refused
 
 MOST_TOOLS = 128
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # the parameters of who has none
+NO_PARAMETERS = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}  # default: a function without parameters
 ToolMode = Literal["auto", "required"]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one body: which are offered, in which form they are called, and whether one must be.
+    """The tools of one body, the format of calls, and whether a tool must be called.
 
-    `allowed` are the functions that may be called, by name, with the schemas of their arguments; those of the `strict`
-    ones hold whether or not a function must be called.
+    `allowed`: schemas of the arguments of the functions that may be called, by name. The schemas of `strict` functions
+    are enforced even if no call is required.
     """
 
     tools: Seq[Mapping[str, Any]]
@@ -39,9 +40,9 @@ class ToolUse:
     strict: frozenset[str] = frozenset()
 
     def grammar(self, special: Mapping[str, int], begun: str = "") -> Grammar | None:
-        """What makes an answer call, or the calls of an answer match; None where neither is asked for.
+        """The grammar that enforces a call or strict schemas; None if neither is requested.
 
-        `special` are the tokens that are no text, and `begun` is what the prompt has of a message in Harmony.
+        `special`: ids of special tokens by text; `begun`: in Harmony, the beginning of the answer in the prompt.
         """
         free = self.mode == "auto"
         if free and not self.strict & self.allowed.keys():
@@ -49,14 +50,14 @@ class ToolUse:
         kept = {n: schema if not free or n in self.strict else None for n, schema in self.allowed.items()}
         try:
             if self.form.kind == "harmony":
-                return calling({name: of_object(schema) for name, schema in kept.items()}, begun, free=free)
+                return calls_grammar({name: of_object(schema) for name, schema in kept.items()}, begun, free=free)
             return call_grammar(self.form, kept, special, free=free, several=self.several)
         except InvalidGrammar as error:
             raise refused("tools", str(error).replace("grammar:", "tools:", 1)) from error
 
 
 def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolUse | None:
-    """The tools of a body whose template writes calls in this form; None where none may be called."""
+    """The tools of a body; None if none may be called. `form_of` returns the call format of the template."""
     tools, choice = given.get("tools"), given.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -75,7 +76,7 @@ def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolU
 
 
 def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
-    """A tool's name, and the schema of its arguments."""
+    """A function's name, and the schema of its arguments."""
     function = tool.get("function") if tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise refused("tools", f'{name}: {shown(tool)} is no function: give {{"type": "function", "function": ...}}.')
@@ -86,44 +87,44 @@ def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, A
         raise refused("tools", f"{name}: the parameters {shown(schema)} are no JSON schema.")
     if not isinstance(function.get("strict"), bool | None):
         raise refused("tools", f"{name}: strict: {shown(function['strict'])} must be true or false.")
-    return function_name, NOTHING if schema is None else schema
+    return function_name, NO_PARAMETERS if schema is None else schema
 
 
 def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mapping[str, Mapping[str, Any]], bool]:
-    """Whether a function must be called, which may be, and whether that is one call of a function that was named."""
+    """(mode, allowed functions, whether it is exactly one call of a named function) from `tool_choice`."""
     if choice in (None, "none", "auto", "required"):
         return ("required" if choice == "required" else "auto"), schemas, False
     kind = choice.get("type") if isinstance(choice, dict) else None
     chosen = choice.get(kind) if kind in ("function", "allowed_tools") else None
     if kind == "allowed_tools" and isinstance(chosen, dict) and chosen.get("mode") in ("auto", "required"):
         listed = chosen.get("tools")
-        names = [named(each) for each in listed] if isinstance(listed, list) else []
+        names = [function_name_of(each) for each in listed] if isinstance(listed, list) else []
         if names and all(name in schemas for name in names):
             return chosen["mode"], {name: schemas[name] for name in names if name is not None}, False
-    elif kind == "function" and (name := named(choice)) is not None and name in schemas:
+    elif kind == "function" and (name := function_name_of(choice)) is not None and name in schemas:
         return "required", {name: schemas[name]}, True
     known = '"none", "auto", "required", allowed_tools'
     problem = f"tool_choice: {shown(choice)} is none of {known} and the functions {shown([*schemas])}."
     raise refused("tool_choice", problem)
 
 
-def named(tool: Any) -> str | None:
-    """The name of the function that an object names; None for any other value."""
+def function_name_of(tool: Any) -> str | None:
+    """The function name of a tool object; None if it is malformed."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
 
 def with_objects(messages: Seq[Any]) -> list[Any]:
-    """Messages whose calls have their arguments as objects, as templates know them; in bodies they are text.
+    """Messages with the arguments of calls parsed from text to objects, as chat templates expect them.
 
-    Raises the ApiError for 400 where arguments are no object.
+    Raises ApiError 400 if arguments are not a JSON object.
     """
     return [with_calls(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def with_calls(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One message so; without `tool_calls` if it has none."""
+    """One message with parsed arguments; an empty `tool_calls` is removed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | None):
         raise refused("messages", f"{name}.tool_calls: {shown(calls)} is no list of calls.")
@@ -135,7 +136,7 @@ def with_calls(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def with_object(call: Any, name: str) -> dict[str, Any]:
-    """One call so; empty or without arguments they are an empty object."""
+    """One call with parsed arguments; missing or empty arguments become an empty object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused("messages", f"{name}: {shown(call)} is no call of a function with a name.")

@@ -1,7 +1,7 @@
-"""Uploads: bodies on their way in. This file decides how large and slow they may be, and how much all of them may hold.
+"""Uploads: receiving request bodies, with limits on their size, their time, and the memory of all of them.
 
-They are outside the gate: what has not been read yet takes no place in a queue. Long ones, once they are there, are
-taken apart one by one, so that everything else has its share of the interpreter.
+Bodies are received before the gate: an incomplete body holds no place in a queue. Long bodies are parsed one at a time,
+with pauses, so that other threads get the GIL.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TypeVar
 
 from forerun.serve.problems import ApiError
 
-MOST_AT_ONCE = 16  # bodies of the greatest length
-PAUSE = 3.0  # behind a task, over the time that it took
+MOST_AT_ONCE = 16  # memory for all bodies, in bodies of maximum size
+PAUSE = 3.0  # after a task, as a multiple of its duration
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """One body so far, and the time at which it is refused, for `reason`."""
+    """One body so far; at its deadline it is refused with `reason`."""
 
     deadline: asyncio.Timeout
     reason: ApiError
@@ -29,7 +29,7 @@ class Upload:
     num_bytes: int = 0
 
     def end(self, reason: ApiError) -> None:
-        """Refuse it now."""
+        """Refuse the body now."""
         self.reason = reason
         if not self.deadline.expired():
             self.deadline.reschedule(0)
@@ -37,10 +37,10 @@ class Upload:
 
 @dataclass(slots=True, eq=False)
 class Uploads:
-    """The bodies that one server is being sent, the oldest first.
+    """The bodies that one server is receiving, oldest first.
 
-    One may have at most `most_bytes` and take `most_s`. Together they hold at most MOST_AT_ONCE times as much; if more
-    comes, those that have been sent the longest are refused, so that a client which sends a body at once gets it in.
+    Each may have at most `most_bytes` and take `most_s` seconds. Together they hold at most MOST_AT_ONCE times as much;
+    beyond that the oldest are refused, so that clients which send quickly succeed.
     """
 
     most_bytes: int
@@ -49,7 +49,7 @@ class Uploads:
     num_bytes: int = 0
 
     async def read(self, pieces: AsyncIterator[bytes]) -> bytes:
-        """The whole body. Raises the ApiError for 408 or 413 where it is not let in, or what `end` was given."""
+        """Receive a whole body. Raises ApiError 408 or 413, or the reason passed to `end`."""
         late = ApiError(408, f"the body did not arrive within {self.most_s:g} seconds.", code="body_too_slow")
         deadline = asyncio.timeout(self.most_s)
         upload = Upload(deadline, late)
@@ -65,7 +65,7 @@ class Uploads:
         return b"".join(upload.pieces)
 
     def add(self, upload: Upload, piece: bytes) -> None:
-        """Keep the next piece of a body, at the cost of older bodies if need be; of one that was refused, nothing."""
+        """Store the next piece of a body unless it was refused; refuse older bodies if memory is short."""
         if upload not in self.under_way:
             return
         upload.num_bytes += len(piece)
@@ -81,34 +81,34 @@ class Uploads:
             oldest.end(ApiError(408, message, code="body_too_slow"))
 
     def forget(self, upload: Upload) -> None:
-        """Count a body no longer; a second time has no effect."""
+        """Remove a body from the count; idempotent."""
         self.num_bytes -= upload.num_bytes
         upload.num_bytes = 0
         self.under_way.pop(upload, None)
 
     def end(self, reason: ApiError) -> None:
-        """Refuse all bodies that are not here yet."""
+        """Refuse all incomplete bodies."""
         for upload in self.under_way:
             upload.end(reason)
 
 
 @dataclass(slots=True, eq=False)
 class OneByOne:
-    """Runs tasks in another thread, one at a time and in their order, each with a pause behind it.
+    """Runs tasks in another thread, one at a time and in order, each followed by a pause.
 
-    Python runs one thread at a time, and what reads JSON does not stop for others. So however many tasks there are,
-    they have at most 1 / (1 + PAUSE) of the time. No task waits for the pause behind it.
+    JSON parsing holds the GIL. With the pauses, tasks use at most 1 / (1 + PAUSE) of the time, however many there are.
+    A task's result is available before its pause.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, task: Callable[[], T]) -> T:
-        """What a task gives. Cancelled before its turn it is not run; later, it keeps its turn to its end."""
+        """Run a task and return its result. Cancelled before its turn it is not run; afterwards it runs to its end."""
         await self.turn.acquire()
         return await asyncio.shield(self.begun(task))
 
     def begun(self, task: Callable[[], T]) -> asyncio.Task[T]:
-        """A task that has its turn, which ends with the pause."""
+        """Start a task that has its turn; the next turn starts after the pause."""
         loop, began_s = asyncio.get_running_loop(), time.perf_counter()
 
         def pause(_: object) -> None:

@@ -162,6 +162,6 @@ def verdict(report: TuneReport) -> Iterator[Text]:
         if batch is not None and pick.draft is not None:
             yield Text(f"From batch {batch} on plain decoding is faster (temperature {temperature:g}).", "yellow")
     if not report.complete:
-        yield Text("Some cells were not measured; the same command goes on with them.", "yellow")
+        yield Text("Some cells were not measured; the same command resumes with them.", "yellow")
     if not report.same_tokens:
         yield Text("Tokens differ from plain decoding's in some runs: see same_tokens in tune.json.", "bold red")
