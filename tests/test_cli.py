@@ -294,7 +294,7 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
         "<system>Be.\n<user>again\n<assistant>",
     ]
     assert result.stdout == "Once upon a\n" * 3
-    assert "there is no /rset: /reset forgets" in result.stderr
+    assert "there is no /rset: /reset clears" in result.stderr
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
 

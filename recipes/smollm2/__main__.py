@@ -21,7 +21,7 @@ from forerun.models.spec import ModelSpec
 from forerun.train.answers import AnswerSource
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.settings import TrainSettings
-from forerun.train.train import writing
+from forerun.train.train import answering_llm
 from recipes.smollm2.prompts import write_prompts
 
 NUM_PROMPTS = 1664
@@ -50,7 +50,7 @@ def main(
 def answers(target: Blueprint, data: TrainingData) -> list[Answer]:
     """What the target answers to the prompts, in orders and with seeds that are always the same."""
     found: list[Answer] = []
-    with writing(target, data, SETTINGS, quiet) as llm:
+    with answering_llm(target, data, SETTINGS, quiet) as llm:
         source = AnswerSource(llm, data, SETTINGS, ())
         while len(found) < NUM_ANSWERS:
             texts = source.of_step(len(found) // SETTINGS.batch, quiet)

@@ -73,7 +73,11 @@ def test_a_failure_leaves_what_was_there(call: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("no/a.json", "the folder .*/no is not there"), (".", "is a folder: name a file in it"), ("f/a.json", "f is not")],
+    [
+        ("no/a.json", "the folder .*/no does not exist"),
+        (".", "is a folder: name a file in it"),
+        ("f/a.json", "f does not"),
+    ],
 )
 def test_what_cannot_be_written_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "f").touch()
@@ -158,5 +162,5 @@ def test_no_command_works_before_its_files_can_be_written(
     monkeypatch.setattr(f"forerun.commands.{name}.importing", begun)
     result = CliRunner().invoke(cli.app, [name, *lines.get(name, []), option, "/no/such/folder/file.png"])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {option[2:]}: the folder /no/such/folder is not there")
+    assert result.stderr.startswith(f"error: {option[2:]}: the folder /no/such/folder does not exist")
     assert result.stderr.count("\n") == 1

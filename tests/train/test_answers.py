@@ -30,7 +30,7 @@ from forerun.sampling.draws import Draws, HostChildren
 from forerun.train.answers import TRAINED, AnswerCache, AnswerSource
 from forerun.train.kinds import make_student
 from forerun.train.settings import TrainSettings
-from forerun.train.train import writing
+from forerun.train.train import answering_llm
 from kit.checkpoints import TARGET
 from kit.sparse import write_sparse
 from train.material import quiet, read_prompts, source_of, write_prompts
@@ -109,7 +109,7 @@ def test_states_of_short_answers_are_turned_by_the_factors_of_long_ones_as_when_
     """LongRoPE has others where no text may be long; the target's are decided by 64 tokens."""
     target = Blueprint.of(str(write_sparse(tmp_path / "target", "phi3")))
     data = read_prompts([write_prompts(tmp_path)], SETTINGS)
-    with writing(target, data, SETTINGS, quiet) as llm:
+    with answering_llm(target, data, SETTINGS, quiet) as llm:
         found = llm.engine.runner.decoder.rope
     assert torch.equal(found.cos[:60], target.load(64).decoder.rope.cos[:60])
     assert not torch.equal(found.cos[:60], target.for_texts(60).load(64).decoder.rope.cos[:60])
@@ -117,7 +117,7 @@ def test_states_of_short_answers_are_turned_by_the_factors_of_long_ones_as_when_
 
 def test_answers_depend_on_their_number_alone(source: AnswerSource) -> None:
     """Asked for in another order, in groups of another size."""
-    alone = [source.written([source.prompt(i)], TRAINED, [i], quiet)[0] for i in (7, 4)]
+    alone = [source.generate([source.prompt(i)], TRAINED, [i], quiet)[0] for i in (7, 4)]
     third, second = source.of_step(2, quiet), source.of_step(1, quiet)
     assert same(alone[0], third[1])
     assert same(alone[1], second[1])
@@ -147,9 +147,9 @@ def test_a_sequence_that_is_sent_back_is_recorded_from_its_start(source: AnswerS
     small.settings = source.settings = replace(SETTINGS, max_tokens=90)
     submitted = small.llm.engine.submit
     small.llm.engine.submit = lambda s, hear=None: (sequences.append(s), submitted(s, hear))[1]  # type: ignore[method-assign,func-returns-value]
-    found = small.written(prompts, TRAINED, numbers, quiet)
+    found = small.generate(prompts, TRAINED, numbers, quiet)
     small.llm.close()
-    expected = source.written(prompts, TRAINED, numbers, quiet)
+    expected = source.generate(prompts, TRAINED, numbers, quiet)
     source.settings = SETTINGS
     assert sum(s.num_preempted for s in sequences) > 0
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))

@@ -172,7 +172,7 @@ def test_a_training_that_is_over_goes_on_with_more_steps(
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     result = trained_to(5, "a")
     assert result.exit_code == 0, result.output
-    assert "goes on from step 3: " in result.stderr
+    assert "resumes at step 3: " in result.stderr
     assert "5 steps in" in result.stdout
     assert DrafterRecord.read(tmp_path / "a") is not None
     killed_at[0] = 4
@@ -181,7 +181,7 @@ def test_a_training_that_is_over_goes_on_with_more_steps(
     assert told.exit_code == 2
     assert "with --steps 5 that is not over: let it end with --steps 5 first" in told.stderr.replace("\n", " ")
     killed_at[0] = -1
-    assert "goes on from step 4: " in trained_to(5, "b").stderr
+    assert "resumes at step 4: " in trained_to(5, "b").stderr
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert contents(tmp_path / "a")["last"] != short["last"]
 
@@ -247,7 +247,7 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
         (["draft", "--init", str(TARGET), "--layers", "2"], "layers: 2 is not for draft --init"),
         (["draft", "--steps", "2", "--hours", "1"], "hours: --steps says how long"),
-        (["draft", "--hours", "1", "--cache", "x"], "cache: its size cannot be told for --hours: give --steps"),
+        (["draft", "--hours", "1", "--cache", "x"], "cache: its size is unknown with --hours: give --steps"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_written(
@@ -418,7 +418,7 @@ def test_a_file_where_a_folder_is_wanted_is_named(below: str, tmp_path: Path) ->
 
 def test_an_interrupted_training_says_where_it_goes_on(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
-    assert folder.next_start() == "starts anew, as nothing was kept yet"
+    assert folder.next_start() == "starts anew, as nothing was saved yet"
     folder.claim({"settings": {}}, force=False)
     folder.save(TrainState(step=12))
-    assert folder.next_start() == "goes on from step 12"
+    assert folder.next_start() == "resumes at step 12"

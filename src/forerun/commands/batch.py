@@ -79,7 +79,7 @@ class BatchTally:
             show_error("more lines cannot be answered; their number is shown at the end")
 
     def as_object(self) -> dict[str, int]:
-        """For JSON."""
+        """The counts as a JSON object."""
         return {
             "num_lines": self.num_lines,
             "num_answered": self.num_answered,
@@ -220,7 +220,7 @@ class BatchEngine(Protocol):
     """The interface of an Engine, or a SharedBatch of replicas, that a batch uses."""
 
     def submit(self, sequence: Sequence) -> None:
-        """Submit a sequence."""
+        """Submit a sequence to the engine."""
         ...
 
     def step(self) -> list[Delta]:

@@ -35,7 +35,7 @@ class TrainingLines(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
+        """Print the message of a record."""
         if record.levelno == logging.INFO:  # warnings are shown by another handler
             self.console.print(record.getMessage(), markup=False)
 

@@ -71,7 +71,7 @@ class EventStream(Response):
                 self.end()
 
     async def write(self, send: Any) -> None:
-        """Send all events."""
+        """Send the response's head and all events."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.first, "more_body": True})
         async for each in self.rest:
@@ -138,7 +138,7 @@ class HttpRoutes:
         return json_response({"object": "list", "data": [self.model_object()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
+        """GET /v1/models/NAME: the model, or 404."""
         self.tenant(request)
         self.service.check_model(request.path_params["name"])
         return json_response(self.model_object())
@@ -155,7 +155,7 @@ class HttpRoutes:
         return fields | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """GET /tokenizer_info."""
+        """GET /tokenizer_info: special tokens and chat template."""
         self.tenant(request)
         return json_response(tokenizer_info(self.service))
 

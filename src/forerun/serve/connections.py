@@ -106,7 +106,7 @@ class Connections:
                 each.abort()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections at once."""
         for each in self:
             each.abort()
 
@@ -145,7 +145,7 @@ class Connection(H11Protocol):
         self.update_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the count."""
         self.all.forget(self)
         super().connection_lost(exc)
 

@@ -106,7 +106,7 @@ def new_id() -> str:
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON response."""
+    """A response with a JSON body."""
     return Response(encode_json(body), status, headers, "application/json")
 
 

@@ -52,7 +52,7 @@ class GrowingText:
         self.memory: dict[object, Any] = {}  # shared by the parsers of this text
 
     def append(self, piece: str) -> None:
-        """Append a piece."""
+        """Append a piece of text."""
         text, self.text = self.text, ""  # CPython appends in place if there is no other reference
         text += piece
         self.text = text

@@ -103,7 +103,7 @@ def item_message(item: Any, name: str) -> dict[str, Any]:
 
 
 def message_item(item: JsonObject, name: str) -> dict[str, Any]:
-    """A message item."""
+    """A message item of the input."""
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise refused("input", f"{name}: the role {shown(role)} must be one of {', '.join(ROLES)}.")

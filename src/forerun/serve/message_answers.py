@@ -44,7 +44,7 @@ def message_error(problem: ApiError) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class MessageWriter(Writer):
-    """Writes Anthropic's messages."""
+    """Writes answers as Anthropic's messages."""
 
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     blocks: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class MessageWriter(Writer):
         self.splitter = AnswerSplitter(self.parsed.form)
 
     def whole(self) -> dict[str, Any]:
-        """The finished message."""
+        """The message object of a finished answer."""
         for delta in self.deltas:
             self.take(delta)
         return self.message() | self.ending()

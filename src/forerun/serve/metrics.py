@@ -31,10 +31,10 @@ LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 4
 
 @runtime_checkable
 class MetricReader(Protocol):
-    """A Prometheus collector."""
+    """The interface of a Prometheus collector."""
 
     def collect(self) -> Iterator[Metric]:
-        """The current metrics."""
+        """The metrics at this moment."""
         ...
 
 
@@ -46,7 +46,7 @@ class EngineReader:
         self.gate = gate
 
     def collect(self) -> Iterator[Metric]:
-        """The current metrics."""
+        """The engine's metrics at this moment."""
         stats, scheduler = self.llm.stats, self.llm.engine.scheduler
         num_drafts = stats.offered_at_depth[0] if stats.num_drafted else 0  # every draft has a token at depth 0
         counters = {

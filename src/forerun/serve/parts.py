@@ -145,7 +145,7 @@ class AnswerSplitter:
             self.joint = ""
 
     def called(self, calls: Seq[ToolCall]) -> None:
-        """Add call parts."""
+        """Add a part for each call."""
         self.parts += [AnswerPart("call", call=call) for call in calls]
         self.num_calls += len(calls)
 

@@ -57,7 +57,7 @@ class OutputItem:
 
 @dataclass(slots=True)
 class ResponseWriter(Writer):
-    """Writes responses."""
+    """Writes answers as response objects."""
 
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
     items: list[OutputItem] = field(default_factory=list)
@@ -71,7 +71,7 @@ class ResponseWriter(Writer):
         self.counter = TokenCounter(self.parsed.form, self.texts)
 
     def whole(self) -> dict[str, Any]:
-        """The finished response."""
+        """The response object of a finished answer."""
         for delta in self.deltas:
             self.take(delta)
         return self.response()

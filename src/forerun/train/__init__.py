@@ -1,1 +1,1 @@
-"""Training of drafters: the target writes, its law and its states teach, and held-out answers judge."""
+"""Training of drafters by distillation on the target's answers, with evaluation on held-out answers."""

@@ -1,12 +1,12 @@
-"""The target's answers, as material to learn from: its tokens, and its states while it wrote them.
+"""The target's answers as training data: their tokens, and the target's hidden states while it generated them.
 
-The engine answers prompts many at a time, with n-grams as drafter, and what its passes computed for the tokens that
-became final is recorded as it goes: nothing is read a second time, and nothing is kept on disk unless asked for. Answer
-number i is a function of the settings and of i alone, because the engine's answers depend neither on their batch
-nor on what was guessed; so a training that goes on after a kill learns from the very same ones.
+The engine answers prompts in batches, with an n-gram drafter, and the hidden states of final tokens are recorded during
+generation: nothing is computed twice, and nothing is stored on disk unless requested. Answer i is a function of the
+settings and of i alone, because the engine's answers depend neither on the batch nor on drafts; so a resumed training
+learns from exactly the same answers.
 
-States take much room. Where trainings on the same data are to share the writing, a cache keeps them: what is read is to
-the bit what was written, so a training is the same with a cache as without.
+States are large. A cache on disk lets several trainings on the same data share them; it is bit-exact, so a training
+gives the same result with and without it.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.team import Team
 
-TRAINED, HELD_OUT = 0, 1  # what an answer's seed is drawn for
-ORDER = 3  # what an order of a group's answers is drawn for
+TRAINED, HELD_OUT = 0, 1  # purposes of an answer's seed
+ORDER = 3  # purpose of the seed of a group's order
 SEEDS = 2**63
-FORM = 1  # of the files of a cache
-FIELDS = ("tokens", "num_prompt", "seed", "is_cut")  # of a text, beside its states
-COUNTED_STEPS = 32  # whose answers decide a draft's vocabulary
+FORM = 1  # format version of cache files
+FIELDS = ("tokens", "num_prompt", "seed", "is_cut")  # of a TargetText, besides its states
+COUNTED_STEPS = 32  # steps whose answers are counted to choose a draft vocabulary
 VOCABULARY = "vocabulary.json"
 
 
 class StateRecorder(NgramDrafter):
-    """It drafts as n-grams do, and keeps the target's states at `taps` of all final tokens.
+    """An n-gram drafter that also records the target's states at `taps` for all final tokens.
 
-    States of a sequence are kept until they are taken, also after it is finished. One that is forgotten before it is
-    finished, as preempted ones are, is recorded from its start again.
+    States of a sequence are stored until they are taken, also after it is finished. A sequence that is forgotten before
+    it is finished, such as a preempted one, is recorded from its start again.
     """
 
     def __init__(self, taps: tuple[int, ...]) -> None:
@@ -66,8 +66,8 @@ class StateRecorder(NgramDrafter):
         self.states: dict[int, list[Tensor]] = {}
 
     def observe(self, news: Committed) -> None:
-        """Keep the states of what became final."""
-        assert news.features is not None, "states are shown to a drafter that asks for them"
+        """Record the states of newly committed tokens."""
+        assert news.features is not None, "a drafter with taps gets states"
         for i, seq_id in enumerate(news.seq_ids):
             if seq_id not in self.begun:
                 self.begun.add(seq_id)
@@ -76,31 +76,31 @@ class StateRecorder(NgramDrafter):
         super().observe(news)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """Nothing: all states are recorded."""
+        """0: cached prefixes are not reused, since all states are recorded."""
         return 0
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Record these sequences from their start if they come back."""
+        """Record these sequences from their start again if they are resumed."""
         self.begun.difference_update(seq_ids)
         super().forget(seq_ids)
 
     def take(self, seq_id: int) -> Float[Tensor, "read taps hidden"]:
-        """The states of a sequence, which are then no longer kept."""
+        """Remove and return the states of a sequence."""
         self.begun.discard(seq_id)
         return torch.cat(self.states.pop(seq_id))  # a copy outside of inference mode, for backward passes
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerCache:
-    """Groups of answers by number, in a folder that belongs to one target, one set of data and one set of taps."""
+    """Groups of answers by number, in a folder for one target, data set and set of taps."""
 
     folder: Path
 
     @classmethod
     def at(cls, folder: Path, about: Mapping[str, Any], num_bytes: int) -> AnswerCache:
-        """The cache for answers that `about` decides, of so many bytes at most, which are told.
+        """Open the cache of the answers that `about` determines, with at most `num_bytes`, and report its size.
 
-        Raises InvalidRequest where they are more than what is free.
+        Raises InvalidRequest if there is not enough disk space.
         """
         name = sha256(json.dumps({"form": FORM, **about}, sort_keys=True).encode()).hexdigest()[:16]
         place = folder / name
@@ -119,7 +119,7 @@ class AnswerCache:
         return self.folder / f"{number:08}.safetensors"
 
     def load(self, number: int) -> Sequence[TargetText] | None:
-        """A group's answers; None where it was not kept, or its file is damaged."""
+        """A group's answers; None if it is not stored, or its file is damaged."""
         try:
             with safe_open(self.path(number), framework="pt") as file:
                 texts: list[dict[str, Any]] = json.loads(file.metadata()["texts"])
@@ -136,7 +136,7 @@ class AnswerCache:
             return None
 
     def save(self, number: int, texts: Sequence[TargetText]) -> None:
-        """Keep a group's answers."""
+        """Store a group's answers."""
         fields = [{name: getattr(text, name) for name in FIELDS} for text in texts]
         tensors: dict[str, Tensor] = {}
         for i, text in enumerate(texts):
@@ -146,18 +146,17 @@ class AnswerCache:
 
 
 def state_bytes(num_texts: int, longest: int, num_taps: int, hidden: int, dtype: torch.dtype) -> int:
-    """What the states of so many texts take at most; those behind the last layer are one more than the taps."""
+    """Upper bound of the bytes of the states of `num_texts` texts: the taps and the last layer."""
     return num_texts * longest * (num_taps + 1) * hidden * dtype.itemsize
 
 
 @dataclass
 class AnswerSource:
-    """Answers to training prompts by number, and to the held-out ones; `taps` are the student's.
+    """Answers to training prompts by number, and to the held-out prompts; `taps` are the student's.
 
-    Answers to training prompts are written in groups that begin at multiples of the group's size, and the latest
-    group is kept: its answers are learnt from once in their order and then, as `passes` says, again in other orders.
-    Every prompt is answered once before any is answered again, in an order of its own each time. `settings.batch` is
-    this process's part of a step's answers.
+    Answers to training prompts are generated in groups, and the latest group is kept in memory: its answers are used
+    once in their order and then `passes` - 1 times in shuffled orders. Every prompt is answered once before any is
+    answered again, in a new random order each time. `settings.batch` is this process's share of a step's answers.
     """
 
     llm: LLM
@@ -176,18 +175,18 @@ class AnswerSource:
 
     @property
     def objective(self) -> Objective:
-        """What students of these answers learn by."""
+        """The objective of students of these answers."""
         return Objective(self.settings, self.llm.engine.runner.decoder.logits, self.llm.requests.num_ids)
 
     def of_step(self, step: int, progress: ProgressCallback) -> Sequence[TargetText]:
-        """The answers that a step learns from."""
+        """The answers of a step."""
         batch, group_steps = self.settings.batch, self.settings.group_steps
         number, place = divmod(step, group_steps * self.settings.passes)
         if self.group[0] != number:
             texts = None if self.cache is None else self.cache.load(number)
             if texts is None:
                 numbers = self.team.numbers(range(number * group_steps * batch, (number + 1) * group_steps * batch))
-                texts = self.written([self.prompt(i) for i in numbers], TRAINED, numbers, progress)
+                texts = self.generate([self.prompt(i) for i in numbers], TRAINED, numbers, progress)
                 if self.cache is not None:
                     self.cache.save(number, texts)
             self.group = number, texts
@@ -199,23 +198,23 @@ class AnswerSource:
     def held_out(self, progress: ProgressCallback) -> Sequence[TargetText]:
         """The answers to the held-out prompts."""
         prompts = self.data.held_out
-        return self.written(prompts, HELD_OUT, range(len(prompts)), progress)
+        return self.generate(prompts, HELD_OUT, range(len(prompts)), progress)
 
     def prompt(self, number: int) -> PromptIds:
-        """The prompt of an answer."""
+        """The prompt of answer `number`."""
         epoch, place = divmod(number, len(self.data.train))
         dice = torch.Generator().manual_seed(mix((self.settings.seed, epoch)) % SEEDS)
         return self.data.train[int(torch.randperm(len(self.data.train), generator=dice)[place])]
 
-    def written(
+    def generate(
         self, prompts: Sequence[PromptIds], purpose: int, numbers: Sequence[int], progress: ProgressCallback
     ) -> list[TargetText]:
-        """Answers to prompts; the seed of each is that of its number."""
+        """Answer prompts; each answer's seed is derived from its number."""
         params = [self.settings.sampling(mix((self.settings.seed, purpose, i)) % SEEDS) for i in numbers]
         answers = self.llm.ask(requests_of([list(prompt) for prompt in prompts], params))
         for delta in self.llm.deltas(answers.sequences):
             answers.add(delta)
-            progress("the target writes", answers.share_finished)
+            progress("the target generates", answers.share_finished)
         texts = []
         for sequence, request in zip(answers.sequences, answers.outputs(), strict=True):
             states, is_cut = self.recorder.take(sequence.id), request.outputs[0].finish_reason == "length"
@@ -226,34 +225,34 @@ class AnswerSource:
 
 
 def draft_vocabulary(source: AnswerSource, size: int, folder: TrainFolder, progress: ProgressCallback) -> Sequence[int]:
-    """The ids of a draft of `size` tokens, in ascending order, as an earlier run has chosen them.
+    """The token ids of a draft vocabulary of `size`, ascending; a resumed training uses the choice of its first run.
 
-    Raises InvalidRequest for more than the tokenizer has, FolderTaken where the choice of an earlier run is damaged.
+    Raises InvalidRequest for more than the tokenizer has, FolderTaken if the stored choice is damaged.
     """
     check_most("draft_vocab", size, source.llm.requests.num_ids)
     path, team = folder.state_folder / VOCABULARY, source.team
     if (known := team.of_first(lambda: read_vocabulary(path, size) if path.exists() else None)) is not None:
         return known
-    ids = most_said(source, size, progress)
+    ids = most_frequent(source, size, progress)
     with writable(folder.folder):
         write_whole(path, json.dumps(ids) + "\n")
     return ids
 
 
-def most_said(source: AnswerSource, size: int, progress: ProgressCallback) -> Sequence[int]:
-    """The tokens that occur most often in the answers, and then in the prompts."""
+def most_frequent(source: AnswerSource, size: int, progress: ProgressCallback) -> Sequence[int]:
+    """The most frequent tokens of the answers; ties are broken by their frequency in the prompts."""
     counts, read = Counter[int](), Counter(token for prompt in source.data.train for token in prompt)
     steps = COUNTED_STEPS if source.settings.steps is None else min(COUNTED_STEPS, source.settings.steps)
     for step in range(steps):
         for text in source.of_step(step, progress):
             counts.update(text.tokens[text.num_prompt :])
-    num_said = source.team.sums([float(counts[token]) for token in range(source.llm.requests.num_ids)])
-    ids = sorted(range(len(num_said)), key=lambda token: (-num_said[token], -read[token], token))
+    totals = source.team.sums([float(counts[token]) for token in range(source.llm.requests.num_ids)])
+    ids = sorted(range(len(totals)), key=lambda token: (-totals[token], -read[token], token))
     return sorted(ids[:size])
 
 
 def read_vocabulary(path: Path, size: int) -> Sequence[int]:
-    """The choice of an earlier run."""
+    """The stored choice of an earlier run. Raises FolderTaken if it is damaged."""
     try:
         ids = json.loads(path.read_text("utf-8"))
     except ValueError:

@@ -1,8 +1,8 @@
-"""Training data: what a line or a file of the user's may hold, and how it becomes prompts.
+"""Training data: reads the user's files as prompts.
 
-This file decides which lines are prompts and which are texts to be cut into prompts, what becomes of lines that cannot
-be used, and which prompts are held out. A `.jsonl` has an object a line, a `.txt` a prompt a line; any other file is
-one text. A few bad lines are reported and left out; more than one in a hundred end the training before it begins.
+A `.jsonl` has an object per line, a `.txt` a prompt per line; any other file is one text, which is cut into prompts.
+Bad lines are reported and skipped; if they are more than one in a hundred, an error is raised. Some prompts are held
+out for evaluation.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.train.settings import TrainSettings
 
 FIELDS = ("prompt", "messages", "text")
-MOST_BAD = 100  # one bad line in so many is left out; more are too many
-MOST_TOLD = 10  # bad lines that are reported one by one
+MOST_BAD = 100  # at most one line in so many may be bad
+MOST_TOLD = 10  # bad lines that are reported individually
 log = logging.getLogger(__name__)
 PromptIds = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """Prompts as tokens: those to learn from and those held out, none of which is among the others."""
+    """Prompts as token ids: the training prompts and the held-out ones, without duplicates."""
 
     train: Sequence[PromptIds]
     held_out: Sequence[PromptIds]
     num_lines: int
-    bad: Sequence[str]  # "FILE:LINE: why"
+    bad: Sequence[str]  # "FILE:LINE: problem"
 
     @property
     def digest(self) -> str:
-        """A hash of all tokens."""
+        """A hash of all prompts."""
         return hashlib.sha256(json.dumps([self.train, self.held_out]).encode()).hexdigest()[:16]
 
     @property
@@ -51,7 +51,7 @@ class TrainingData:
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """How lines become prompts: `limit` is the model's context, `chat` sends every prompt through the template."""
+    """Turns lines into prompts. `limit`: the context length; `chat`: apply the chat template to every prompt."""
 
     tokenizer: Tokenizer
     limit: int
@@ -59,7 +59,7 @@ class PromptReader:
     chat: bool = False
 
     def of_entry(self, line: str) -> list[PromptIds]:
-        """The prompts of a JSON line: one for a prompt or a conversation, several for a text."""
+        """The prompts of a JSON line: one for "prompt" or "messages", several for "text"."""
         entry = object_of(line)
         name = next((name for name in FIELDS if entry.get(name) is not None), None)
         if name is None:
@@ -74,13 +74,13 @@ class PromptReader:
         return self.of_text(value) if name == "text" else [self.of_prompt(value)]
 
     def of_prompt(self, text: str) -> PromptIds:
-        """A prompt as it is, or as the user's message."""
+        """A prompt, as plain text or as the user's message of a chat."""
         if self.chat:
             return self.of_talk([{"role": "user", "content": text}])
         return self.fitting(self.tokenizer.encode(text))
 
     def of_talk(self, messages: Any) -> PromptIds:
-        """A conversation, which the model is to go on with; its own last message is left out."""
+        """A conversation; a last message of the assistant is removed, since the target answers itself."""
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("prompts", f'"messages" is {shown(messages)}: it must be a list of messages')
         if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant" and len(messages) > 1:
@@ -89,7 +89,7 @@ class PromptReader:
         return self.fitting(self.tokenizer.encode(text, add_special_tokens=False))
 
     def of_text(self, text: str) -> list[PromptIds]:
-        """Beginnings for the target to go on from: a part of the text out of every part that an answer could fill."""
+        """Prompts of `prompt_tokens` tokens, cut from a text at intervals that leave room for an answer each."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         whole = self.tokenizer.encode(text)
         lead = whole[: len(whole) - len(ids)] if whole[len(whole) - len(ids) :] == ids else []
@@ -98,7 +98,7 @@ class PromptReader:
         return [self.fitting([*lead, *ids[start : start + size]]) for start in starts]
 
     def fitting(self, ids: Sequence[int]) -> PromptIds:
-        """The tokens of a prompt, if an answer has room behind them."""
+        """Check that a prompt is not empty and leaves room for an answer. Raises InvalidRequest."""
         if not ids:
             raise InvalidRequest("prompts", "it has no tokens: write some text")
         if len(ids) + 2 > self.limit:
@@ -109,10 +109,10 @@ class PromptReader:
 
 
 def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
-    """The prompts of these files, the same ones once, in two parts that a hash decides.
+    """The distinct prompts of these files, split by a hash into training and held-out prompts.
 
-    Bad lines are logged, with file and line. Raises UnusableData where they are more than one in MOST_BAD, and
-    InvalidRequest for a file that cannot be read or where there are fewer than two prompts.
+    Bad lines are logged. Raises UnusableData if they are more than one in MOST_BAD, and InvalidRequest for a file that
+    cannot be read, or fewer than two prompts.
     """
     prompts, bad, num_lines = dict[PromptIds, None](), list[str](), 0
     for path in paths:
@@ -137,7 +137,7 @@ def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
 
 
 def refuse_bad(bad: Sequence[str], num_lines: int) -> None:
-    """Report bad lines; raise UnusableData where there are too many."""
+    """Log bad lines; raise UnusableData if there are too many."""
     for message in bad[:MOST_TOLD]:
         log.warning("left out: %s", message)
     if len(bad) > MOST_TOLD:
@@ -150,7 +150,7 @@ def refuse_bad(bad: Sequence[str], num_lines: int) -> None:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that are not empty, or the file as a whole, each behind its place."""
+    """(location, text) of every non-empty line of a .jsonl or .txt file, or of another file as a whole."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -164,7 +164,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def prompts_of(line: bytes, path: Path, reader: PromptReader) -> list[PromptIds]:
-    """The prompts of a line or a text. Raises InvalidRequest."""
+    """The prompts of a line or a whole text. Raises InvalidRequest."""
     text = text_of(line)
     if path.suffix == ".jsonl":
         return reader.of_entry(text)

@@ -1,14 +1,13 @@
-"""What a student is worth, judged on held-out answers as serving would judge it.
+"""Evaluation of a student on held-out answers, equal to its acceptance in serving.
 
-The target's answers are there, with the seeds of their draws, so the guess that a drafter would have made behind any
-root is known: the draw from its own law under the very noise of the target's. Rounds are replayed on these guesses at
-each depth. They begin where rounds of an engine would begin, behind what the last one gave, so acceptance by depth is
-what `coupled` verification will show. The overlap of both laws is smoother; it decides when to stop.
+The target's answers and the seeds of their draws are known, so the tokens that the drafter would have drafted after any
+root are known too: draws from its own law with the target's noise. Rounds are replayed with these drafts at each depth,
+each starting where the round before ended, so acceptance by depth equals that of coupled verification. The overlap of
+both laws is a smoother measure; it decides early stopping.
 
-A drafter that guesses every depth at once gets a static tree as well, for requests that fix the shape of drafts: how
-often its r-th guess at each depth is right is counted on these answers, a path's worth is the product of these shares,
-and the tree takes the worthiest nodes one after the other, as Medusa's authors build theirs (2401.10774, section
-2.3.3).
+Drafters with parallel heads also get a static tree, for requests that fix the tree: the accuracy of the r-th guess at
+each depth is counted on these answers, a path's value is the product of these accuracies, and nodes are added greedily
+by value, as in Medusa (2401.10774, section 2.3.3).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ MOST_CHILDREN, NUM_NODES = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class HeldOutFigures:
-    """`acceptance_at_depth[j - 1]` is P(guess j accepted | those before it were); `tokens_per_round` by depth, from 1.
+    """`acceptance_at_depth[j - 1]` is P(token j accepted | those before it were); `tokens_per_round` by depth, from 1.
 
-    `overlap` is the mean of the sum of min(p, q) at the places that the loss counts. `target_rise` is the share by
-    which the loss of a target that is tuned too is above the old one's; None for one that stays as it is.
+    `overlap`: the mean of the sum of min(p, q) over the positions in the loss. `target_rise`: the relative increase of
+    the loss of a target that is tuned too; None for a fixed target.
     """
 
     overlap: float
@@ -54,11 +53,11 @@ class HeldOutFigures:
 def judge_held_out(
     objective: Objective, student: Student, texts: Sequence[TargetText], progress: ProgressCallback
 ) -> HeldOutFigures:
-    """The figures of a student on these answers."""
+    """Evaluate a student on these answers."""
     overlaps, weights, replayed, distances = 0.0, 0.0, list[TextRounds](), list[tuple[Tensor, Tensor]]()
     deepest = objective.draft_depth(student)
     for number, text in enumerate(texts):
-        progress("judging held-out answers", number / len(texts))
+        progress("evaluating held-out answers", number / len(texts))
         batch = TextBatch.of([text])
         predictions = student.predict(batch, None)
         laws = list(objective.depths(student, predictions, batch))
@@ -83,9 +82,9 @@ def ranked(
     depth: int,
     width: int,
 ) -> Int[Tensor, " roots"]:
-    """Which of `width` guesses at this depth, behind each root, is the text's token; -1 where none is.
+    """The rank of the text's token among `width` guesses at this depth, after each root; -1 if it is not among them.
 
-    `logits` are over the student's tokens; it never guesses others.
+    `logits` are over the student's vocabulary; it never drafts other tokens.
     """
     rows, count = logits[0], len(text.roots)
     if student.vocabulary is not None:
@@ -95,15 +94,15 @@ def ranked(
     position = torch.arange(count, device=rows.device) + text.num_prompt - 1 + depth
     at = PathState(torch.zeros_like(position), position.new_empty(count, 0), position)
     guesses = draws.children(rows[:count].float(), at, width, survival=False).tokens
-    tokens = torch.tensor([*text.tokens, *[-2] * depth], device=rows.device)  # nothing is guessed right behind the end
+    tokens = torch.tensor([*text.tokens, *[-2] * depth], device=rows.device)  # no guess after the end is right
     hits = guesses == tokens[position][:, None]
     return torch.where(hits.any(-1), hits.int().argmax(-1), -1)
 
 
 def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> TextRounds:
-    """An answer of so many tokens by the guesses that the target drew too, by depth and then by root.
+    """The rounds of an answer of `num_tokens`; `hits[depth][root]` says whether the guess is the target's token.
 
-    The last token of an answer that is cut off is never guessed: nothing would be accepted behind it.
+    The last token of a truncated answer is never drafted: nothing could be accepted after it.
     """
     places = []
     for root in range(num_tokens):
@@ -114,7 +113,7 @@ def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> 
 
 
 def figures_of(overlap: float, texts: Sequence[TextRounds], depth: int) -> HeldOutFigures:
-    """Acceptance from rounds at the full depth, and tokens per round at every depth up to it."""
+    """Acceptance from rounds at full depth, and tokens per round at every depth up to it."""
     per_round = []
     for each in range(1, depth + 1):
         rounds = [guessed.accepted for text in texts for guessed in text.at_depth(each)]
@@ -124,7 +123,7 @@ def figures_of(overlap: float, texts: Sequence[TextRounds], depth: int) -> HeldO
 
 @torch.no_grad()
 def shares_right(objective: Objective, student: Student, texts: Sequence[TargetText]) -> list[list[float]]:
-    """By depth and then by rank: the share of places where the guess of this rank is what the target drew."""
+    """[depth][rank]: the share of positions where the guess of this rank is the target's token."""
     counts, places = list[Tensor](), list[int]()
     for text in texts:
         predictions = student.predict(TextBatch.of([text]), None)
@@ -140,7 +139,7 @@ def shares_right(objective: Objective, student: Student, texts: Sequence[TargetT
 
 
 def worthiest(shares: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The tree of the `num_nodes` paths that are right most often, if depths were independent."""
+    """The tree of the `num_nodes` paths with the highest probability, assuming that depths are independent."""
     waiting: list[tuple[float, int, RankPath]] = [(-share, 1, (rank,)) for rank, share in enumerate(shares[0])]
     heapq.heapify(waiting)
     chosen: list[RankPath] = []

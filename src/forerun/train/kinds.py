@@ -1,7 +1,7 @@
-"""What can be trained: every kind of heads (`heads/kinds.py`), and a draft model.
+"""The kinds of students: every kind of heads (`heads/kinds.py`), and draft models.
 
-A draft model is a small Llama, or a checkpoint that is there, which learns the law of a target and reads the text
-alone. The result is a Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
+A draft model is a small Llama, new or an existing checkpoint, that learns the target's law from text alone. The result
+is a Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forerun.models.widen import copy_files
 from forerun.text.chat import OTHER_FILES
 from forerun.train.settings import check_choice
 
-USUAL_HEAD = 64  # width of a head where nothing else is said
+USUAL_HEAD = 64  # default head width
 TOKENIZER = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -46,7 +46,7 @@ TOKENIZER = (
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelStudent(StackStudent):
-    """A draft model in training. `init` is the fingerprint of the checkpoint that it goes on from, if it does."""
+    """A draft model in training. `init`: the fingerprint of the checkpoint that it started from, if any."""
 
     kind: ClassVar[str] = "draft"
     tokenizer_folder: Path
@@ -54,27 +54,27 @@ class DraftModelStudent(StackStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> DraftModelStudent:
-        """One of random weights, or a checkpoint of the target's tokenizer to be trained further.
+        """A student with random weights, or one that starts from the checkpoint `sizes.init`.
 
-        Raises InvalidRequest for sizes that do not fit together; for a checkpoint VocabularyMismatch where it has
-        another tokenizer, and ModelError where it cannot be loaded or trained.
+        Raises InvalidRequest for inconsistent sizes; for a checkpoint VocabularyMismatch if its tokenizer differs from
+        the target's, and ModelError if it cannot be loaded or trained.
         """
         sizes.only(cls.kind, "layers", "hidden", "heads", "mlp", "init")
         if sizes.init is not None:
             sizes.only("draft --init", "init")
-            return cls.going_on(target, sizes.init)
+            return cls.from_checkpoint(target, sizes.init)
         values = values_of(target, sizes)
         config = config_of(Fields(Path("the draft model's config.json"), values))
         weights = drawn_weights(dict(promised_tensors(config)), seed, config.layers)
         return cls.begun(target, values, weights, config=config, taps=(), tokenizer_folder=tokenizer_folder(target))
 
     @classmethod
-    def going_on(cls, target: Blueprint, init: str) -> DraftModelStudent:
-        """A student that begins as the checkpoint `init`, whose tokenizer must be the target's."""
+    def from_checkpoint(cls, target: Blueprint, init: str) -> DraftModelStudent:
+        """A student that starts from the checkpoint `init`, whose tokenizer must be the target's."""
         model = Blueprint.of(init, dtype="float32")
         if model.tokenizer().fingerprint() != target.tokenizer().fingerprint():
             raise VocabularyMismatch(
-                f"--init {init} has another tokenizer than {target.name}, whose law it is to learn token by token: "
+                f"--init {init} has another tokenizer than {target.name}, whose law it must learn token by token: "
                 "name a checkpoint of the same family, or leave --init out"
             )
         checkpoint = model.checkpoint(torch.float32)
@@ -91,32 +91,32 @@ class DraftModelStudent(StackStudent):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Its configuration, and the weights it began with if they were not drawn."""
+        """Its configuration, and its starting checkpoint, if any."""
         return {**super().about, "init": self.init}
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """Its own embeddings."""
+        """The embeddings of the tokens, by the draft model's own table."""
         return functional.embedding(batch.read, self.weights[EMBEDDING])
 
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
-        """Those of the draft model's output matrix, or of its embeddings where the two are tied."""
+        """The logits of the draft model's own output matrix (its embeddings if tied)."""
         return functional.linear(states, self.weights[EMBEDDING if self.config.tied else HEAD])
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """The model and the target's tokenizer."""
+        """Write the model and the target's tokenizer."""
         super().write(weights, folder)
         files = sorted({path for pattern in TOKENIZER for path in self.tokenizer_folder.glob(pattern)})
         copy_files(files, self.tokenizer_folder, folder)
 
     def spec(self, folder: Path) -> str:
-        """`model:DIR`."""
+        """The drafter's spec, `model:DIR`."""
         return str(DraftSpec("model", argument=str(folder)))
 
 
 def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
-    """The fields of config.json: half as wide as the target with a quarter of its layers, unless told otherwise.
+    """The fields of config.json; by default half the target's width and a quarter of its layers.
 
-    Raises InvalidRequest for sizes that do not fit together.
+    Raises InvalidRequest for inconsistent sizes.
     """
     of = target.config
     head_dim = min(USUAL_HEAD, of.head_dim)
@@ -144,7 +144,7 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
 
 
 def tokenizer_folder(target: Blueprint) -> Path:
-    """Where the tokenizer lies that the target is used with."""
+    """The folder of the target's tokenizer."""
     return target.folder if target.spec.tokenizer is None else find_tokenizer(target.spec.tokenizer)
 
 
@@ -155,6 +155,6 @@ KINDS: Mapping[str, MakeStudent] = {
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """The student of a kind. Raises InvalidRequest for a kind that there is not, or a size that does not fit."""
+    """Create a student. Raises InvalidRequest for an unknown kind, or a size that does not fit."""
     check_choice("kind", kind, sorted(KINDS))
     return KINDS[kind](target, sizes, seed)

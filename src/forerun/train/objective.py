@@ -1,13 +1,12 @@
-"""What a student learns by: the distance of its law from the target's, place by place, and how much a place counts.
+"""The training objective: a divergence between the student's and the target's law, and the weight of each position.
 
-A guess is accepted with the overlap of both laws as probability, the sum of min(p, q), which is 1 less the total
-variation. KL teaches from far away; total variation is the aim itself, but has hardly a gradient there; LK-lambda goes
-from one to the other as the laws come to overlap (2602.23881).
+A drafted token is accepted with probability sum(min(p, q)), the overlap of both laws, which is 1 - total variation.
+Total variation is the actual goal, but has vanishing gradients if the laws are far apart, where KL works; LK-lambda
+moves from KL to total variation as the overlap grows (2602.23881).
 
-A draft from root r has at depth d the token d places further on. It is judged by the target's law behind the place
-before that one, so of all roots and depths those count whose draft begins and ends inside the answer. This file decides
-the weights: by depth, or by D-PACE, under which a place counts as much as the length of drafts depends on it (with
-overlaps in the place of probabilities).
+A draft from root r has at depth d the token d positions later. It is compared with the target's law at the position
+before that, and only drafts that start and end inside the answer count. Weights are by depth, or by D-PACE, where a
+position's weight is its effect on the expected draft length (with overlaps as acceptance probabilities).
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.train.settings import TrainSettings
 
 LogitsOf = Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]]  # the target's, of its last states
-TUNED_WEIGHT = 20.0  # of the distance of a tuned target's law from the old one, where the drafter's loss counts 1
-SMOOTH = 0.5  # of D-PACE: how much of a depth's chance counts as certain
-KL_FADES = 3.0  # how fast LK-lambda leaves KL behind as the overlap grows
+TUNED_WEIGHT = 20.0  # of the tuned target's KL from the original one, relative to the drafter's loss
+SMOOTH = 0.5  # of D-PACE: mixes acceptance probabilities with 1
+KL_FADES = 3.0  # of LK-lambda: how fast the weight of KL decays with the overlap
 
 
 @dataclass(frozen=True)
 class LawPair:
-    """The target's law p and the draft's law q after the same texts, as log-probabilities over the draft's vocabulary.
+    """The target's law p and the draft's law q after the same texts, as log-probabilities over the draft vocabulary.
 
-    Where that is a part of the target's, the mass of p there is below 1: overlaps are of p as it is, divergences of p
-    made to sum to 1. `tokens` are what the target chose, by their places in the draft's vocabulary, -1 outside of it.
+    If that is smaller than the target's, p sums to less than 1: overlaps use p as it is, divergences normalise it.
+    `tokens` are the target's tokens as indexes into the draft vocabulary, -1 outside of it.
     """
 
     log_p: Float[Tensor, "rows vocab"]
@@ -52,18 +51,18 @@ class LawPair:
 
     @cached_property
     def overlap(self) -> Float[Tensor, " rows"]:
-        """The chance that rejection sampling accepts a guess drawn from q."""
+        """The probability that rejection sampling accepts a token drawn from q."""
         return torch.minimum(self.p, self.q).sum(-1)
 
     @cached_property
     def kl(self) -> Float[Tensor, " rows"]:
-        """KL(p || q) in nats, p made to sum to 1."""
+        """KL(p || q) in nats, with p normalised."""
         log_p = self.log_p - self.log_p.logsumexp(-1, keepdim=True)
         return (log_p.exp() * (log_p - self.log_q)).sum(-1)
 
     @cached_property
     def cross_entropy(self) -> Float[Tensor, " rows"]:
-        """Of the token that the target chose; 0 where the draft's vocabulary does not have it."""
+        """Cross-entropy of the target's token; 0 if it is outside the draft vocabulary."""
         losses = -self.log_q.gather(1, self.tokens.clamp(min=0)[:, None])[:, 0]
         return torch.where(self.tokens >= 0, losses, 0.0)
 
@@ -72,25 +71,25 @@ Loss = Callable[[LawPair, Bool[Tensor, " rows"]], Float[Tensor, " rows"]]
 
 
 def lk_lambda(laws: LawPair, counted: Bool[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """KL and total variation, mixed by the mean overlap of the rows that count, which has no gradient."""
+    """KL and total variation, mixed by the mean overlap of the counted rows, which gets no gradient."""
     mean = laws.overlap.detach()[counted].mean() if bool(counted.any()) else laws.overlap.new_zeros(())
     share = torch.exp(-KL_FADES * mean)
     return share * laws.kl + (1 - share) * (1 - laws.overlap)
 
 
 def jensen_shannon(laws: LawPair, _: Bool[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """The mean of the divergences of p and of q from their mean."""
+    """The mean of the KL divergences of p and q from their mean."""
     middle = (0.5 * (laws.p + laws.q)).clamp(min=torch.finfo(laws.p.dtype).tiny).log()
     return 0.5 * (laws.p * (laws.log_p - middle) + laws.q * (laws.log_q - middle)).sum(-1)
 
 
 def reverse_kl(laws: LawPair, _: Bool[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """KL(q || p), which seeks a mode of p and leaves out what q cannot reach."""
+    """KL(q || p), which is mode-seeking."""
     return (laws.q * (laws.log_q - laws.log_p)).sum(-1)
 
 
 def dspark(laws: LawPair, _: Bool[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """A tenth of cross-entropy and nine tenths of the L1 distance, which is twice the total variation (2607.05147)."""
+    """0.1 cross-entropy + 0.9 L1 distance (twice the total variation) (2607.05147)."""
     return 0.1 * laws.cross_entropy + 0.9 * (laws.p - laws.q).abs().sum(-1)
 
 
@@ -108,7 +107,7 @@ LOSSES: Mapping[str, Loss] = {
 
 @dataclass(frozen=True, slots=True)
 class DepthLaws:
-    """Both laws at one depth, at every root of a batch, packed; `counted` are the roots whose draft gets so far."""
+    """Both laws at one depth, for all roots of a batch; `counted`: roots whose draft is inside the answer."""
 
     depth: int
     laws: LawPair
@@ -117,7 +116,7 @@ class DepthLaws:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What a batch gave: the loss, the mean overlap of the places that count, and how many these are."""
+    """The figures of a step: the loss, the mean overlap of the counted positions, and their number."""
 
     loss: float
     overlap: float
@@ -126,7 +125,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a student. `num_ids` are the ids that the tokenizer has; neither law has any above."""
+    """The loss of a student. `num_ids`: the number of ids of the tokenizer; padding ids above are excluded."""
 
     settings: TrainSettings
     target_logits: LogitsOf
@@ -135,8 +134,8 @@ class Objective:
     def depths(
         self, student: Student, predictions: Predictions, batch: TextBatch, is_exact: bool = True
     ) -> Iterator[DepthLaws]:
-        """The laws of both at each depth that the student predicts. Where they need not be exact, the target's may be
-        one of the draft's vocabulary alone, which its whole head is not read for."""
+        """Both laws at each depth that the student predicts. Unless `is_exact`, the target's law may be normalised over
+        the draft vocabulary, which avoids the rest of the output matrix."""
         roots = predictions.roots
         log_p = None if is_exact else self.draft_law(student, batch)
         log_p = self.target_law(batch, student.vocabulary, predictions.target) if log_p is None else log_p
@@ -151,7 +150,7 @@ class Objective:
             yield DepthLaws(depth, laws, counted)
 
     def draft_depth(self, student: Student) -> int:
-        """How deep drafts are taken to be."""
+        """The draft depth used for weights and evaluation."""
         return min(self.settings.draft_depth, student.most_depth or self.settings.draft_depth)
 
     def target_law(
@@ -160,8 +159,8 @@ class Objective:
         vocabulary: Int[Tensor, " ids"] | None = None,
         tuned: Float[Tensor, "batch places vocab"] | None = None,
     ) -> Float[Tensor, "batch places vocab"]:
-        """The target's log-law behind every token from the first root on, of the ids that the draft has. It is that of
-        the tuned target where its logits are given."""
+        """The target's log-law after every token from the first root on, over the draft vocabulary; with `tuned` logits
+        that of the tuned target."""
         with torch.no_grad():
             last = batch.last[:, batch.first_root :]
             logits = self.target_logits(last.flatten(0, 1)) if tuned is None else tuned.flatten(0, 1)
@@ -169,7 +168,7 @@ class Objective:
             return law.view(*last.shape[:2], -1)
 
     def draft_law(self, student: Student, batch: TextBatch) -> Float[Tensor, "batch places ids"] | None:
-        """The target's log-law among the draft's tokens, as if there were no others, at the places of `target_law`."""
+        """The target's log-law normalised over the draft vocabulary, at the positions of `target_law`."""
         with torch.no_grad():
             logits = student.target_logits(batch.last[:, batch.first_root :])
             return None if logits is None else (logits.float() / self.settings.law_temperature).log_softmax(-1)
@@ -177,8 +176,8 @@ class Objective:
     def tuned_distance(
         self, batch: TextBatch, tuned: Float[Tensor, "batch places vocab"]
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """How much the loss of the tuned target is above that of the old one, and that of the old one, in nats: means
-        over the places of the answers. The losses are the expected ones under the old target's law."""
+        """(KL of the tuned target from the original one, entropy of the original one) in nats, means over the answers'
+        positions."""
         old, new = self.target_law(batch), self.law_of(tuned.flatten(0, 1)).view(*tuned.shape[:2], -1)
         p, counted = old.exp(), batch.inside(batch.roots)
         distance, loss = (p * (old - new)).sum(-1), -(p * old).sum(-1)
@@ -187,14 +186,14 @@ class Objective:
     def law_of(
         self, logits: Float[Tensor, "rows vocab"], vocabulary: Int[Tensor, " ids"] | None = None
     ) -> Float[Tensor, "rows ids"]:
-        """Log-probabilities at the temperature of the training, of all ids that a token has or of these."""
+        """Log-probabilities at the training's temperature, of all ids or of those in `vocabulary`."""
         heated = logits[:, : self.num_ids].float() / self.settings.law_temperature
         if vocabulary is None:
             return heated.log_softmax(-1)
         return heated.index_select(-1, vocabulary) - heated.logsumexp(-1, keepdim=True)
 
     def places_of(self, tokens: Int[Tensor, "batch longest"], vocabulary: Int[Tensor, " ids"] | None) -> Tensor:
-        """The tokens by their places in the draft's vocabulary; -1 outside of it."""
+        """Tokens as indexes into the draft vocabulary; -1 outside of it."""
         if vocabulary is None:
             return tokens
         places = torch.full((self.num_ids,), -1, device=tokens.device)
@@ -204,7 +203,7 @@ class Objective:
     def loss(
         self, student: Student, batch: TextBatch, dice: torch.Generator, name: str
     ) -> tuple[Float[Tensor, ""], StepFigures]:
-        """The mean loss of the places that count, by their weights, with gradients; and what the batch gave."""
+        """The weighted mean loss, with gradients, and the figures of the batch."""
         predictions = student.predict(batch, dice)
         depths = list(self.depths(student, predictions, batch, is_exact=False))
         weights = self.weights(student, depths)
@@ -225,7 +224,7 @@ class Objective:
         return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
 
     def weights(self, student: Student, found: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
-        """How much each root counts at each depth; 0 where it does not."""
+        """The weight of each root at each depth; 0 outside the answer."""
         if self.settings.place_weights == "decay":
             by_depth = [w * self.settings.decay**d for d, w in enumerate(student.depth_weights)]
             return [w * each.counted for w, each in zip(by_depth, found, strict=True)]
@@ -240,7 +239,7 @@ def confidence_loss(
     found: Sequence[DepthLaws],
     weights: Sequence[Float[Tensor, "batch roots"]],
 ) -> Float[Tensor, ""]:
-    """The sum of cross-entropies between the estimates and the overlaps of the laws, which get no gradient (DSpark)."""
+    """Weighted cross-entropy between the confidence estimates and the overlaps, which get no gradient (DSpark)."""
     losses = []
     for estimate, each, weight in zip(estimates, found, weights, strict=True):
         overlap = each.laws.overlap.detach().view(weight.shape).clamp(max=1.0)
@@ -251,7 +250,7 @@ def confidence_loss(
 def d_pace(
     overlaps: Sequence[Float[Tensor, "batch roots"]], counted: Sequence[Bool[Tensor, "batch roots"]]
 ) -> list[Float[Tensor, "batch roots"]]:
-    """By depth: the sum, over this and all deeper ones, of the chance that a draft gets there (smoothed)."""
+    """Weights by depth: the sum over this and all deeper depths of the (smoothed) probability of reaching them."""
     reached, chances = torch.ones_like(overlaps[0]), []
     for overlap, counted_here in zip(overlaps, counted, strict=True):
         reached = reached * ((1 - SMOOTH) * overlap + SMOOTH) * counted_here
@@ -263,9 +262,9 @@ def d_pace(
 
 
 def deepened(values: Sequence[Tensor], depth: int) -> list[Tensor]:
-    """Values by depth, `[batch, roots]`, for at least `depth` depths.
+    """Values by depth, `[batch, roots]`, extended to at least `depth` depths.
 
-    A draft that gets deeper than what was predicted goes on as the deepest prediction does from a root further on.
+    Beyond the deepest prediction, a draft continues like the deepest prediction from a later root.
     """
     deep = list(values)
     for _ in range(len(values), depth):
@@ -276,7 +275,7 @@ def deepened(values: Sequence[Tensor], depth: int) -> list[Tensor]:
 
 
 def gathered(weights: Sequence[Tensor], num_depths: int) -> list[Tensor]:
-    """The inverse: what is deeper than the deepest prediction is added where that was made."""
+    """The transpose of `deepened`: weights of deeper depths are added to the prediction that they repeat."""
     sums = list(weights[:num_depths])
     for number, weight in enumerate(weights[num_depths:], start=1):
         moved = torch.zeros_like(weight)

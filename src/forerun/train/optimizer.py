@@ -1,7 +1,7 @@
-"""What moves the weights: Muon for the matrices of layers, AdamW for embeddings, gains and biases.
+"""The optimizers: Muon for the matrices of layers, AdamW for embeddings, norms and biases.
 
-Each suits the shapes that it is given. Gradients are clipped to norm 1. torch's Muon multiplies in bfloat16, for which
-processors without its instructions need dozens of times as long as for float32: there Muon multiplies in float32.
+Gradients are clipped to norm 1. torch's Muon multiplies in bfloat16, which is dozens of times slower than float32 on
+processors without bfloat16 instructions: there `Float32Muon` is used.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from forerun.annotations import Float
 from forerun.models.choice import has_bfloat16_linears
 
 MUON_RATE = 20 / 3  # times AdamW's
-TABLES = ("embed", "lm_head", "markov_w", "codebook")  # matrices whose rows are tokens
+TABLES = ("embed", "lm_head", "markov_w", "codebook")  # matrices with a row per token
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon (Jordan et al., 2024), with all its options and states, that multiplies in float32."""
+    """torch's Muon (Jordan et al., 2024), with the same options and state, that multiplies in float32."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # of gradients that are there already
-        """One move of the weights that have gradients."""
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+        """Update the weights that have gradients."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
@@ -41,7 +41,7 @@ class Float32Muon(torch.optim.Muon):
 def orthogonal(
     matrix: Float[Tensor, "rows columns"], coefficients: tuple[float, float, float], num_steps: int, eps: float
 ) -> Float[Tensor, "rows columns"]:
-    """A matrix with the same singular vectors, and all singular values near 1: by steps of Newton and Schulz."""
+    """A matrix with the same singular vectors and all singular values near 1, by Newton-Schulz iterations."""
     a, b, c = coefficients
     wide = matrix.T if len(matrix) > matrix.shape[1] else matrix
     wide = wide / wide.norm().clamp(min=eps)
@@ -54,7 +54,7 @@ def orthogonal(
 def build_optimizers(
     weights: Mapping[str, Tensor], rate: float, muon_rate: float | None = None
 ) -> list[torch.optim.Optimizer]:
-    """Both, at these full rates; one of them alone where the other would have nothing."""
+    """Muon and AdamW with these full learning rates; only one if the other would have no weights."""
     muon_rate = MUON_RATE * rate if muon_rate is None else muon_rate
     matrices = [t for name, t in weights.items() if t.dim() == 2 and not any(table in name for table in TABLES)]
     chosen = set(map(id, matrices))
@@ -73,7 +73,7 @@ def build_optimizers(
 
 
 def step_optimizers(weights: Iterable[Tensor], optimizers: Sequence[torch.optim.Optimizer], share: float) -> None:
-    """One move at this share of the full rates; gradients are gone afterwards."""
+    """Update the weights at this share of the full learning rates, and clear the gradients."""
     torch.nn.utils.clip_grad_norm_(weights, 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

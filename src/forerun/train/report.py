@@ -1,4 +1,4 @@
-"""What came of a training: for JSON, for the card on the terminal, and its curves as one SVG, in light and in dark."""
+"""The report of a training: JSON, a card for the terminal, and learning curves as SVG."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from forerun.tune.passes import RowCosts
 
 SHOWN_DEPTHS = 8
 WIDTH = 340  # of a panel, in pixels
-SMOOTHED = 20  # steps whose mean a point of the loss is
+SMOOTHED = 20  # steps that are averaged for a point of the loss curve
 MOST_POINTS = 400
 DRAWN_DEPTHS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class TunedTarget:
-    """A target that was tuned as well, in `folder`: by what share its held-out loss rose, and what the drafter is worth
+    """A target that was tuned too: its folder, the relative increase of its held-out loss, and the drafter's figures
     on its own answers."""
 
     folder: Path
@@ -40,11 +40,11 @@ class TunedTarget:
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """The result: the drafter `draft` in `folder`, what it is worth, and what it was before the first step."""
+    """The result of a training: the drafter `draft` in `folder`, and its figures before and after."""
 
     about: Mapping[str, Any]
     state: TrainState
-    costs: RowCosts | None  # of rounds
+    costs: RowCosts | None  # None if rounds could not be timed
     folder: Path
     draft: str
     data: TrainingData
@@ -52,21 +52,21 @@ class TrainReport:
 
     @property
     def first(self) -> HeldOutFigures:
-        """Before the first step."""
+        """Figures before the first step."""
         return HeldOutFigures(**self.state.first_figures or {})
 
     @property
     def best(self) -> HeldOutFigures:
-        """Of the weights in the folder."""
+        """Figures of the weights in the folder."""
         return self.tuned.figures if self.tuned is not None else HeldOutFigures(**self.state.best_figures or {})
 
     @property
     def predicted(self) -> tuple[int, float] | None:
-        """The depth that pays most and the speed-up there; None where rounds were not timed."""
+        """(best depth, predicted speed-up); None if rounds were not timed."""
         return best_depth(self.costs, self.best.tokens_per_round)
 
     def record(self, target: Blueprint, temperature: float) -> DrafterRecord:
-        """What the folder says of its drafter."""
+        """The record that is stored with the drafter."""
         best = self.best
         return DrafterRecord.of(
             self.draft,
@@ -80,7 +80,7 @@ class TrainReport:
         )
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a JSON object."""
         predicted = self.predicted
         return {
             **self.about,
@@ -99,7 +99,7 @@ class TrainReport:
         }
 
     def card(self) -> Table:
-        """For a reader."""
+        """The report as a table."""
         table = fact_table()
         table.add_row("drafter", Text(f"--draft {self.draft}"))
         if self.tuned is not None:
@@ -123,7 +123,7 @@ class TrainReport:
 
 
 def curves(log: Sequence[Mapping[str, Any]]) -> str:
-    """Loss, acceptance by depth and tokens per round, over the steps; `log` are the lines of train.jsonl."""
+    """The SVG of loss, acceptance by depth and tokens per round over the steps; `log`: the lines of train.jsonl."""
     panels = [LinePanel([Series("", smoothed(series(log, "loss")), COLOURS[0], "-")], "step", "loss")]
     for name, title in (("acceptance_at_depth", "accepted, by depth"), ("tokens_per_round", "tokens per round")):
         looks = series(log, "held_out", name)
@@ -139,7 +139,7 @@ def curves(log: Sequence[Mapping[str, Any]]) -> str:
 
 
 def series(log: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[int, Any]]:
-    """(step, value) of every line of a log that has a value under these keys, one inside the other."""
+    """(step, value) of every log line with a value under these nested keys."""
     points = []
     for line in log:
         value: Any = line
@@ -151,7 +151,7 @@ def series(log: Sequence[Mapping[str, Any]], *keys: str) -> list[tuple[int, Any]
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The means of the last SMOOTHED values, at MOST_POINTS places at most."""
+    """Moving averages over SMOOTHED values, at most MOST_POINTS of them."""
     stride = max(1, len(points) // MOST_POINTS)
     means = []
     for end in range(len(points), 0, -stride):

@@ -1,7 +1,6 @@
-"""What a training is asked for, beside its data and its student.
+"""TrainSettings: the options of a training other than its data and its student.
 
-This file decides which values are allowed, how long the loss is KL, and how the learning rate rises and falls. It
-is read before torch is there.
+This file validates them, and defines the schedules of the loss and the learning rate. It does not import torch.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ if TYPE_CHECKING:
     from forerun.sampling.params import SamplingParams
 
 LOSS_NAMES = ("lk-lambda", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "ce", "dspark")
-SERVED = ("temperature", "top_k", "top_p")  # the law of serving
+SERVED = ("temperature", "top_k", "top_p")  # sampling parameters of serving
 PLACE_WEIGHTS = ("decay", "d-pace")
 USUAL_STEPS = 2000
-RISE = 100  # steps at most in which the learning rate rises
-RISE_SHARE = 10  # of all steps: one in so many at most
-MOST_SEQUENCES = 32  # answers that are written at a time, unless a step learns from more
-POOL = 256  # answers that are kept where they are learnt from several times
+RISE = 100  # maximum number of warm-up steps
+RISE_SHARE = 10  # warm-up is at most one in so many steps
+MOST_SEQUENCES = 32  # batch size of generation, unless a step needs more
+POOL = 256  # answers kept in memory if they are used several times
 COUNTS = ("batch", "max_tokens", "prompt_tokens", "held_out", "look_every", "patience", "checkpoint_every", "passes")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """How long to train, on how much, by what, and when to look: the options of `forerun train`.
+    """The learning options of `forerun train`.
 
-    `steps` or `hours` end the training; both None stand for USUAL_STEPS. What is None of the law of serving is 1, or
-    everything. `kl_share` of the training the loss is KL, then `loss`. Depths weigh as the kind says, times `decay` to
-    the depth, or by D-PACE, by how far drafts get. With `bfloat16` a step multiplies in that format; weights, losses
-    and looks stay in float32. Raises InvalidRequest.
+    `steps` or `hours` limit the training; the default is USUAL_STEPS. Sampling parameters that are None are those of
+    plain sampling (temperature 1). For the first `kl_share` of the training the loss is KL, then `loss`. Weights by
+    depth are those of the student's kind times `decay`**depth, or D-PACE. With `bfloat16` matrix products use that
+    format; weights, losses and evaluations stay in float32. Raises InvalidRequest.
     """
 
     TITLE: ClassVar[str] = "Learning"
@@ -104,7 +103,7 @@ class TrainSettings:
             self.sampling(0)
 
     def sampling(self, seed: int) -> SamplingParams:
-        """The parameters of an answer."""
+        """The sampling parameters of an answer."""
         from forerun.sampling.params import SamplingParams
 
         values = {name: getattr(self, name) for name in SERVED if getattr(self, name) is not None}
@@ -112,53 +111,53 @@ class TrainSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All of them by name, what is not said as it is taken to be."""
+        """All settings by name, with defaults filled in."""
         params = self.sampling(0)
         return asdict(self) | {name: getattr(params, name) for name in SERVED}
 
     @property
     def num_answers(self) -> int:
-        """Different answers that a training learns from. Raises InvalidRequest where only its time is known."""
+        """The number of different answers of a training. Raises InvalidRequest if only its time is limited."""
         if self.steps is None:
-            raise InvalidRequest("cache", "its size cannot be told for --hours: give --steps, or leave --cache out.")
+            raise InvalidRequest("cache", "its size is unknown with --hours: give --steps, or leave --cache out.")
         return -(-self.steps * self.batch // self.passes)
 
     @property
     def group_steps(self) -> int:
-        """Steps that learn once from all answers of a group, which are written together and kept for `passes`."""
+        """Steps per group: answers that are generated together and kept in memory for `passes`."""
         if self.passes == 1:
             return max(1, MOST_SEQUENCES // self.batch)
         return -(-(POOL if self.steps is None else min(POOL, self.num_answers)) // self.batch)
 
     @property
     def law_temperature(self) -> float:
-        """That of the laws that losses compare; at temperature 0, where a law is a single token, that of the model."""
+        """The temperature of the laws in the loss: 1 for greedy sampling, whose law is a single token."""
         params = self.sampling(0)
         return 1.0 if params.greedy else params.temperature
 
     @property
     def length(self) -> float:
-        """The steps or hours that it is asked for."""
+        """The number of steps or hours."""
         length = self.hours if self.steps is None else self.steps
-        assert length is not None, "something ends a training"
+        assert length is not None, "one of both is set"
         return float(length)
 
     def share_done(self, step: int, seconds: float) -> float:
-        """How much of the training is over before this step, after so many seconds of training."""
+        """The completed share of the training before this step, after `seconds` of training."""
         return min(1.0, (seconds / 3600 if self.steps is None else step) / self.length)
 
     def loss_at(self, share_done: float) -> str:
-        """The loss of this part of the training."""
+        """The name of the loss at this share of the training."""
         return "kl" if share_done < self.kl_share else self.loss
 
     def rate_at(self, step: int, share_done: float) -> float:
-        """The share of the full learning rate: a linear rise, and a linear fall over the whole training."""
+        """The share of the full learning rate: linear warm-up, and linear decay over the whole training."""
         rise = RISE if self.steps is None else min(RISE, -(-self.steps // RISE_SHARE))
         return min((step + 1) / rise, 1 - share_done)
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raise InvalidRequest for a word that is none of these, with the likely one."""
+    """Raise InvalidRequest if a value is not one of these, with the most similar one."""
     if value not in known:
         near = nearest(str(value), known)
         meant = f"did you mean {near}? Otherwise " if near else ""

@@ -1,9 +1,8 @@
-"""How much faster decoding will be: what held-out drafts give, and what rounds with this drafter take on this machine.
+"""Predicted speed-up: acceptance on held-out answers, and the measured cost of rounds with this drafter.
 
-The untrained student is written to a folder and drafts for the target in an engine over the target's own runner: what
-rounds take depends on the network's shape and not on its weights. They are measured by a tuning's meter
-(`tune/passes.py`), one sequence at a time, drafted rounds by turns with plain ones; of each the shortest round counts,
-since neighbours on the same cores only make times longer.
+The untrained student is written to a folder and drafts for the target, since the cost of rounds depends on the
+network's shape and not on its weights. Costs are measured by `tune/passes.py` at batch 1, drafted and plain rounds
+alternating; the shortest time counts, since other processes on the same cores only make times longer.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.tune.passes import COARSE_DEPTHS, PassMeter, RowCosts, sizes_at
 
-CACHE_TOKENS = 2048  # of the drafter while it is timed
+CACHE_TOKENS = 2048  # the drafter's cache while it is timed
 REPEATS = 8  # rounds of each size
 
 
 def best_depth(costs: RowCosts | None, tokens_per_round: Sequence[float]) -> tuple[int, float] | None:
-    """The depth that pays most where rounds give so many tokens, and how many times as fast as plain decoding it is.
+    """(best depth, speed-up) for these tokens per round by depth (from 1); None if rounds were not timed.
 
-    None where rounds were not timed. A drafted round contains a plain pass, so it is never taken for shorter than a
-    plain round: no prediction exceeds the tokens per round.
+    A drafted round contains a plain pass, so its cost is taken as at least that of a plain round: no prediction exceeds
+    the tokens per round.
     """
     if costs is None:
         return None
@@ -52,7 +51,7 @@ def round_costs(
     depths: Sequence[int],
     progress: ProgressCallback,
 ) -> RowCosts | None:
-    """What rounds of one sequence behind these prompts take; None where the context is too short to find out."""
+    """Costs of rounds of one sequence after these prompts; None if the context is too short to measure them."""
     deepest = max(depths)
     num_tokens = llm.plan.max_model_len - max(map(len, prompts)) - deepest - 3
     if num_tokens < 1:
@@ -90,7 +89,7 @@ def costs_of_student(
 
 
 def read_costs(path: Path) -> RowCosts | None:
-    """As they were written; None where that cannot be read."""
+    """Read stored costs; None if they cannot be read."""
     try:
         return RowCosts.from_json(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

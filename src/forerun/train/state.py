@@ -1,9 +1,10 @@
-"""The state of a training on disk, from which it goes on to the very same weights, whatever moment it was killed at.
+"""Checkpoints of a training: it can be killed at any moment and resumes to exactly the same weights.
 
-This file decides what belongs to it: weights and the optimizers' memory, how far it came, the best weights so far and
-what they were worth. Every step is a function of its number and of the weights before it, so nothing else is needed.
-The state is replaced as a whole. `run.json` beside it holds everything that decides the result: a folder with another
-one, or with anything else, is refused, but that a training that is over may be made longer.
+A checkpoint has the weights, the optimizers' states, the progress, and the best weights with their figures. Every step
+is a function of its number and of the weights before it, so nothing else is needed. Checkpoints are replaced
+atomically.
+`run.json` beside it has everything that determines the result: a folder of another training, or with other files, is
+refused; only a finished training may be made longer.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from forerun.errors import FolderTaken
 from forerun.limits import shown
 from forerun.store import Journal, flat, writable, write_whole
 
-FORM = 1  # of the files
-STATE = "state"  # the folder below that of the drafter
+FORM = 1  # format version
+STATE = "state"  # folder inside the drafter's
 HEAD, CHECKPOINT, LOG, ROUND_COSTS = "run.json", "checkpoint.pt", "train.jsonl", "round-costs.json"
 LENGTHS = ("settings.steps", "settings.hours")
 
 
 @dataclass(slots=True)
 class TrainState:
-    """How far a training came. `looks_since` are those since the best one; `stopped` says why it is over.
+    """The state of a training. `looks_since`: evaluations since the best one; `stopped`: why it ended, or "".
 
-    `asked` are the steps or hours that it was asked for when it came so far: one that is asked for more is not over.
+    `asked`: the steps or hours requested then; if more are requested now, the training is not finished.
     """
 
     step: int = 0
@@ -53,22 +54,22 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class TrainFolder:
-    """The folder that a drafter is trained into."""
+    """The output folder of a training."""
 
     folder: Path
 
     @property
     def state_folder(self) -> Path:
-        """Where the state is."""
+        """The folder of checkpoints."""
         return self.folder / STATE
 
     @property
     def round_costs(self) -> Path:
-        """The file with what rounds took when the training was over."""
+        """The file with the costs of rounds at the end of the training."""
         return self.state_folder / ROUND_COSTS
 
     def log(self, step: int) -> Journal:
-        """The log, a line for every few steps and every look, cut off behind this step: later ones are taken again."""
+        """The log, truncated after this step, since later steps are repeated."""
         with writable(self.folder):
             log = Journal.read(self.folder / LOG)
             is_later = (not isinstance(line, dict) or line.get("step", step + 1) > step for line in log.entries)
@@ -76,19 +77,19 @@ class TrainFolder:
         return log
 
     def next_start(self) -> str:
-        """What a command that goes on with what it holds does, for a reader."""
+        """What the same command would do, as the end of a sentence."""
         try:
             state = self.load()
         except FolderTaken:
             state = None
-        return "starts anew, as nothing was kept yet" if state is None else f"goes on from step {state.step}"
+        return "starts anew, as nothing was saved yet" if state is None else f"resumes at step {state.step}"
 
     def claim(self, about: Mapping[str, Any], force: bool) -> None:
-        """Make it this training's. With `force` another training there is forgotten, and files of the same names as
-        those that this one writes will be replaced.
+        """Claim the folder for this training. With `force` another training in it is discarded, and its files are
+        overwritten.
 
-        Raises FolderTaken, with nothing changed, where it holds anything else, a training with other settings, or one
-        that is to be longer and is not over yet.
+        Raises FolderTaken, without changes, if the folder has other files, a training with other settings, or an
+        unfinished training of other length.
         """
         about = json.loads(json.dumps({"form": FORM, **about}))
         head = self.state_folder / HEAD
@@ -110,9 +111,9 @@ class TrainFolder:
             write_whole(head, json.dumps(about) + "\n")
 
     def check_head(self, head: Path, about: Mapping[str, Any]) -> bool:
-        """Whether this training goes on behind the end of the folder's; False where it is the same one.
+        """Whether this training extends the finished one in the folder; False if it is the same one.
 
-        Raises FolderTaken where it is neither.
+        Raises FolderTaken if it is neither.
         """
         try:
             stored = json.loads(head.read_text("utf-8"))
@@ -138,8 +139,8 @@ class TrainFolder:
         return False
 
     def check_over(self, name: str, asked: float) -> None:
-        """Raise FolderTaken where the training has not come to the end that it was asked for: when it was stopped would
-        decide the weights."""
+        """Raise FolderTaken unless the training has reached its requested length; otherwise the result would depend on
+        when it was interrupted."""
         state = self.load()
         if state is None or not state.stopped or state.asked < asked:
             option = f"--{name.rpartition('.')[2]}"
@@ -149,7 +150,7 @@ class TrainFolder:
             )
 
     def clear(self) -> None:
-        """Remove the state, the log and the record of a training; a drafter is replaced when the next one is there."""
+        """Remove the state, the log and the record of a training; its drafter stays until the next one is written."""
         if not self.folder.is_dir():
             raise FolderTaken(f"{self.folder} is a file: name a folder with --out")
         shutil.rmtree(self.state_folder, ignore_errors=True)
@@ -157,13 +158,13 @@ class TrainFolder:
             (self.folder / name).unlink(missing_ok=True)
 
     def save(self, state: TrainState) -> None:
-        """Replace the state; a kill in between leaves the old one."""
+        """Replace the checkpoint atomically."""
         held = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
         with writable(self.folder):
             write_whole(self.state_folder / CHECKPOINT, lambda part: torch.save(held, part))
 
     def load(self) -> TrainState | None:
-        """The state; None where nothing was saved yet. Raises FolderTaken where it is damaged."""
+        """Load the checkpoint; None if there is none. Raises FolderTaken if it is damaged."""
         path = self.state_folder / CHECKPOINT
         if not path.exists():
             return None
@@ -174,7 +175,7 @@ class TrainFolder:
 
 
 def change(name: str, before: object, now: object) -> str:
-    """In what two trainings differ, for a reader: of weights and texts only that they are others."""
+    """A difference between two trainings in words; of target and data only that they differ."""
     part, _, word = name.rpartition(".")
     if part in ("target", "data"):
         return "another target, or other programs or kernels" if part == "target" else "other data"

@@ -1,8 +1,8 @@
-"""Team: the processes that train one drafter together, one for each GPU, as `accelerate launch` starts them.
+"""Team: data-parallel training with one process per GPU, as started by `accelerate launch`.
 
-Each writes and learns from its share of a step's answers, and all move by the sum of their gradients, so the weights
-are the same everywhere. What the first one measures counts for all, and what it keeps on disk is what a training goes
-on from; the others have a folder that is thrown away. A process alone is a team of one.
+Each process generates and learns from its share of a step's answers, and all apply the sum of their gradients, so the
+weights stay equal. The first process evaluates and writes checkpoints; the others use temporary folders. A single
+process is a team of one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from forerun.errors import InvalidRequest
 from forerun.models.spec import ModelSpec
 from forerun.train.settings import TrainSettings
 
-Told = TypeVar("Told")
-NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")  # in the environment of a process of a team
-PATIENCE = timedelta(hours=2)  # for a process that measures while the others wait
+T = TypeVar("T")
+NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")  # environment variables of a process group
+PATIENCE = timedelta(hours=2)  # while one process measures and the others wait
 
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """So many processes, of which this is number `rank`; `local_rank` is its number on its machine."""
+    """`size` processes; this one has number `rank`, and `local_rank` on its machine."""
 
     size: int = 1
     rank: int = 0
@@ -39,7 +39,7 @@ class Team:
     @classmethod
     @contextmanager
     def joined(cls) -> Iterator[Team]:
-        """The team that the environment names, within the block."""
+        """Join the process group of the environment, within the block."""
         values = [os.environ.get(name) for name in NAMES]
         if None in values or values[0] == "1":
             yield cls()
@@ -55,15 +55,15 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one whose figures and files count."""
+        """Whether this process evaluates and writes files."""
         return self.rank == 0
 
     def placed(self, spec: ModelSpec) -> ModelSpec:
-        """The model on this process's own GPU, where it is to run on GPUs."""
+        """The model on this process's own GPU, if it runs on GPUs."""
         return replace(spec, device=f"cuda:{self.local_rank}") if self.size > 1 and spec.device == "cuda" else spec
 
     def own_share(self, settings: TrainSettings) -> TrainSettings:
-        """Settings with this process's part of a batch. Raises InvalidRequest for one that has no such parts."""
+        """Settings with this process's share of a batch. Raises InvalidRequest if it cannot be divided evenly."""
         if settings.batch % self.size:
             raise InvalidRequest(
                 "batch",
@@ -73,28 +73,28 @@ class Team:
         return replace(settings, batch=settings.batch // self.size)
 
     def numbers(self, own: Iterable[int]) -> Sequence[int]:
-        """The numbers in the whole training of this process's own answers, which it counts from 0."""
+        """Global answer numbers for this process's local ones."""
         return [number * self.size + self.rank for number in own]
 
     @contextmanager
     def folder(self, wanted: Path) -> Iterator[Path]:
-        """Where this process keeps its training."""
+        """The output folder of this process: `wanted` for the first, a temporary one for others."""
         if self.is_first:
             yield wanted
         else:
             with TemporaryDirectory() as other:
                 yield Path(other) / wanted.name
 
-    def of_first(self, find: Callable[[], Told]) -> Told:
-        """What the first process finds."""
+    def of_first(self, find: Callable[[], T]) -> T:
+        """The result of `find` in the first process, broadcast to all."""
         if self.size == 1:
             return find()
-        box: list[Told | None] = [find() if self.is_first else None]
+        box: list[T | None] = [find() if self.is_first else None]
         distributed.broadcast_object_list(box)
         return box[0]  # type: ignore[return-value]
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each number, added up over all processes."""
+        """The sum of each number over all processes."""
         if self.size == 1:
             return list(values)
         added = torch.tensor(values, dtype=torch.float64)
@@ -102,7 +102,7 @@ class Team:
         return added.tolist()
 
     def add_gradients(self, weights: Iterable[Tensor]) -> None:
-        """Give every weight the sum of its gradients in all processes."""
+        """Replace every gradient by its sum over all processes."""
         if self.size == 1:
             return
         for weight in weights:

@@ -1,4 +1,4 @@
-"""A training from start to end: it checks everything that needs no weights, loads the target, trains, and reports."""
+"""`train`: checks the task, loads the target, trains the student, and reports."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from forerun.train.team import Team
 from forerun.train.trainer import Trainer
 
 FREE = ("checkpoint_every",)  # settings that may change between a run and its continuation
-LARGE_HEAD = 0.1  # of what a pass computes
-FEWER_TOKENS = 6  # of the target's tokens, one in so many is frequent
+LARGE_HEAD = 0.1  # share of a pass's computation
+FEWER_TOKENS = 6  # suggested draft vocabulary: one in so many of the target's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TrainTask:
-    """What is trained for which target on which files, and where; `cache` is a folder for the target's states."""
+    """A training: kind of student, target, data and output folder; `cache`: a folder for the target's states."""
 
     kind: str
     spec: ModelSpec
@@ -56,10 +56,10 @@ class TrainTask:
 
 
 def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None]) -> TrainReport | None:
-    """Train, or go on with a training, to its end; `report` is called as a LoadingBar is.
+    """Run a training, or resume it, to its end; `report` is called like a LoadingBar.
 
-    Processes of a team (`team.py`) train together; None in all but the first. Raises, before any weights are loaded,
-    where data, sizes or the folder cannot be used.
+    Processes of a team (`team.py`) train together; all but the first return None. Raises, before any weights are
+    loaded, if data, sizes or the folder cannot be used.
     """
     with Team.joined() as team, team.folder(task.out) as out:
         task = replace(task, out=out, spec=team.placed(task.spec))
@@ -68,7 +68,7 @@ def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None])
 
 
 def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..., None], team: Team) -> TrainReport:
-    """Train as one of a team."""
+    """Train as one process of a team."""
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     target, tuned = Blueprint.of(task.spec, report), task.sizes.tune_target if team.is_first else None
@@ -84,9 +84,9 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
         check_free(tuned, task.out)
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
-    is_over = DrafterRecord.read(task.out) is not None  # what rounds took then counts
+    is_over = DrafterRecord.read(task.out) is not None  # then the stored costs are used
     costs = read_costs(folder.round_costs) if is_over else None
-    with writing(target, data, share, report) as llm:
+    with answering_llm(target, data, share, report) as llm:
         source = AnswerSource(llm, data, share, student.taps, cache, team)
         if task.sizes.draft_vocab is not None:
             ids = draft_vocabulary(source, task.sizes.draft_vocab, folder, report)
@@ -111,23 +111,23 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
 
 
 def advise_on_vocabulary(target: Blueprint) -> None:
-    """Say that guesses are dear where the target's head is a large part of what a pass computes."""
+    """Suggest a draft vocabulary if the target's output matrix is a large part of a pass."""
     c = target.config
     head = c.vocab_size * c.hidden
     share = head / (count_parameters(c) - (0 if c.tied else head))
     if share > LARGE_HEAD:
         show_note(
-            f"Every guess takes the target's head of {c.vocab_size:,} tokens, {share:.0%} of what a pass computes. "
-            f"With --draft-vocab {c.vocab_size // FEWER_TOKENS} guesses are frequent tokens alone, and cheaper."
+            f"Every drafted token needs the target's output matrix of {c.vocab_size:,} tokens, {share:.0%} of a pass. "
+            f"With --draft-vocab {c.vocab_size // FEWER_TOKENS} only frequent tokens are drafted, at less cost."
         )
 
 
 @contextmanager
-def writing(
+def answering_llm(
     target: Blueprint, data: TrainingData, settings: TrainSettings, report: Callable[..., None]
 ) -> Iterator[LLM]:
-    """An LLM that writes answers to the data; it is closed in the end."""
-    rope = target.config.rope  # which LongRoPE scales by the length that texts may have: served ones are long
+    """An LLM for the target's answers, closed at the end of the context."""
+    rope = target.config.rope  # LongRoPE depends on the maximum length: use the one that serving uses
     usual = rope.original_max_positions + 1 if rope.kind == "longrope" else 0
     llm = LLM(
         target.spec,
@@ -153,23 +153,23 @@ def settle_target(
     state: TrainState,
     report: Callable[..., None],
 ) -> tuple[Blueprint, TunedTarget]:
-    """Write the tuned target, and judge the drafter on what that one answers, which also shapes its tree."""
+    """Write the tuned target; evaluate the drafter and choose its tree on the tuned target's answers."""
     write_target(target, state.best, folder, task.out)
     tuned = Blueprint.of(replace(task.spec, model=str(folder), revision=None), report)
     student = make_student(task.kind, tuned, replace(task.sizes, tune_target=None), settings.seed)
-    with writing(tuned, data, settings, report) as llm:
+    with answering_llm(tuned, data, settings, report) as llm:
         source = AnswerSource(llm, data, settings, student.taps)
         texts = source.held_out(report)
         write_tree(task.out, source.objective, student, state, texts)
         figures = judge_held_out(source.objective, student, texts, report)
-    assert state.best_figures is not None, "a look is taken before the first step"
+    assert state.best_figures is not None, "the weights are evaluated before the first step"
     return tuned, TunedTarget(folder, state.best_figures["target_rise"], figures)
 
 
 def write_tree(
     folder: Path, objective: Objective, student: Student, state: TrainState, texts: Sequence[TargetText]
 ) -> None:
-    """Put the static tree into the folder that suits the best weights."""
+    """Write the static tree for the best weights."""
     with torch.no_grad():
         for name, tensor in student.weights.items():
             tensor.copy_(state.best[name])
@@ -178,7 +178,7 @@ def write_tree(
 
 
 def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:
-    """Everything that decides the weights at the end, but for the machine and its number of threads."""
+    """Everything that determines the final weights, except the machine and its number of threads."""
     return {
         "forerun": __version__,
         "target": {"name": target.name, "fingerprint": target.fingerprint()},
@@ -191,7 +191,7 @@ def about_of(target: Blueprint, student: Student, data: TrainingData, settings: 
 def open_cache(
     folder: Path, target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings, team: Team
 ) -> AnswerCache:
-    """The cache of this target's answers to these data, as far as this student needs them, in this process."""
+    """Open the cache of this process's answers, for this target, data, and the student's taps."""
     drawn = ("batch", "max_tokens", "temperature", "top_k", "top_p", "seed")
     about = {
         "target": target.fingerprint(),

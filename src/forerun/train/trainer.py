@@ -1,9 +1,8 @@
-"""The training loop: a step learns from some of the target's answers, and now and then held-out ones judge.
+"""The training loop.
 
-This file decides the order: answers, predictions, the loss, one move of the optimizers; every `look_every` steps a look
-at the held-out answers, a line in the log, the state, the drafter in its folder if it is the best so far, the curves.
-Which step learns from what is decided by its number alone, and the looks decide when to stop by figures alone, so a
-training that goes on after a kill ends with the very weights that it would have had.
+A step gets answers, computes the loss and updates the weights. Every `look_every` steps the student is evaluated on
+the held-out answers, and the log, the checkpoint, the best drafter and the curves are written. The data of a step
+depend only on its number, and early stopping only on the figures, so a resumed training ends with the same weights.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from forerun.train.state import TrainFolder, TrainState
 from forerun.tune.passes import RowCosts
 
 CURVES = "train.svg"
-RISE = 1e-4  # of the overlap, below which a look is no better than the best one
-MOST_LOST = 0.01  # of its loss, by which a target that is tuned may be worse than it was
-MOST_LOGITS = 1 << 25  # that are held at a time: the answers of a step are read in as many parts as that takes
+RISE = 1e-4  # minimum increase of the overlap that counts as an improvement
+MOST_LOST = 0.01  # maximum relative increase of a tuned target's loss
+MOST_LOGITS = 1 << 25  # in memory at a time: a step's answers are processed in parts
 LOGGED_EVERY = 10  # steps
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Trainer:
-    """A training from where its folder says that it is. The `costs` of rounds, if known, predict the speed-up."""
+    """A training, resumed from its folder's checkpoint, if any. `costs` of rounds, if known, predict the speed-up."""
 
     student: Student
     source: AnswerSource
@@ -70,12 +69,12 @@ class Trainer:
             return
         if saved.stopped and saved.asked < self.settings.length:
             saved.stopped, saved.looks_since = "", 0
-        verb = "is finished, after step" if saved.stopped else "goes on from step"
+        verb = "is finished, after step" if saved.stopped else "resumes at step"
         self.say("%s %s %d: %s", self.folder.folder, verb, saved.step, self.worth)
         self.publish()
 
     def fit(self) -> None:
-        """Let a student whose beginning has a closed form begin there; in a team where the first process's does."""
+        """Initialise a student that has a closed-form fit; in a team all use the first process's result."""
         steps = -(-self.student.fitted_answers // self.settings.batch)
         steps = steps if self.settings.steps is None else min(steps, self.settings.steps)
         texts = [text for step in range(steps) for text in self.source.of_step(step, self.report)]
@@ -91,13 +90,13 @@ class Trainer:
 
     @property
     def best(self) -> HeldOutFigures:
-        """What the best weights so far are worth."""
-        assert self.state.best_figures is not None, "a look is taken before the first step"
+        """The figures of the best weights so far."""
+        assert self.state.best_figures is not None, "the weights are evaluated before the first step"
         return HeldOutFigures(**self.state.best_figures)
 
     @property
     def worth(self) -> str:
-        """What the best weights so far are worth, for the progress bar."""
+        """The figures of the best weights so far, for the progress bar."""
         figures = self.best
         predicted = best_depth(self.costs, figures.tokens_per_round)
         depth, speed_up = predicted or (len(figures.tokens_per_round), 0.0)
@@ -108,7 +107,7 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """How much of the training is over."""
+        """The completed share of the training."""
         return self.settings.share_done(self.state.step, self.state.seconds)
 
     def run(self) -> TrainState:
@@ -133,7 +132,7 @@ class Trainer:
         return self.state
 
     def step(self) -> StepFigures:
-        """One move of the weights."""
+        """Compute the loss of one step and update the weights."""
         step, settings = self.state.step, self.settings
         share = self.share_done
         texts = self.source.of_step(step, self.report)
@@ -160,13 +159,13 @@ class Trainer:
         return StepFigures(sums[0], sums[1], int(num_places))
 
     def parts(self, texts: Sequence[TargetText]) -> list[Sequence[TargetText]]:
-        """The answers in parts whose logits fit into MOST_LOGITS, one at least."""
+        """Split answers into parts whose logits fit into MOST_LOGITS, at least one answer each."""
         longest = max(len(text.tokens) for text in texts)
         most = max(1, MOST_LOGITS // (longest * self.objective.num_ids))
         return [texts[i : i + most] for i in range(0, len(texts), most)]
 
     def look(self) -> None:
-        """Judge the weights, keep the state, and put the best drafter, the log and the curves into the folder."""
+        """Evaluate the weights, and write the checkpoint, the log, the best drafter and the curves."""
         state = self.state
         figures = self.team.of_first(lambda: judge_held_out(self.objective, self.student, self.held_out, self.report))
         figure_values = figures.as_object()
@@ -188,17 +187,17 @@ class Trainer:
         self.publish()
 
     def note(self, entry: Mapping[str, Any]) -> None:
-        """A line of the log."""
+        """Write a line of the log."""
         with writable(self.folder.folder):
             self.log.add(entry)
 
-    def say(self, told: str, *values: object) -> None:
-        """A line for who looks on, once for all processes."""
+    def say(self, message: str, *values: object) -> None:
+        """Log a message, in the first process only."""
         if self.team.is_first:
-            logger.info(told, *values)
+            logger.info(message, *values)
 
     def keep(self) -> None:
-        """Bring the state to the disk, once for all processes."""
+        """Save the checkpoint, in the first process only."""
         if not self.team.is_first:
             return
         state = self.state
@@ -208,7 +207,7 @@ class Trainer:
         self.folder.save(state)
 
     def publish(self) -> None:
-        """Put the best drafter so far and the curves into the folder, likewise."""
+        """Write the best drafter so far and the curves, in the first process only."""
         if not self.team.is_first:
             return
         folder = self.folder.folder
