@@ -68,5 +68,5 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
 def test_a_training_says_that_a_large_head_makes_guesses_dear(tmp_path: Path) -> None:
     """Before anything is written, and not where the head is a small part of a pass."""
     result = invoke("mtp", *QUICK, "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"))
-    assert "head of 512 tokens, 13% of what a pass computes" in result.stderr.replace("\n", " ")
+    assert "output matrix of 512 tokens, 13% of a pass" in result.stderr.replace("\n", " ")
     assert "--draft-vocab 85" in result.stderr

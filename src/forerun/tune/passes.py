@@ -191,7 +191,7 @@ class RowCosts:
         return replace(self, passes=joined("passes"), drafts=joined("drafts"))
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> RowCosts:
+    def from_json(cls, entry: Any) -> RowCosts:
         """What JSON was made of; it knows names that are texts alone."""
         passes, drafts = ({int(size): ratio for size, ratio in entry[name].items()} for name in ("passes", "drafts"))
         return cls(entry["plain_s"], passes, drafts, entry["reading_s"], entry.get("num_busy"))
