@@ -24,7 +24,7 @@ from heads.references import FORMS, GREEDY
 from heads.trained import eagle_of
 from kit.assertions import accepted_by_shape, assert_acceptance, num_accepted
 from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
-from kit.gguf_files import ADD, by_turns
+from kit.gguf_files import ADD, by_turns, finish
 from models.test_gguf import metadata_of
 
 
@@ -94,10 +94,7 @@ def write_eagle_gguf(folder: Path, path: Path) -> Path:
         turned = heads.get(stem.removeprefix("self_attn.").removesuffix("_proj"))
         numbers = tensor.float() if turned is None else by_turns(tensor.float(), turned)
         writer.add_tensor(f"{IN_GGUF[stem]}.weight", numbers.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -62,11 +62,16 @@ def write_gguf(
         kind = GGMLQuantizationType[number_format if fits(name, numbers, number_format) else "F32"]
         drawn = kind.name in DRAWN
         writer.add_tensor(name, draw(numbers, kind) if drawn else quantize(numbers.numpy(), kind), raw_dtype=kind)
+    finish(writer)
+    return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write all that was added, and close the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def file_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -40,7 +40,7 @@ from forerun.models.source import find_checkpoint
 from forerun.models.spec import ModelSpec
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET, read_json
-from kit.gguf_files import write_gguf
+from kit.gguf_files import finish, write_gguf
 from models.test_gguf import metadata_of
 
 # Where a block's numbers of float16 begin; else (0,).
@@ -200,10 +200,7 @@ def test_parts_may_be_links_to_files_of_other_names(tmp_path: Path) -> None:
         writer.add_uint16("split.count", 2)
         writer.add_int32("split.tensors.count", 2)
         writer.add_tensor(f"part{i}", np.zeros((2, 32), np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         (tmp_path / f"split-0000{i}-of-00002.gguf").symlink_to(tmp_path / f"blob{i}")
     with pytest.raises(UnsupportedModel, match="embedding_length"):  # all parts were found
         find_checkpoint(str(tmp_path / "split-00001-of-00002.gguf"))
@@ -211,10 +208,7 @@ def test_parts_may_be_links_to_files_of_other_names(tmp_path: Path) -> None:
 
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(UnsupportedModel, match=r"general\.architecture is 'rwkv7'.*supported are llama"):
         Blueprint.of(str(tmp_path / "other.gguf"))
     with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'rwkv'; read are gpt2 and llama"):

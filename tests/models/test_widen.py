@@ -5,8 +5,8 @@ recipe must be caught by the check at the making and leave nothing behind.
 """
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -364,11 +364,8 @@ def test_two_at_once_make_one(tmp_path: Path) -> None:
     def work(name: str) -> None:
         widen(str(SMALL), tmp_path / "wide", Wider(256, 8), lambda what, _: seen[name].append(what))
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in seen]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, seen))
     assert sorted(map(bool, seen.values())) == [False, True]
     assert made_in(tmp_path) == ["wide"]
 

@@ -1,8 +1,8 @@
 """The front of replicas: answers are one engine's whatever is lost on the way, and errors say what to do."""
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -177,18 +177,10 @@ def test_many_clients_are_answered_as_by_one_engine(server: Served) -> None:
     running, replicas = server
     replicas.losses = [0, 1, 2] * 4
     bodies = [{"prompt": "Lily", "max_tokens": 16, "seed": seed, "temperature": 1.0} for seed in range(12)]
-    answers: dict[int, str] = {}
-
-    def ask(number: int) -> None:
-        answers[number] = text_of([running.post("/v1/completions", **bodies[number]).json()])
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, body in enumerate(bodies):
-        assert answers[number] == library_answer(body).outputs[0].text, json.dumps(body)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = pool.map(lambda body: text_of([running.post("/v1/completions", **body).json()]), bodies)
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer == library_answer(body).outputs[0].text, json.dumps(body)
     assert set(replicas.took) == {"r0", "r1"}
 
 

@@ -4,6 +4,7 @@ import builtins
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -245,19 +246,14 @@ def test_compiled_grammars_are_kept_and_shared_by_threads() -> None:
     made, grammar = requests(), Grammar.json(SCHEMA)
     first = made.matchers.matcher(grammar)
     assert made.matchers.matcher(Grammar.json(json.dumps(SCHEMA))) is first
-    found: list[set[int] | None] = []
 
-    def ask() -> None:
+    def ask(_: int) -> set[int] | None:
         own = constraint(grammar, made)
-        found.append(ids_at(own, tuple(own.forced(3))))
+        return ids_at(own, tuple(own.forced(3)))
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert all(ids == found[0] for ids in found)
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(ask, range(8))]
+    assert found == found[:1] * 8
     for i in range(KEPT_GRAMMARS):
         made.matchers.matcher(Grammar.regex(f"a{{{i + 1}}}"))
     assert made.matchers.matcher(grammar) is not first
@@ -272,16 +268,8 @@ def test_different_grammars_are_compiled_side_by_side_and_equal_ones_once(monkey
         return honest(matchers, grammar)
 
     monkeypatch.setattr(Matchers, "_compiled", compiled)
-    found: dict[int, Matcher] = {}
-
-    def ask(number: int) -> None:
-        found[number] = made.matchers.matcher(Grammar.regex("ab"[number % 2] * 3))
-
-    threads = [threading.Thread(target=ask, args=[number]) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        found = [*pool.map(lambda number: made.matchers.matcher(Grammar.regex("ab"[number % 2] * 3)), range(6))]
     assert sorted(asked) == ["aaa", "bbb"]
     assert [found[number] is found[number % 2] for number in range(6)] == [True] * 6
     assert found[0] is not found[1]
