@@ -154,7 +154,7 @@ class Decoder:
         head = host.shared_head() if host else head
         self.head: Linear = head or make_head(config, backend, take_again, take_groups, quantize, ids)
         self.whole_head = whole_head
-        if config.embedding_scale != 1 and host is None:  # behind the head, which may be of the same numbers
+        if config.embedding_scale != 1 and host is None:  # after making the head, which may share the table
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
         if config.centred and host is None:
             self.embedding = centred(self.embedding, 1)

@@ -1,12 +1,12 @@
-"""Whether a tokenizer and a model belong together, as far as numbers can say, and what ends their answers.
+"""Checks whether a tokenizer fits a model, by the sizes of their vocabularies, and finds the ids that end answers.
 
-The rule follows what real checkpoints do. Models have rows that no token uses, since vocabularies are padded to round
-numbers (Qwen2.5 has 151,665 ids for up to 152,064 rows), and tokenizers have a few added tokens that the model was
-never given rows for, such as a padding token. So up to an eighth of the rows, or 128, may differ either way: more rows
-than that are warned of, and ids beyond the rows are refused if there are more, or if ordinary tokens are among them.
+The rule follows real checkpoints. Models have unused rows, since vocabularies are padded to round numbers (Qwen2.5 has
+151,665 ids for up to 152,064 rows), and tokenizers have a few added tokens without rows in the model, such as a padding
+token. So up to an eighth of the rows, or 128, may differ either way: more unused rows cause a warning; ids beyond the
+rows are refused if there are more, or if ordinary tokens are among them.
 
-Many chat checkpoints name `<|endoftext|>` as the model's end and `<|im_end|>` as the tokenizer's, which is what ends a
-turn. Both end an answer, as in vLLM; transformers ends at the model's alone.
+Many chat checkpoints have `<|endoftext|>` as the model's end id and `<|im_end|>`, which ends a turn, as the
+tokenizer's. Both end an answer, as in vLLM; transformers uses the model's only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def check_fit(tokenizer: Tokenizer, folder: Path, config: ModelConfig, model: str) -> None:
-    """Raise TokenizerError for the tokenizer of `folder` if it cannot be this model's; warn where that is unlikely."""
+    """Raise TokenizerError if the tokenizer of `folder` cannot be this model's; warn if that is unlikely."""
     rows, ids = config.vocab_size, tokenizer.num_ids
     usual = max(rows // 8, 128)
     ordinary = ids > rows and any(i >= rows and i not in tokenizer.added_ids for i in tokenizer.get_vocab().values())

@@ -1,7 +1,7 @@
-"""What a folder holds that is no checkpoint as forerun reads it, with the cure: other formats, parts, broken downloads.
+"""Recognises folders that are no readable checkpoint, for error messages: other formats, parts, broken downloads.
 
-The file decides how such a folder is known, by its files, by config.json and by the names of its tensors, and what its
-user is told.
+Such a folder is recognised by its files, by config.json or by the names of its tensors; each kind has a description and
+a fix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OF_OTHER_KINDS = (
     ("modules.json", "is of sentence-transformers, whose models make vectors and no text", "choose a language model"),
     ("model_index.json", "is a pipeline of diffusers, which makes images", "choose a language model"),
 )
-FOREIGN = (  # by which files a folder is known, the surest first; what it is; what to do
+FOREIGN = (  # file pattern, the most specific first; description; fix
     (
         "adapter_config.json",
         "is an adapter (LoRA) of {base}, and adapters are not read",
@@ -49,7 +49,7 @@ FOREIGN = (  # by which files a folder is known, the surest first; what it is; w
         for end in ("onnx", "h5", "msgpack", "pt", "pth", "bin", "ckpt", "nemo")
     ),
 )
-BROKEN_OFF = tuple(  # files that downloads leave when they are interrupted
+BROKEN_OFF = tuple(  # files that interrupted downloads leave
     (pattern, "lacks files whose download was interrupted, as {name} shows", "repeat it (`hf download owner/name`)")
     for pattern in (
         "*.incomplete",
@@ -59,7 +59,7 @@ BROKEN_OFF = tuple(  # files that downloads leave when they are interrupted
         "*.part",
     )
 )
-TENSORS = {  # by the ends of tensors' names, or what stands in them, the surest first: what they are
+TENSORS = {  # ends or parts of tensor names, the most specific first, and the format
     ".lora_A.": "of an adapter (LoRA)",
     ".qweight": "quantised by GPTQ or AWQ",
     ".quant_map": "quantised by bitsandbytes",
@@ -74,12 +74,12 @@ TENSORS = {  # by the ends of tensors' names, or what stands in them, the surest
     ".q_weight": "quantised by ExLlama",
     ".scales": "quantised by MLX",  # others have scales too, beside the names above
 }
-PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # of models that read more than text
+PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # keys of multimodal models
 
 
 def told_of(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, *FOREIGN)) -> str | None:
-    """What a folder without a readable checkpoint is instead, and what to do: a sentence whose subject, the folder, is
-    left out. None where nothing tells."""
+    """A description of an unreadable folder and a fix, as a sentence without its subject, the folder; None if it is of
+    no known kind."""
     for pattern, what, cure in kinds:
         for path in sorted(folder.glob(pattern)):
             base = read_fields(path, ModelError).values.get("base_model_name_or_path") if "{base}" in what else None
@@ -88,7 +88,7 @@ def told_of(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, 
 
 
 def foreign_tensors(names: Iterable[str]) -> str | None:
-    """What tensors of these names are that are not read, and what to do; None where they may be a model's."""
+    """A description of unsupported tensors with these names and a fix; None if they may be a model's."""
     parts = {part for name in names for part in TENSORS if name.endswith(part) or (part[-1] == "." and part in name)}
     part = next((part for part in TENSORS if part in parts), None)
     config = f"{ORIGINAL}; or config.json as it came with the weights, if that says how they are quantised"

@@ -236,8 +236,7 @@ class Runner:
     def begin_chains(
         self, judged: JudgedChains, starts: Sequence[Start], ids: IdMap, texts: UnreadTexts
     ) -> Download | None:
-        """Begin the chains of the round behind a judged one, where each row's text are the root and guesses of that;
-        None but on a GPU."""
+        """Start the chains that follow a verified round, whose nodes are the unread texts; None except on a GPU."""
         return None
 
     def draw_chains(

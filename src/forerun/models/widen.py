@@ -59,16 +59,16 @@ SHARD_BYTES = 256 << 20
 # What is copied along, but for what is written anew.
 COMPANIONS = ("*.json", "tokenizer*", "*.txt", "*.jinja", OTHER_FILES, "LICENSE*")
 WEIGHTS = "*.safetensors"
-promised_by = cache(tensor_shapes)  # of a source, for each tensor that grows
+promised_by = cache(tensor_shapes)  # of the source, read once for each tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Wider:
-    """The shape to grow to. `mlp` and `heads` grow with `hidden` unless told; heads keep their width and grouping.
+    """The shape to grow to. `mlp` and `heads` grow with `hidden` by default; heads keep their width and grouping.
 
-    Layers that compute nothing are spread between the real ones, the last of which stays last; without `spread` they
-    all come after them. With `experts` every MLP of a dense source becomes so many, of `mlp` neurons each, of which a
-    token takes `active`.
+    Additional layers are spread between the real ones, the last of which stays last; without `spread` they all come
+    after them. With `experts` every MLP of a dense source becomes so many experts of `mlp` neurons each, `active` of
+    them for each token.
     """
 
     hidden: int
@@ -82,7 +82,7 @@ class Wider:
 
     @classmethod
     def of(cls, config: ModelConfig, num_parameters: int) -> Wider:
-        """A shape of about so many parameters: as wide as the layers allow, in steps of 4, which are exact."""
+        """A shape of about `num_parameters`: as wide as the layers allow, in steps of 4, which are exact."""
         if num_parameters < (least := count_parameters(config)):
             raise InvalidRequest(
                 "parameters", f"{amount(num_parameters)} must be at least the model's own {amount(least)}."

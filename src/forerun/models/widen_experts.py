@@ -1,8 +1,8 @@
-"""Widening with experts: those of a source grow as its MLPs do, and a dense source can be given some.
+"""Widening with experts: a source's experts grow like its MLPs, and a dense source can be converted to experts.
 
-Each expert of a source that had none computes the source's own MLP, by the same neurons in places of its own, among
-others that have no effect; so the experts differ, and whichever a token takes, what they give adds up to the same. The
-routers are random: a pass reads about as many experts as it would of a model whose experts are chosen evenly.
+Each expert of a dense source computes the source's MLP, with the same neurons at positions of its own among others that
+have no effect. So the experts' weights differ, but any choice of them gives the same output. The routers are random: a
+pass reads about as many experts as in a model with balanced routing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> ExpertsConfig | None:
-    """The experts of a source whose dense MLP has `mlp` neurons now and whose layer i comes from `layers[i]`."""
+    """The widened experts of a source, whose dense MLP grows to `mlp` neurons and whose layer i is from `layers[i]`."""
     e = config.experts
     if e is None:
         return None
@@ -42,9 +42,9 @@ def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> Exper
 
 
 def given_experts(config: ModelConfig, wide: ModelConfig, count: int, active: int) -> ModelConfig:
-    """`wide`, grown from the dense `config`, with so many experts in every layer, of which a token takes `active`.
+    """`wide`, the widened dense `config`, with `count` experts in every layer, `active` for each token.
 
-    Raises InvalidRequest for a source that has experts, or whose family has no form with any.
+    Raises InvalidRequest for a source with experts, or if its family has no variant with experts.
     """
     form = FAMILIES.get(family_of(config).with_experts or "")
     if config.experts is not None or form is None or form.sparse is None:
@@ -66,7 +66,7 @@ def given_experts(config: ModelConfig, wide: ModelConfig, count: int, active: in
 
 
 def expert_values(source: ModelConfig, wide: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of the experts of `wide`; and, where the source had none, what else tells its family."""
+    """The fields of config.json for the experts of `wide` and, for a dense source, those of the new family."""
     e, family = wide.experts, family_of(wide)
     if e is None or family.sparse is None:
         return {}
@@ -86,21 +86,21 @@ def expert_values(source: ModelConfig, wide: ModelConfig, values: Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Which of the source's tensors a tensor is: its name inside the layer, and the expert and axis of its neurons."""
+    """The source's tensor of an expert's tensor: its name inside the layer; the expert, and the axis of neurons."""
 
     name: str
     expert: int
     axis: int
 
     def places(self, source: int, wide: int, layer: int, seed: int) -> Int[Tensor, " neurons"]:
-        """Where the neurons of the source's MLP are among those of this expert."""
+        """The positions of the source's neurons among those of this expert."""
         dice = torch.Generator().manual_seed(((seed * 10_007 + layer) * 10_007 + self.expert) % 2**63)
         return torch.randperm(wide, generator=dice)[:source]
 
 
 @cache
 def parts_of(source: ModelConfig, wide: ModelConfig) -> dict[str, ExpertPart]:
-    """The tensors of experts that a dense source was given, by their names inside a layer; none for other sources."""
+    """The experts' tensors of a widened dense source, by their names inside a layer; empty for other sources."""
     table = LayerTable.of(source, 0)
     if source.experts is not None or wide.experts is None or table.dense is None:
         return {}

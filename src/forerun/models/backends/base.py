@@ -66,9 +66,9 @@ class ChainStarts:
     texts: UnreadTexts | None = None
 
 
-# Draws guesses of each start and reads them, all but a chain's last one, into the cache, which has room. A chain ends
-# where its draw is not certain. The tensor, if there is one, is of float32 and gets the residual stream behind every
-# guess that is read: [starts, depth, hidden]. Returns the guesses and, where starts have a minimum, their survival.
+# Drafts a chain for each start and reads all of its tokens but the last into the cache, which must have room. A chain
+# ends where a sample is not certain. The tensor, if given, is float32 and receives the residual stream after every
+# token that is read: [starts, depth, hidden]. Returns the tokens and, if starts have a `min_survival`, their survival.
 ChainDrawer = Callable[[ChainStarts, PagedCache, Tensor | None], tuple[list[list[int]], list[list[float]] | None]]
 
 

@@ -1,10 +1,9 @@
-"""Whether a kernel gives a row the same bits alone, beside other rows, and among any number of rows.
+"""Tests whether a kernel is batch-invariant: a row has the same bits alone and among any number of rows.
 
-This file decides which inputs kernels are tested with, and how many rows at a time can be trusted. Libraries choose the
-order of a sum by shape and by processor, so every shape is tested on the machine at hand. Ordinary inputs hardly show
-a difference: two orders differ in the last bit of a float32, which rounding to bfloat16 hides in all but a few of
-10,000 results. So the inputs are made to cancel: the exact result is zero, the computed one is the rounding error, and
-two orders differ nearly everywhere.
+Libraries choose the order of summation by shape and processor, so every shape is tested on the machine at hand.
+Ordinary inputs hardly show a difference: two orders differ in the last bit of a float32, which rounding to bfloat16
+hides in all but a few of 10,000 results. So the inputs are made to cancel: the exact result is zero, the computed one
+is the rounding error, and two orders differ nearly everywhere.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ RowBatch = Float[Tensor, "rows *width"]
 
 
 def agreed_rows(kernel: Callable[[RowBatch], RowBatch], x: RowBatch, counts: Sequence[int], unit: int) -> int:
-    """The last of the ascending `counts` up to which all give the bits that `unit` rows at a time give, or 0."""
+    """The largest of the ascending `counts` of rows up to which the bits equal those of `unit` rows at a time; or 0."""
     apart = torch.cat([kernel(part.contiguous()) for part in x.split(unit)])
     agreed = 0
     for count in counts:
@@ -33,7 +32,7 @@ def agreed_rows(kernel: Callable[[RowBatch], RowBatch], x: RowBatch, counts: Seq
 def cancelling_product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "outputs inputs"]]:
-    """x and weight whose product is exactly zero, in pairs of terms that lie far from each other."""
+    """x and weight whose product is exactly zero: each term has its negative far away."""
     dice = torch.Generator().manual_seed(inputs)
     order = torch.randperm(inputs, generator=dice)
     x, weight = (torch.randn(n, inputs // 2, generator=dice) for n in (rows, outputs))
@@ -43,7 +42,7 @@ def cancelling_product(
 def cancelling_scores(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values whose scores are zero but for rounding, which is scaled up to be of size 1."""
+    """Queries, keys and values whose exact scores are zero; rounding errors are scaled up to about 1."""
     dice = torch.Generator().manual_seed(head_dim)
     order = torch.randperm(head_dim, generator=dice)
     q = 1e3 * torch.randn(rows, heads, head_dim // 2, generator=dice)
@@ -55,7 +54,7 @@ def cancelling_scores(
 def cancelling_values(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of which every value is weighted like its negative elsewhere."""
+    """Queries, keys and values such that every value has the same weight as its negative elsewhere."""
     dice = torch.Generator().manual_seed(head_dim)
     order = torch.randperm(num_keys, generator=dice)
     q = 0.1 * torch.randn(rows, heads, head_dim, generator=dice)
@@ -65,6 +64,6 @@ def cancelling_values(
 
 
 def doubled(half: Float[Tensor, "*rows half"], sign: int, order: Tensor) -> Float[Tensor, "*rows width"]:
-    """`half`, itself again times `sign`, and zeros up to the length of `order`, in which all of it is put."""
+    """`half`, `sign * half` and zeros up to the length of `order`, permuted by `order`."""
     rest = half.new_zeros(*half.shape[:-1], len(order) - 2 * half.shape[-1])
     return torch.cat([half, sign * half, rest], dim=-1)[..., order]

@@ -1,8 +1,7 @@
 """The Python interface to the compiled kernels of models: linear layers, and a decoder's layers in one call.
 
-This file decides how tensors become pointers, and which objects keep the memory alive. Results equal those of
-torch's operators up to rounding: the residual stream stays in float32, and a row's bits do not depend on other rows, by
-construction.
+This file passes tensors as pointers and keeps their memory alive. Results equal those of torch's operators up to
+rounding: the residual stream is float32, and the bits of a row do not depend on other rows, by construction.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ from forerun.models.rows import padded, padded_gains, padded_to_width
 from forerun.sampling.draws import Draws
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
-INT4 = 3  # is handed over as int8, and packed by the library
-WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # formats of weights that are not quantised
+INT4 = 3  # passed as int8, and packed by the library
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of unquantized weights
 MAX_HEAD_DIM = 512
 TABLES = ("path_of", "last_key", "first_slots", "num_plain", "source_ends", "sources")  # of a pass, see decoder.hpp
 FIRST_SLOTS = TABLES.index("first_slots")
 
 
 class NativeBackend:
-    """The library, opened and found to compute what it should on this machine.
+    """The backend of the compiled kernels.
 
-    `file` is the name of its file, which says from what and for which processor it was compiled.
+    `file` is the name of the library's file, which identifies its sources, compiler and processor.
     """
 
     def __init__(self, lib: ctypes.CDLL) -> None:
@@ -83,14 +82,14 @@ class NativeBackend:
 
     @property
     def arithmetic(self) -> str:
-        """The kernels give the same bits for any number of threads and from any compiler, but filters and penalties
-        are torch's: of its row-wise functions, which depend on the instructions that torch uses."""
+        """The instruction set of torch's row-wise functions, which filters and penalties use; the kernels themselves
+        give the same bits for any number of threads and any compiler."""
         return f"{torch.backends.cpu.get_cpu_capability()} "
 
     def linear(
         self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None
     ) -> NativeLinear:
-        """A packed layer: of 8 or 4 bits with `quantize`, else in the weight's own format, one of WEIGHTS."""
+        """A packed layer, of 8 or 4 bits with `quantize`, else in the weight's dtype, one of WEIGHTS."""
         shape, scales = weight.shape, None
         if quantize is not None:
             weight, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
@@ -99,7 +98,7 @@ class NativeBackend:
         return NativeLinear(self.lib, shape, self.lib.forerun_linear(number, *shape, *addresses(weight, scales, bias)))
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> NativeLinear:
-        """A packed layer of weights in groups; scales are held in float16 where that loses nothing."""
+        """A packed layer of weights in groups; scales are stored in float16 if that is exact."""
         values = [weight.scales, *(() if weight.least is None else (weight.least,))]
         wide = any(not torch.equal(value.half().float(), value) for value in values)
         groups = CGroups(bits=weight.bits, size=weight.size, has_least=weight.least is not None, wide=wide)
@@ -109,10 +108,10 @@ class NativeBackend:
         return NativeLinear(self.lib, shape, self.lib.forerun_grouped(groups, *shape, *addresses(*kept)))
 
     def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> None:
-        """None: each is asked for its rows."""
+        """None: experts are computed one by one."""
 
     def capped(self, head: Linear, limit: float) -> Linear:
-        """The layer itself, which bounds its outputs from now on."""
+        """This layer, whose outputs are soft-capped from now on."""
         self.lib.forerun_cap(native(head).pointer, limit)
         return head
 
@@ -121,7 +120,7 @@ class NativeBackend:
 
 
 class NativeLinear:
-    """A weight that the library has packed, and frees with this; any number of rows, each with bits of its own."""
+    """A linear layer packed by the library, for any number of rows; the bits of a row depend on that row alone."""
 
     def __init__(self, lib: ctypes.CDLL, shape: torch.Size, pointer: int | None) -> None:
         self.outputs, self.inputs = shape
@@ -133,7 +132,7 @@ class NativeLinear:
     def __call__(
         self, x: Float[Tensor, "rows inputs"], norm: Float[Tensor, " padded"] | None = None, eps: float = 0.0
     ) -> Float[Tensor, "rows outputs"]:
-        """`x @ weight.T + bias`, computed from and to float32; of the rows' norm, if its padded gains are given."""
+        """`x @ weight.T + bias` in float32; with padded `norm` gains, of the RMS norm of `x`."""
         rows, count = x.float().contiguous(), x.shape[0]
         out = torch.empty(count, self.width)
         gains = None if norm is None else norm.data_ptr()
@@ -144,7 +143,7 @@ class NativeLinear:
 
 
 class NativeExecutor:
-    """A decoder's layers, compiled as a whole; one pass at a time. The residual stream is of float32."""
+    """Runs a decoder's layers in one call of the library, one pass at a time. The residual stream is float32."""
 
     def __init__(self, kernels: NativeBackend, parts: DecoderParts) -> None:
         config, layers, norm, entry = parts.config, parts.layers, parts.norm, parts.entry
@@ -157,7 +156,7 @@ class NativeExecutor:
         self.norm = None if norm is None else padded_gains(norm)
         self.head, self.norm_eps = native(parts.head), config.norm_eps
         self.num_layers = len(layers)  # of a chain's passes
-        self.kept: list[object] = [parts]  # what the library points at
+        self.kept: list[object] = [parts]  # owns the memory that the library points to
         self.entry = None if entry is None else self.compiled(entry)
         local = config if parts.ranks is None else parts.ranks.shard.of(config)
         alone: tuple[Any, int | None] = CGather(), None
@@ -223,19 +222,19 @@ class NativeExecutor:
         return pointers
 
     def gains(self, norm: Float[Tensor, " width"] | None) -> int | None:
-        """Where a norm's gains lie, padded; None where there is none."""
+        """The address of a norm's padded gains; None without a norm."""
         return None if norm is None else self.keep(padded_gains(norm))
 
     def keep(self, tensor: Tensor) -> int:
-        """Its address, for as long as this lives."""
+        """Keep a tensor alive with this object; returns its address."""
         self.kept.append(tensor)
         return tensor.data_ptr()
 
     def lower(self, num_layers: int) -> NativeExecutor:
-        """The first layers: chains are drawn behind these."""
+        """As in Executor; chains are drafted with the first layers."""
         part = copy(self)
         part.num_layers = num_layers
-        part.kept = [self]  # which frees what both point at
+        part.kept = [self]  # owns the memory of both
         return part
 
     def run(
@@ -253,8 +252,8 @@ class NativeExecutor:
         cache: PagedCache,
         read: AttentionInputs | None = None,
     ) -> Stream:
-        """The stream behind these layers; `places` are positions and slots, `tables` as `pass_tables` gives them."""
-        assert x.dtype == self.stream, f"{x.dtype} is not the stream's format"
+        """The residual stream after these layers; `places` are positions and slots, `tables` those of `pass_tables`."""
+        assert x.dtype == self.stream, f"{x.dtype} is not the stream's dtype"
         x, num_tokens = x.clone(memory_format=torch.contiguous_format), x.shape[0]
         read, num_experts = None if read is None else padded_to_width(read), c_int64(0)
         sizes = {"num_tokens": num_tokens, "num_paths": len(tables[FIRST_SLOTS])}
@@ -268,13 +267,13 @@ class NativeExecutor:
         return x
 
     def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
-        """A pass in which nothing looks."""
+        """As in Executor: a pass without attention paths."""
         read, places = padded_to_width(read), {"positions": batch.positions.data_ptr(), "slots": batch.slots.data_ptr()}
         sizes = {"num_tokens": len(read), "end_layer": self.num_layers}
         self.lib.forerun_forward(self.pointer, self.frame(cache, read=read.data_ptr(), **places, **sizes))
 
     def frame(self, cache: PagedCache, **fields: int | None) -> CPass:
-        """A pass over this cache, with these fields beside its own."""
+        """The CPass of a pass over this cache, with these further fields."""
         return CPass(
             num_threads=num_threads(fields.get("num_tokens") or 1),
             keys=cache.keys.data_ptr(),
@@ -286,7 +285,7 @@ class NativeExecutor:
         )
 
     def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
-        """Chains under coupled noise, where every row's law is compiled."""
+        """As in Executor: for coupled sampling, if kernels can compute every row's law."""
         if draws.rejection or reads_states != (self.entry is not None):
             return None
         laws = draws.row_laws
@@ -295,8 +294,8 @@ class NativeExecutor:
     def draw_chains(
         self, laws: RowLaws, begin: ChainStarts, cache: PagedCache, states: Float[Tensor, "starts depth hidden"] | None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """The guesses of each start from these laws, drawn and read in turn, and where starts have a minimum their
-        survival."""
+        """Draft a chain for each start, alternating sampling and reading; returns the tokens and, if any start has a
+        `min_survival`, their survival."""
         laws, embedding, head_ids = laws.some([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
         depths, least = [s.depth for s in begin.starts], array("f", [s.min_survival for s in begin.starts])
         least = least if any(least) else least[:0]
@@ -304,7 +303,7 @@ class NativeExecutor:
         deepest, texts, read = max(depths), begin.texts, {}
         if texts is not None:
             counts, unread = array("q", map(len, texts.tokens)), array("q", itertools.chain(*texts.tokens))
-            assert texts.roots is not None, "layers that read states guess behind texts"
+            assert texts.roots is not None, "layers that read states draft after texts"
             beside = texts.states.float().contiguous()
             read = {"text_counts": address(counts), "text_tokens": address(unread)}
             read |= {"text_states": beside.data_ptr(), "roots": texts.roots.data_ptr()}
@@ -344,7 +343,7 @@ class NativeExecutor:
         return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
-        """Rows behind a norm, to the bit as whole chains have them."""
+        """Rows after a norm, with the bits of `chain_drawer`."""
         rows, gains = padded_to_width(x), padded_gains(gain)
         normed = torch.empty_like(rows)
         places = rows.data_ptr(), gains.data_ptr(), self.norm_eps, len(x), x.shape[1], normed.data_ptr()
@@ -356,7 +355,7 @@ class NativeExecutor:
 
 
 def pass_tables(batch: TokenBatch, num_slots: int) -> list[array[int]]:
-    """A batch's paths over a cache of so many slots as TABLES: of each token, of each path, and sources packed."""
+    """The paths of a batch as TABLES, over a cache of `num_slots`: by token, by path, and packed sources."""
     path_of, last_key = (array("q", [0]) * len(batch.tokens) for _ in range(2))
     for number, path in enumerate(batch.paths):
         for query, position in zip(path.queries, path.positions, strict=True):
@@ -385,6 +384,6 @@ def gated(mlp: GatedMlp) -> CGated:
 
 
 def native(linear: Linear) -> NativeLinear:
-    """A layer that this library packed."""
-    assert isinstance(linear, NativeLinear), f"a decoder is compiled as a whole; {linear} is not one of its layers"
+    """The linear layer, which must be one of this library."""
+    assert isinstance(linear, NativeLinear), f"all layers of a native decoder are NativeLinear; {linear} is not"
     return linear

@@ -1,7 +1,7 @@
-"""Whether the compiled kernels are there, and compute on this machine what they should.
+"""Finds the compiled kernels and checks them on this machine before a model uses them.
 
-This file decides what a library has to show before a model is packed for it: the definition's results, or nearly, and
-each row's bits as if it were alone, in every format. What the kernels do is in `native.py`.
+In every format a library must give the results of the definition, up to rounding, and the bits of a row must not depend
+on other rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find_kernels(
 ) -> NativeBackend | None:
     """The kernels, compiled if necessary; None for torch's operators: if asked for or, with a warning, without kernels.
 
-    Raises UnsupportedModel where kernels are required and cannot be had.
+    Raises UnsupportedModel if kernels are required but not available.
     """
     if choice == "torch":
         return None
@@ -46,7 +46,7 @@ def find_kernels(
 
 @cache
 def checked(lib: ctypes.CDLL) -> NativeBackend:
-    """The library if it computes what it should: the definition or nearly, and each row as if it were alone."""
+    """The backend of a library that passes the checks. Raises NoKernels otherwise."""
     kernels = NativeBackend(lib)
     outputs, inputs, rows = 72, 200, 40
     formats: list[tuple[torch.dtype, Quantization | None]] = [(dtype, None) for dtype in WEIGHTS]
@@ -55,7 +55,7 @@ def checked(lib: ctypes.CDLL) -> NativeBackend:
         layer = kernels.linear(weight := weight.to(dtype), None, quantize)
         alone = torch.cat([layer(row[None]) for row in x])
         exact = torch.eye(inputs)[:rows] * 64
-        if quantize == "int4":  # too coarse to be close
+        if quantize == "int4":  # too coarse for a comparison with the unquantized product
             right = torch.equal(layer(exact), Quantized4Linear(weight, None)(exact))
         else:
             right = torch.allclose(layer(exact).double(), exact.double() @ weight.double().T, rtol=0.02, atol=1.0)

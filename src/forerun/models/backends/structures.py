@@ -1,4 +1,4 @@
-"""The structures that Python hands to the compiled kernels of models, field by field as the C++ sources have them."""
+"""The ctypes structures of the compiled kernels of models, with the same fields as in the C++ sources."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The configuration of a GGUF file as config.json and generation_config.json would spell it.
+"""The configuration of a GGUF file, converted to config.json and generation_config.json.
 
-One table says which of Hugging Face's architectures an architecture of llama.cpp is. Keys are those of
-ggml-org/ggml's docs/gguf.md.
+One table maps the architectures of llama.cpp to those of Hugging Face. Keys are those of ggml-org/ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_place
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
-    "internlm2": "LlamaForCausalLM",  # whose queries, keys and values are apart there
+    "internlm2": "LlamaForCausalLM",  # with separate query, key and value tensors in GGUF
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
@@ -31,8 +30,8 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
 }
 EAGLE = "eagle3"  # an architecture that is a drafter
-WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # of architectures that share a name with dense ones
-SIZES = {  # keys of the metadata, behind the architecture's name, and of config.json
+WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # GGUF has one name for both
+SIZES = {  # keys of the metadata, after the architecture's name, and of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
@@ -55,15 +54,15 @@ YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
 }
-GROWTH = "attention.temperature_scale"  # how queries grow with their positions
-LARGEST_GEMMA = (("gemma2", 46), ("gemma3", 62))  # by layers: the models whose queries are divided by another root
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # what numbers are held in that are in no groups
+GROWTH = "attention.temperature_scale"  # growth of queries with the position
+LARGEST_GEMMA = (("gemma2", 46), ("gemma3", 62))  # by layers: the models with another scale of queries
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # formats that are not quantized
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # general.sampling.*
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
-    """What config.json would hold. Raises UnsupportedModel for an architecture that is not computed."""
+    """The contents of config.json. Raises UnsupportedModel for an unsupported architecture."""
     name = ARCHITECTURES.get(file.architecture)
     if file.architecture == EAGLE:
         return eagle_json(file)
@@ -72,7 +71,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise file.fields.refuse("general.architecture", supported)
     fields, config = file.model_fields, shape_json(file)
     modules = fields.whole("nextn_predict_layers", 0, least=0, most=config["num_hidden_layers"] - 1)
-    if modules:  # which count as blocks
+    if modules:  # MTP modules count as blocks
         config |= {"num_hidden_layers": config["num_hidden_layers"] - modules, "num_nextn_predict_layers": modules}
     experts = fields.whole("expert_count", 0, least=0)
     if experts:
@@ -80,7 +79,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config |= {"num_experts": experts, "num_local_experts": experts, "norm_topk_prob": normed}
         name = WITH_EXPERTS.get(name, name)
     if file.architecture == "mistral3" and fields.optional(GROWTH) is None:
-        name = "LlamaForCausalLM"  # which Mistral's models without windows are
+        name = "LlamaForCausalLM"  # Mistral's models without windows
     config["architectures"] = [name]
     config["intermediate_size"] = fields.whole("feed_forward_length", config.get("moe_intermediate_size"))
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
@@ -107,7 +106,7 @@ def shape_json(file: GgufFile) -> dict[str, Any]:
 
 
 def eagle_json(file: GgufFile) -> dict[str, Any]:
-    """What the config.json of an EAGLE-3 drafter would hold, in its authors' spelling."""
+    """The contents of config.json of an EAGLE-3 drafter, in its authors' form."""
     fields, config = file.model_fields, shape_json(file)
     tokens = file.metadata.get("tokenizer.ggml.tokens") or ()
     taps = fields.values.get("target_layers", fields.values.get("extract_layers"))
@@ -126,14 +125,14 @@ def eagle_json(file: GgufFile) -> dict[str, Any]:
 
 
 def query_scalar(file: GgufFile, config: Mapping[str, Any]) -> int:
-    """What queries are divided by the root of: their width, but for Gemma 2 and 3 of 27 billion parameters."""
+    """The number whose root divides queries: the head width, except in Gemma 2 and 3 27B."""
     width = int(config["hidden_size"] // config["num_attention_heads"])
     wide = (file.architecture, config["num_hidden_layers"]) in LARGEST_GEMMA
     return width if wide else int(config.get("head_dim", width))
 
 
 def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How positions are scaled, as config.json spells it; None where they are not."""
+    """The rotary scaling as in config.json; None without scaling."""
     fields = file.model_fields
     kind = fields.text("rope.scaling.type")
     if ROPE_DIVISORS in file.tensors:
@@ -151,7 +150,8 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling, which the file holds as one divisor for each frequency, by the numbers that give these."""
+    """The parameters of Llama 3's scaling, from the file's divisors, one for each frequency. Raises UnsupportedModel
+    for divisors of another scaling."""
     divisors = read_place(file.tensors[ROPE_DIVISORS]).double()
     factor = float(divisors.max())
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
@@ -159,8 +159,8 @@ def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     size = 2 * len(divisors)
     for i, divisor in enumerate(divisors.tolist()):
-        turns = original / (2 * math.pi * theta ** (2 * i / size))
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        rotations = original / (2 * math.pi * theta ** (2 * i / size))
+        smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
         expected = 1 / ((1 - smooth) / factor + smooth)
         if not np.isclose(divisor, expected, rtol=1e-3):
             raise UnsupportedModel(
@@ -171,7 +171,7 @@ def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generation_json(file: GgufFile) -> dict[str, Any]:
-    """What generation_config.json would hold: all ids that end an answer, and sampling defaults where there are any."""
+    """The contents of generation_config.json: all ids that end an answer, and sampling defaults."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     values: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     for key, json in SAMPLING.items():

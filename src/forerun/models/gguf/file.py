@@ -1,9 +1,8 @@
-"""GgufFile: a model's metadata and where its tensors lie, read with errors that name the file.
+"""GgufFile: the metadata of a GGUF model and the locations of its tensors, with errors that name the file.
 
-The package `gguf` names the formats of numbers; this file decides which are read and what damage is called, and joins
-the parts of a model that was split. It does not know what a tensor is for. The layout of a header is that of ggml's
-docs/gguf.md, versions 2 and 3 (ggml-org/ggml). Lists of a vocabulary's length are read in one loop each, for a header
-may hold a million values.
+The package `gguf` names the number formats; this file selects the supported ones and joins the parts of a split model.
+The layout of the header is that of ggml's docs/gguf.md, versions 2 and 3 (ggml-org/ggml). Lists are read in one loop
+each, since a vocabulary may have a million entries.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from forerun.fields import Fields, mistaken, short
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-WHOLE = ("I32", "I64")  # numbers of tables of ids
+WHOLE = ("I32", "I64")  # formats of tables of ids
 AGAIN = "download it again (`hf download owner/name FILE`)"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -36,7 +35,7 @@ USUAL_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a header says of a tensor: its sizes, the outermost first, the number of its format, its first byte."""
+    """A tensor's entry in the header: shape, outermost size first, number of its format, and offset of its data."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,8 +44,9 @@ class TensorHeader:
 
 
 class Header:
-    """A header, read from its first byte to its last: `metadata`, and `tensors`, whose offsets count from the beginning
-    of the file. Raises ValueError where the bytes are none.
+    """The header of a GGUF file: `metadata`, and `tensors`, whose offsets count from the beginning of the file.
+
+    Raises ValueError for invalid bytes.
     """
 
     def __init__(self, data: Any) -> None:
@@ -75,14 +75,14 @@ class Header:
         self.tensors = [replace(tensor, offset=first + tensor.offset) for tensor in tensors]
 
     def numbers(self, code: str, count: int) -> tuple[Any, ...]:
-        """The next numbers of one type."""
+        """Read the next `count` numbers of one type."""
         form = f"<{self.room(count, struct.calcsize('<' + code))}{code}"
         values = struct.unpack_from(form, self.data, self.at)
         self.at += struct.calcsize(form)
         return values
 
     def room(self, count: int, size: int) -> int:
-        """The count, if so many things of this size fit into the rest of the file."""
+        """The count, if so many items of this size fit into the rest of the file. Raises ValueError otherwise."""
         if count * size > len(self.data) - self.at:
             raise ValueError("it ends inside its header")
         return count
@@ -91,7 +91,7 @@ class Header:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """So many texts that stand next in the file."""
+        """Read the next `count` strings."""
         data, at, texts = self.data, self.at, []
         for _ in range(self.room(count, LENGTH.size)):
             if at + LENGTH.size > len(data):
@@ -104,7 +104,7 @@ class Header:
         return texts
 
     def value(self, kind: int) -> Any:
-        """The next value of a type: a number, a text, or a list of these."""
+        """Read the next value of this type: a number, a string, or a list of these."""
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
@@ -113,13 +113,13 @@ class Header:
         return self.strings(count) if inner == STRING else [*self.numbers(self.code(inner), count)]
 
     def code(self, kind: int) -> str:
-        """How struct spells a type of numbers."""
+        """The format character of a number type in struct."""
         if kind not in SCALARS:
             raise ValueError(f"a value has type {kind}")
         return SCALARS[kind]
 
     def tensor(self) -> TensorHeader:
-        """What is said of the next tensor; its offset counts from the end of the header."""
+        """Read the next tensor's entry; its offset counts from the end of the header."""
         name, (dimensions,) = self.string(), self.numbers("I", 1)
         if dimensions > MOST_DIMENSIONS:
             raise ValueError(f"{short(name)} has {dimensions} dimensions")
@@ -175,7 +175,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the family, such as "qwen2"."""
+        """The architecture in llama.cpp's naming, such as "qwen2"."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property

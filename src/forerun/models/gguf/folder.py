@@ -1,7 +1,7 @@
-"""A GGUF file as a checkpoint's folder: its configuration and tokenizer in Hugging Face's files, its weights in place.
+"""A GGUF file as a checkpoint folder: configuration and tokenizer as Hugging Face files, with the weights in place.
 
-The folder lies in forerun's cache and is written once for each state of the file. Everything that reads checkpoints
-reads it; the tensors stay in the file, and INDEX says where.
+The folder is in forerun's cache and is written once for each state of the file. All readers of checkpoints can read it;
+the tensors stay in the GGUF file, and INDEX holds their locations.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from forerun.store import cache_folder, replace_file
 from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
-FORM = 3  # of the files in the folder: another number whenever what is written there changes
+FORM = 3  # version of the files in the folder, increased with every change of their content
 
 
 def folder_of(path: Path) -> Path:
-    """The folder that stands for a GGUF file, written if it is not there. Raises ModelError."""
+    """The folder that represents a GGUF file, written if it does not exist. Raises ModelError."""
     states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.absolute())]
     digest = sha256(json.dumps([__version__, FORM, states]).encode()).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{path.stem}-{digest}"
@@ -37,7 +37,7 @@ def folder_of(path: Path) -> Path:
         texts = files_of(file)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in sorted(texts, key=lambda name: name == INDEX):  # last, for it says that all are there
+            for name in sorted(texts, key=lambda name: name == INDEX):  # last, since it marks a complete folder
                 replace_file(folder / name, texts[name].encode())
         except OSError as error:
             cure = "free space there, or let XDG_CACHE_HOME name a folder that can be written"
@@ -46,10 +46,10 @@ def folder_of(path: Path) -> Path:
 
 
 def choose_file(folder: Path, wanted: str | None, name: str) -> Path | None:
-    """The GGUF file in a folder whose name has the wanted format in it, such as "Q4_K_M"; None without such files.
+    """The GGUF file in a folder whose name contains the format `wanted`, such as "Q4_K_M"; None without GGUF files.
 
-    Of a model in parts it is the first. `name` is what the user called the folder. Raises ModelNotFound where there are
-    several to choose from, or none is of this format.
+    Of a split model it is the first part. `name` is the user's name of the folder. Raises ModelNotFound if several
+    files or none match.
     """
     files = [path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith(("mmproj", "imatrix"))]
     files = [path for path in files if (part := PART.fullmatch(path.name)) is None or int(part[2]) == 1]
@@ -61,7 +61,7 @@ def choose_file(folder: Path, wanted: str | None, name: str) -> Path | None:
 
 
 def files_of(file: GgufFile) -> dict[str, str]:
-    """The texts of the files in the folder, by their names."""
+    """The contents of the files in the folder, by name."""
     config = config_json(file)
     family = FAMILIES.get(config["architectures"][0])
     tensors = eagle_tensors(file) if family is None else hugging_face_tensors(file, family)
@@ -74,7 +74,7 @@ def files_of(file: GgufFile) -> dict[str, str]:
 
 
 def tokenizer_or_problem(file: GgufFile) -> dict[str, str]:
-    """The files of its tokenizer or, where it cannot be read, what will be said when one is asked for."""
+    """The files of its tokenizer or, if it cannot be read, a file with the error to raise when it is needed."""
     try:
         return tokenizer_files(file)
     except TokenizerError as error:
@@ -82,7 +82,7 @@ def tokenizer_or_problem(file: GgufFile) -> dict[str, str]:
 
 
 def stored_tensors(folder: Path) -> dict[str, GgufTensor]:
-    """The tensors of a file by Hugging Face's names, as the folder that stands for it says."""
+    """The tensors of a GGUF file by Hugging Face's names, from the folder that represents it."""
     entries = read_fields(folder / INDEX, MissingWeights, MissingWeights).values
     try:
         return {name: tensor_of(entry) for name, entry in entries.items()}
@@ -91,7 +91,7 @@ def stored_tensors(folder: Path) -> dict[str, GgufTensor]:
 
 
 def tensor_of(entry: dict[str, Any]) -> GgufTensor:
-    """A tensor as INDEX describes it."""
+    """A tensor from its entry in INDEX."""
     places = tuple(
         Place(**{**place, "file": Path(place["file"]), "shape": tuple(place["shape"])}) for place in entry["places"]
     )

@@ -1,7 +1,7 @@
-"""The blocks of GGUF's quantised formats as weights in groups: the same numbers, scales and least values, unpacked.
+"""The quantized block formats of GGUF as weights in groups: the same integers, scales and lowest values, unpacked.
 
-Layouts are those of ggml's block structures (ggml-org/ggml, src/ggml-common.h). What a format's numbers are worth is
-checked against the package `gguf`, which unpacks them to float32.
+Layouts are those of ggml's block structures (ggml-org/ggml, src/ggml-common.h). Tests compare the values with those of
+the package `gguf`, which dequantizes to float32.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]  # [blocks, groups of a block]
-MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the numbers
-Unpacked = tuple[NDArray[np.int8], Floats, Floats | None]  # numbers [blocks, inputs of a block], scales, least values
+MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values
+Unpacked = tuple[NDArray[np.int8], Floats, Floats | None]  # numbers [blocks, inputs of a block], scales, lowest values
 
 
 def half(blocks: Bytes, at: int) -> Floats:
-    """The float16 that stands in each block, as a column."""
+    """The float16 at byte `at` of each block, as a column."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def halves(packed: Bytes) -> Bytes:
-    """Bytes' lower halves, then their upper halves."""
+    """The lower halves of all bytes, then the upper halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
 def fifth_bits(packed: Bytes) -> Bytes:
-    """A bit for each of 32 numbers, moved to where it counts 16."""
+    """The fifth bits of 32 numbers, shifted to the value 16."""
     bits: Bytes = np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
     return bits
 
@@ -60,10 +60,10 @@ def q5_1(b: Bytes) -> Unpacked:
 
 
 def scales_and_least(b: Bytes) -> tuple[Floats, Floats]:
-    """Of the eight groups of a block of Q4_K or Q5_K: 6 bits for each, behind the two factors that they share.
+    """Scales and lowest values of the eight groups of a Q4_K or Q5_K block: 6 bits each, times two shared factors.
 
-    Four bytes hold the first four scales and the upper bits of the last four, the next four likewise the minima, and
-    the last four the lower halves of the last four of both.
+    Four bytes hold the first four scales and the upper bits of the last four, the next four bytes the same of the
+    minima, and the last four bytes the lower halves of the last four of both.
     """
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
@@ -72,7 +72,7 @@ def scales_and_least(b: Bytes) -> tuple[Floats, Floats]:
 
 
 def pairs_of_groups(packed: Bytes) -> Bytes:
-    """Four runs of 32 bytes, each holding two groups of 32 numbers in its halves."""
+    """The numbers of four runs of 32 bytes, each with two groups of 32 numbers in its halves."""
     return np.concatenate([halves(part) for part in np.split(packed, 4, axis=1)], axis=1)
 
 
@@ -100,8 +100,8 @@ def mxfp4(b: Bytes) -> Unpacked:
     return numbers, np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128) * numbers.any(1, keepdims=True), None
 
 
-BLOCK_NUMBERS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}  # in a block; of all others 32
-# How a format is unpacked, the bits of its numbers, how many of them share a scale, and the bits that one takes in all.
+BLOCK_NUMBERS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}  # numbers in a block; 32 in all others
+# By format: unpacking function, bits of a number, numbers of a group, and total bits for each number.
 GROUPED: dict[str, tuple[Callable[[Bytes], Unpacked], int, int, float]] = {
     "Q8_0": (q8_0, 8, 32, 8.5),
     "Q4_0": (q4_0, 4, 32, 4.5),
@@ -113,11 +113,11 @@ GROUPED: dict[str, tuple[Callable[[Bytes], Unpacked], int, int, float]] = {
     "Q6_K": (q6_k, 8, 16, 10),
     "MXFP4": (mxfp4, 8, 32, 8.5),
 }
-GPU_BITS = {"Q8_0": 9, "Q5_0": 9, "Q5_1": 10, "MXFP4": 4.5}  # on GPUs, where scales of 8-bit numbers are in float32
+GPU_BITS = {"Q8_0": 9, "Q5_0": 9, "Q5_1": 10, "MXFP4": 4.5}  # total bits on GPUs, with float32 scales of 8-bit numbers
 
 
 def grouped(rows: NDArray[np.uint8], number_format: str, shape: tuple[int, ...]) -> GroupedWeight:
-    """A matrix of this shape, whose rows are blocks of this format, as a weight in groups."""
+    """A matrix of this shape as a weight in groups; `rows` are its blocks in this format."""
     unpack, bits, size, _ = GROUPED[number_format]
     num_blocks = shape[0] * shape[1] // BLOCK_NUMBERS.get(number_format, 32)
     numbers, scales, least = unpack(np.ascontiguousarray(rows).reshape(num_blocks, -1))

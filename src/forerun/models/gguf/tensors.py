@@ -23,9 +23,9 @@ from forerun.models.families import FAMILIES, ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
 from forerun.models.gguf.groups import GPU_BITS, GROUPED, grouped
 
-# Architectures that hold the halves of a query's or key's head by turns.
+# Architectures whose query and key heads have interleaved halves.
 ROTATED = ("llama", "mistral3", "internlm2", "eagle3")
-BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
+BLOCK_NUMBERS = 1 << 22  # numbers dequantized at a time
 PLAIN = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I64": np.int64}
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
@@ -44,7 +44,7 @@ INNER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-NEXTN = {  # of modules for multi-token prediction, behind the block's other tensors
+NEXTN = {  # tensors of MTP modules, besides those of the block
     **{name: name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
     "shared_head_head": "shared_head.head",
     "shared_head_norm": "shared_head.norm",
@@ -56,18 +56,18 @@ NORMS = {
     "post_ffw_norm": "mlp_out",
 }
 HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # keys of the metadata
-IDS = "d2t"  # the target's tokens that an EAGLE-3 head has
+IDS = "d2t"  # the target's ids of an EAGLE-3 head's tokens
 ROPE_DIVISORS = "rope_freqs.weight"
-IDLE = (ROPE_DIVISORS,)  # what config.json says instead
+IDLE = (ROPE_DIVISORS,)  # replaced by fields of config.json
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor as Hugging Face has it: the numbers of one place, or of two whose outputs take turns.
+    """A tensor in Hugging Face's form, from one stored tensor, or from two whose outputs alternate.
 
-    `shape` is that of the result. With `heads` the rows are those of so many heads, the halves of each by turns.
-    `transposed`: the result has inputs before outputs. `added` is what was added to each number, and is taken off.
-    `counted`: so was its place. `on_gpu`: it is for kernels of GPUs.
+    `shape` is that of the result. With `heads` the rows are those of so many heads with interleaved halves.
+    `transposed`: the result has inputs before outputs. `added` is subtracted from each number; with `counted` its index
+    is subtracted too. `on_gpu`: the tensor is for GPU kernels.
     """
 
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class GgufTensor:
 
     @property
     def held_bytes(self) -> float | None:
-        """Of a number, where they are held as they are stored; None where they are unpacked."""
+        """Bytes of a weight that stays as stored; None if it is dequantized."""
         is_matrix = len(self.places) == 1 and not self.transposed and len(self.shape) == 2
         if not (is_matrix or self.transposed) or any(place.format not in GROUPED for place in self.places):
             return None
@@ -207,10 +207,8 @@ def eagle_tensors(file: GgufFile) -> dict[str, GgufTensor]:
 def experts_of(
     file: GgufFile, place: Place, name: str, prefix: str, names: ExpertNames
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors that come of one of the file's, which holds the gates, ups or downs of all experts of a layer.
-
-    Where a family has one tensor for gates and ups it comes with the gates.
-    """
+    """The tensors by Hugging Face's names from one of the file's, which holds gate, up or down of all experts of a
+    layer. For a family with fused gate and up, the fused tensor comes with the gates."""
     *_, part, kind = name.split(".")
     which, count = part.split("_")[1], place.shape[0]
     if not names.is_stacked:

@@ -1,8 +1,7 @@
-"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json would describe it.
+"""The tokenizer of a GGUF file, converted to tokenizer.json and tokenizer_config.json.
 
-There are two kinds: byte-level BPE, whose rule for cutting a text into words has a name (`tokenizer.ggml.pre`), and
-SentencePiece with scores, whose merges follow from them. The expressions of PRE are those with which the models were
-trained, as their publishers' tokenizer.json have them.
+There are two kinds: byte-level BPE, whose pre-tokenizer has a name (`tokenizer.ggml.pre`), and SentencePiece, whose
+merges follow from the scores. The expressions of PRE are those of the publishers' tokenizer.json.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-GPT2, DIGITS = "gpt-2", "digits"  # the library's own rule; the same behind single digits
+GPT2, DIGITS = "gpt-2", "digits"  # the library's own rule; the same after splitting off single digits
 PRE = {
     **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "phi-2", "roberta-bpe"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
@@ -42,16 +41,16 @@ PRE = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
     "tekken": TEKKEN,
 }
-# A word in the vocabulary is not merged.
+# A word that is in the vocabulary is not built from merges.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")
-STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with bos unless the file says otherwise
+STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with bos by default
 NFC = ("qwen2", "deepseek-r1-qwen")
 PRE_KEY = "tokenizer.ggml.pre"
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, str]:
-    """The texts of tokenizer.json and tokenizer_config.json. Raises TokenizerError for a kind that is not read."""
+    """The contents of tokenizer.json and tokenizer_config.json. Raises TokenizerError for an unsupported kind."""
     tokens, kind = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise TokenizerError(f"{file.path} has no tokenizer that can be read: name another with --tokenizer")
@@ -75,7 +74,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
 
 
 def templates_of(file: GgufFile) -> Any:
-    """The chat template, or a list of them with their names, as tokenizer_config.json has it."""
+    """The chat template, or a list of named ones, as in tokenizer_config.json."""
     key = "tokenizer.chat_template"
     named = {"default": file.metadata.get(key)} | {
         name.removeprefix(f"{key}."): template for name, template in file.metadata.items() if name.startswith(f"{key}.")
@@ -86,7 +85,7 @@ def templates_of(file: GgufFile) -> Any:
 
 
 def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    """Byte-level BPE. Raises TokenizerError for a rule of cutting that has no row in the table."""
+    """Byte-level BPE. Raises TokenizerError for an unknown pre-tokenizer."""
     pre, merges = file.metadata.get(PRE_KEY, "default"), file.metadata.get("tokenizer.ggml.merges")
     if pre not in PRE:
         known = f"known are {', '.join(PRE)}: name the original's tokenizer with --tokenizer"
@@ -110,7 +109,7 @@ def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    """SentencePiece's BPE: of two neighbours those are merged first whose token has the highest score."""
+    """SentencePiece's BPE: the pair whose merged token has the highest score is merged first."""
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise TokenizerError(f"{file.path}: tokenizer.ggml.scores must be a number for each token: {AGAIN}")
@@ -135,7 +134,7 @@ def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def framing(file: GgufFile, tokens: list[str], starts: bool) -> Any:
-    """The tokens that every text begins and ends with."""
+    """The post-processor that adds the tokens with which every text begins and ends."""
     frame, described = ["$A"], []
     for key, asked in (("bos", starts), ("eos", False)):
         text = named_token(file, tokens, key)
@@ -146,6 +145,6 @@ def framing(file: GgufFile, tokens: list[str], starts: bool) -> Any:
 
 
 def named_token(file: GgufFile, tokens: list[str], key: str) -> str | None:
-    """The text of a token that the metadata names by its id."""
+    """The text of a token whose id is in the metadata."""
     number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None

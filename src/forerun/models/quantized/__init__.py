@@ -1,1 +1,1 @@
-"""Hugging Face folders whose weights are quantised: how config.json says so, and what their tensors hold."""
+"""Quantized checkpoints in Hugging Face folders: the fields of config.json, and the layouts of their tensors."""

@@ -1,7 +1,7 @@
-"""The layouts of quantised weights: which tensors make a weight, and what their numbers mean.
+"""The layouts of quantized weights: the tensors of a weight, and the meaning of their numbers.
 
-One table says which layouts a method has. A layout is known by the name of one tensor; the others lie beside it. What
-each must be is checked by the files' headers, before any weight is read. The layouts are those of AutoAWQ, AutoGPTQ and
+One table lists the layouts of each method. A layout is recognised by the name of one tensor, next to which are the
+others; all are checked by the files' headers before any weight is read. The layouts are those of AutoAWQ, AutoGPTQ and
 GPTQModel, compressed-tensors, bitsandbytes, and of transformers for FP8 and MXFP4.
 """
 
@@ -24,22 +24,22 @@ from forerun.models.quantized.scheme import Scheme
 from forerun.models.quantized.tensors import QuantizedTensor, WholeNumbers, held_bytes, unpacked
 from forerun.models.stored import AGAIN, StoredTensor
 
-WeightParts = Mapping[str, StoredTensor]  # of one weight, by the ends of their names; first the one that it is known by
+WeightParts = Mapping[str, StoredTensor]  # the tensors of one weight by name ending, the identifying one first
 FLOATS, WORDS, INDEX, BYTES = ("F16", "BF16", "F32"), ("I32",), ("I32", "I64"), ("U8",)
 FP8 = ("F8_E4M3", "F8_E5M2")
-HELD = 64  # inputs of an output that a group of FP8 must be a multiple of to stay so
+HELD = 64  # FP8 blocks stay in groups if their inputs are a multiple of this
 OF_ALL = ((), (1,))  # shapes of a single scale
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight outputs in a word, which has them in the order 0 2 4 6 1 3 5 7
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight outputs, which are stored as 0 2 4 6 1 3 5 7
 ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # by bits: 1 in all numbers of a word
-MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)  # twice the numbers, and the same below zero
+MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)  # twice the magnitudes
 STATE, TABLES = ".quant_state.bitsandbytes__", (".nested_absmax", ".nested_quant_map")
-# What says how activations or the cache are rounded; here they keep their format.
+# Scales of quantized activations or caches, which are not quantized here.
 OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_zero_point", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightLayout:
-    """The ends of names: of the tensor that a weight is known by, of those beside it, and of the weight itself."""
+    """Name endings: of the identifying tensor (`sign`), of the others, and of the weight when it is not quantized."""
 
     sign: str
     others: tuple[str, ...]
@@ -48,7 +48,7 @@ class WeightLayout:
 
 
 def quantized_tensors(scheme: Scheme, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | QuantizedTensor]:
-    """All tensors, those of each quantised weight as one under the name that it has when it is not quantised.
+    """All tensors, with those of each quantized weight combined under the name of the unquantized weight.
 
     Raises MissingWeights, WrongShape or UnsupportedModel, with the tensor's name.
     """
@@ -68,7 +68,7 @@ def quantized_tensors(scheme: Scheme, stored: Mapping[str, StoredTensor]) -> dic
 
 
 def fit(parts: WeightParts, end: str, formats: Sequence[str], shape: Sequence[int] | None = None) -> StoredTensor:
-    """The part with this end, if its header has one of these formats and this shape. Raises ModelError."""
+    """The part with this name ending, checked to have one of these formats and this shape. Raises ModelError."""
     sign, first = next(iter(parts.items()))
     part = parts.get(end)
     if part is None:
@@ -83,12 +83,12 @@ def fit(parts: WeightParts, end: str, formats: Sequence[str], shape: Sequence[in
 
 
 def unfit(part: StoredTensor, needed: str) -> WrongShape:
-    """The error for a part whose sizes cannot be; `needed` says what could."""
+    """The error for a part with a wrong shape; `needed` describes the right one."""
     return WrongShape(f"{part.file}: {part.name} has shape {list(part.shape)}; {needed}: {AGAIN}")
 
 
 def matrix(parts: WeightParts, end: str, formats: Sequence[str]) -> tuple[StoredTensor, int, int]:
-    """A part that must be a matrix, and its sizes."""
+    """A part, checked to be a matrix, and its sizes."""
     part = fit(parts, end, formats)
     if len(part.shape) != 2 or not all(part.shape):
         raise unfit(part, "it must be a matrix")
@@ -98,7 +98,8 @@ def matrix(parts: WeightParts, end: str, formats: Sequence[str]) -> tuple[Stored
 def groups_of(
     parts: WeightParts, end: str, scales: StoredTensor, num_groups: int, inputs: int
 ) -> Callable[[], Tensor | None]:
-    """What gives the group of each input: it reads the part with this end; without one, groups are of one size."""
+    """A function that reads the group index of each input from the part with this ending, or returns None if there is
+    no such part, so that all groups have the same size."""
     if end in parts:
         return partial(read_groups, fit(parts, end, INDEX, (inputs,)), num_groups)
     if inputs % num_groups:
@@ -107,7 +108,7 @@ def groups_of(
 
 
 def read_groups(part: StoredTensor, num_groups: int) -> Tensor:
-    """The group of each input, as a tensor lists them."""
+    """The group of each input, read from a tensor. Raises WrongShape for an invalid group."""
     groups = part.read().long()
     for number in (int(groups.min()), int(groups.max())):
         if not 0 <= number < num_groups:
@@ -116,7 +117,7 @@ def read_groups(part: StoredTensor, num_groups: int) -> Tensor:
 
 
 def awq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """Eight outputs in a word, of one input: `(q - z) * s`."""
+    """AWQ: a word has eight outputs of one input: `(q - z) * s`."""
     first, inputs, words = matrix(parts, ".qweight", WORDS)
     _, num_groups, _ = matrix(parts, ".scales", FLOATS)
     scales = fit(parts, ".scales", FLOATS, (num_groups, 8 * words))
@@ -135,10 +136,10 @@ def awq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
 
 def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """Eight or four inputs in a word, of one output; zero points as outputs, in the first format less 1.
+    """GPTQ: a word has eight or four inputs of one output; zero points have outputs, in the first format minus 1.
 
-    Words of zero points are counted up as wholes, for GPTQModel counts them down so: a zero point of 0 borrows from its
-    neighbour. Where none is 0, as in all that AutoGPTQ writes without losing others, it is the same as each by itself.
+    1 is added to whole words of zero points, as GPTQModel subtracts it, where a zero point of 0 borrows from its
+    neighbour. Without zeros, as AutoGPTQ writes them, the result is the same as for each number by itself.
     """
     first, words, outputs = matrix(parts, ".qweight", WORDS)
     zeros, num_groups, zero_words = matrix(parts, ".qzeros", WORDS)
@@ -158,7 +159,8 @@ def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
 
 def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """compressed-tensors: inputs in a word, of one output; zero points as outputs. Half the range was added to both."""
+    """compressed-tensors: a word has inputs of one output, zero points have outputs; both are stored plus half the
+    range."""
     first, outputs, words = matrix(parts, "_packed", WORDS)
     size = fit(parts, "_shape", INDEX, (2,)).read().tolist()
     bits = next((bits for bits in ONE_EACH if [outputs, words] == [size[0], -(-size[1] * bits // 32)]), None)
@@ -180,7 +182,7 @@ def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
 
 def scales_of(parts: WeightParts, outputs: int) -> tuple[StoredTensor, int]:
-    """The scales of a weight of whole numbers, and how many an output has; a single one is that of all."""
+    """The scales of an integer weight, and their number for each output; a single scale is that of all outputs."""
     part = fit(parts, "_scale", FLOATS)
     if part.shape in (*OF_ALL, (outputs,)):
         return part, 1
@@ -190,7 +192,7 @@ def scales_of(parts: WeightParts, outputs: int) -> tuple[StoredTensor, int]:
 
 
 def of_bytes(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """compressed-tensors: a weight of bytes, or of FP8, as it is."""
+    """compressed-tensors: an int8 or FP8 weight that is not packed."""
     if fit(parts, "", ("I8", *FP8)).format != "I8":
         return fp8(parts, scheme)
     first, outputs, inputs = matrix(parts, "", ("I8",))
@@ -209,7 +211,7 @@ def of_bytes(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
 
 def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """FP8 times a scale of all, of each output, or of each block; blocks at the edges may be smaller."""
+    """FP8 times a scale of the whole tensor, of each output, or of each block; blocks at the edges may be smaller."""
     weight, scales = fit(parts, "", FP8), fit(parts, next(iter(parts)), (*FLOATS, "F8_E8M0"))
     if len(weight.shape) < 2:
         raise unfit(weight, "it must be a matrix")
@@ -227,7 +229,7 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         return weight.read().float() * factors.repeat_interleave(min(columns, inputs), -1)[..., :inputs]
 
     def floats() -> GroupedWeight | None:
-        """Groups of inputs with a scale for every output; None where a number is none."""
+        """The weight in groups of inputs with a scale for every output; None if it contains NaN."""
         numbers = weight.read()
         if bool(numbers.isnan().any()):
             return None
@@ -241,7 +243,7 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
 
 def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """gpt-oss: two numbers a byte, the lower half first; 32 share a power of two. Unpacked, inputs come first."""
+    """gpt-oss: a byte has two numbers, the lower half first; 32 share a power of two. The result has inputs first."""
     blocks = fit(parts, "_blocks", BYTES)
     if len(blocks.shape) != 4 or blocks.shape[3] != 16:
         raise unfit(blocks, "it must be experts, outputs, groups and 16")
@@ -265,9 +267,9 @@ def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
 
 
 def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """bitsandbytes: places in a table, two a byte, the upper half first; numbers of a block share their largest size.
+    """bitsandbytes: indexes into a table, two in a byte, the upper half first; each block has a largest magnitude.
 
-    These sizes, less their mean, may be places in a table themselves, whose blocks have sizes of their own.
+    These magnitudes, minus their mean, may be quantized in the same way.
     """
     sign = next(iter(parts))
     weight, state = fit(parts, "", BYTES), fit(parts, sign, BYTES)

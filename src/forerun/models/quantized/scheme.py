@@ -1,8 +1,8 @@
-"""Scheme: what config.json says of how a folder's weights are quantised, and which of it is read.
+"""Scheme: the quantization of a checkpoint according to config.json, and which forms of it are supported.
 
-Which weights are quantised, in how many bits and with which groups, is told by the tensors themselves. So lists of
-layers that are not (`ignore`, `modules_to_not_convert`) and settings of single layers are followed without being read.
-What tensors cannot tell is judged here, before any is looked at.
+The tensors themselves show which weights are quantized, with how many bits and which groups. So lists of excluded
+layers (`ignore`, `modules_to_not_convert`) and settings of single layers need not be read. This file checks the fields
+that the tensors do not show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun.fields import AGAIN, Fields, short
 from forerun.models.foreign import ORIGINAL
 
 KEYS = ("quantization_config", "compression_config")
-# The methods that are read, and for keys of each the values that are; null or absent is always one of them.
+# The supported methods, and the supported values of their keys; null and absent are always supported.
 METHODS: dict[str, Mapping[str, tuple[object, ...]]] = {
     "awq": {"bits": (4,), "version": ("gemm",), "format": ("gemm",)},
     "gptq": {
@@ -34,16 +34,16 @@ METHODS: dict[str, Mapping[str, tuple[object, ...]]] = {
     "mxfp4": {},
     "bitsandbytes": {},
 }
-BLOCK = (128, 128)  # where it is not said
+BLOCK = (128, 128)  # default
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A method of METHODS, and what tensors do not tell.
+    """A method of METHODS, with the properties that the tensors do not show.
 
-    `less_one`: GPTQ's zero points are stored less 1, as its first format has them; `symmetric`: they are all in the
-    middle of the range; `by_activations`: inputs lie in groups by the size of activations, so that a group's lie
-    anywhere. `block` is how many rows and columns share a scale where scales are those of blocks.
+    `less_one`: GPTQ's zero points are stored minus 1, as in its first format; `symmetric`: all zero points are in the
+    middle of the range; `by_activations`: inputs are grouped by the size of activations (act-order), so the inputs of a
+    group are not contiguous. `block` are the rows and columns that share a scale, for block scales.
     """
 
     method: str
@@ -54,7 +54,7 @@ class Scheme:
 
 
 def read_scheme(config: Fields) -> Scheme | None:
-    """The scheme that config.json has; None where it has none. Raises UnsupportedModel for one that is not read."""
+    """The scheme in config.json; None for an unquantized checkpoint. Raises UnsupportedModel for other schemes."""
     key = next((key for key in KEYS if config.values.get(key) is not None), None)
     if key is None:
         return None
@@ -75,7 +75,7 @@ def read_scheme(config: Fields) -> Scheme | None:
 
 
 def read_block(fields: Fields, groups: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale, as either program says it."""
+    """The rows and columns that share a scale, from the fields of either program."""
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     sizes = [
         fields.values.get("weight_block_size"),
@@ -88,12 +88,12 @@ def read_block(fields: Fields, groups: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def lowered(value: Any) -> Any:
-    """A text in small letters, as programs differ there; of an object its format, or else what is not empty."""
+    """A text in lower case, since programs differ there; of an object its format, or else its non-empty values."""
     if isinstance(value, dict):
         return {"format": value["format"]} if "format" in value else {k: v for k, v in value.items() if v}
     return value.lower() if isinstance(value, str) else value
 
 
 def spelled(values: tuple[object, ...]) -> str:
-    """The values that are read, for a message."""
+    """The supported values, for an error message."""
     return ", ".join(short(value) for value in values)

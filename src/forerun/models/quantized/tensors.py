@@ -1,7 +1,7 @@
-"""QuantizedTensor: a weight that lies in several tensors of a folder, as weights.py takes it from any file.
+"""QuantizedTensor: a quantized weight, stored in several tensors of a folder.
 
-Weights of whole numbers, scales and zero points can stay as they are stored, if groups are whole multiples of those
-that kernels multiply; all others are unpacked. Which tensors belong to a weight is decided in layouts.py.
+Weights of integers, scales and zero points can stay as stored if their groups are multiples of those that kernels
+support; all others are dequantized. layouts.py combines the tensors of a weight.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from forerun.annotations import Float, Int, Int8
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 
-GROUP = 32  # of the forms that kernels multiply the one for these weights
-WIDE_BYTES = 1 + 4 / GROUP  # of a number of 8 bits and its share of a scale in float32
-BLOCK_NUMBERS = 1 << 22  # are unpacked at a time
+GROUP = 32  # inputs of a group in kernels
+WIDE_BYTES = 1 + 4 / GROUP  # bytes of an 8-bit number with its share of a float32 scale
+BLOCK_NUMBERS = 1 << 22  # numbers dequantized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class WholeNumbers:
-    """`weight[o, i] = scales[o, g] * (numbers[o, i] - zeros[o, g])`, `zeros` 0 where they are None; `g` is the group of
-    input i: of `group_of`, or neighbours lie in groups of one size.
+    """`weight[o, i] = scales[o, g] * (numbers[o, i] - zeros[o, g])`, where g is the group of input i: `group_of[i]`, or
+    groups are contiguous and of equal size. `zeros` None: all 0.
 
-    Numbers and zeros have `bits` bits and are counted from the middle of their range: from -8 to 7, or -128 to 127.
+    Numbers and zeros have `bits` bits and are signed: from -8 to 7, or -128 to 127.
     """
 
     numbers: Int8[Tensor, "outputs inputs"]
@@ -37,7 +37,7 @@ class WholeNumbers:
     group_of: Int[Tensor, " inputs"] | None = None
 
     def dense_into(self, result: Tensor) -> Tensor:
-        """The weights in the memory of `result`, computed in float32 some rows at a time."""
+        """Dequantize into `result`, in float32, some rows at a time."""
         step = max(1, BLOCK_NUMBERS // result.shape[1])
         for first in range(0, len(result), step):
             rows = slice(first, first + step)
@@ -48,7 +48,7 @@ class WholeNumbers:
         return result
 
     def grouped(self) -> GroupedWeight | None:
-        """The weights in groups of GROUP inputs; None where the inputs of some lie in several groups here."""
+        """The weights in groups of GROUP inputs; None if the stored groups do not align with these."""
         inputs, index = self.numbers.shape[1], self.group_of
         if inputs % GROUP or (index is None and inputs // self.scales.shape[1] % GROUP):
             return None
@@ -61,7 +61,7 @@ class WholeNumbers:
         return GroupedWeight(numbers, scales, least, self.bits, GROUP)
 
     def spread(self, values: Tensor, step: int) -> Tensor:
-        """Of values for each group those of every `step`-th input."""
+        """The group values of every `step`-th input."""
         if self.group_of is not None:
             return values[:, self.group_of[::step]]
         times = self.numbers.shape[1] // values.shape[1] // step
@@ -70,11 +70,11 @@ class WholeNumbers:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A weight, judged by the headers of the tensors that it lies in. `unpack` reads them; `file` has the first.
+    """A quantized weight, checked by the headers of its tensors. `unpack` reads them; `file` holds the first.
 
-    `format` is for a reader. `held_bytes` are those of a number where it stays as it is stored; None where it is
-    unpacked. Of a weight of several matrices, such as those of all experts, `unpack_part` gives one. On GPUs a
-    number takes `gpu_bytes`, if these are others, and `floats` gives those of FP8 as they are.
+    `format` is for a reader. `held_bytes` are the bytes of a weight that stays as stored; None if it is dequantized.
+    `unpack_part` reads one matrix of several, such as an expert's. On GPUs a weight takes `gpu_bytes`, if set, and
+    `floats` reads FP8 weights as they are.
     """
 
     file: Path
@@ -89,16 +89,16 @@ class QuantizedTensor:
     readable: ClassVar[bool] = True
 
     def read(self) -> Tensor:
-        """The numbers, in float32. Raises MissingWeights."""
+        """Read the dequantized weight in float32. Raises MissingWeights."""
         return self.read_into(torch.empty(self.shape))
 
     def read_into(self, result: Tensor) -> Tensor:
-        """The numbers, in the number format and the memory of `result`. Raises MissingWeights."""
+        """Read the dequantized weight into `result`, in its dtype. Raises MissingWeights."""
         numbers = self.unpack()
         return numbers.dense_into(result) if isinstance(numbers, WholeNumbers) else result.copy_(numbers)
 
     def groups(self, part: int | None = None) -> GroupedWeight | None:
-        """The matrix, or one of several, as it is stored, in groups; None where it is not held so."""
+        """The matrix, or one of several, in groups as stored; None if it does not stay in groups."""
         if self.held_bytes is None:
             return None
         if self.floats is not None:
@@ -107,7 +107,7 @@ class QuantizedTensor:
         return numbers.grouped() if isinstance(numbers, WholeNumbers) else None
 
     def for_gpu(self) -> QuantizedTensor:
-        """The weight for kernels of GPUs, where scales of 8-bit numbers are in float32."""
+        """The weight for GPU kernels, where scales of 8-bit numbers are in float32."""
         held = self.held_bytes
         return replace(self, held_bytes=self.gpu_bytes or (max(held, WIDE_BYTES) if held and held > 1 else held))
 
@@ -115,10 +115,10 @@ class QuantizedTensor:
 def held_bytes(
     bits: int, inputs: int, num_groups: int, scales: str, has_zeros: bool = False, scattered: bool = False
 ) -> float | None:
-    """What a number takes in groups of GROUP: its bits, a scale, and with zero points a least value.
+    """Bytes of a weight in groups of GROUP: its bits, a scale and, with zero points, a lowest value.
 
-    None where groups do not fit: they must be whole multiples, and if they are `scattered` there may be only one. A
-    least value is a product of more bits than float16 has; then, or if `scales` are F32, both are in float32.
+    None if the groups do not fit: stored groups must be multiples of GROUP and, if their inputs are `scattered`, only
+    one. A lowest value has more bits than float16; then, or if `scales` are F32, both are in float32.
     """
     if inputs % num_groups or inputs // num_groups % GROUP or (scattered and num_groups > 1):
         return None
@@ -126,7 +126,7 @@ def held_bytes(
 
 
 def unpacked(words: Int[Tensor, "rows words"], bits: int) -> Int8[Tensor, "rows numbers"]:
-    """The numbers in words of 32 bits, the lowest bits first, less half their range."""
+    """The numbers in 32-bit words, the lowest bits first, minus half their range."""
     parts = words.contiguous().view(torch.uint8)
     if bits == 4:
         parts = torch.stack([parts & 15, parts >> 4], -1).flatten(-2)

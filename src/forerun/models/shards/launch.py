@@ -1,8 +1,8 @@
-"""Launch: how the ranks that share a model come together.
+"""Starts and connects the ranks that share a model (tensor parallelism).
 
-Either rank 0 starts the others on its own machine, and again where one of them ends. Or something else has started all
-of them, such as torchrun, on one machine or on several: then the environment has RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT, and who started them decides what happens when one ends.
+Either rank 0 starts the others on its own machine, and restarts all if one of them ends. Or another program, such as
+torchrun, has started all of them, on one machine or several: then the environment has RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, and that program decides what happens if one ends.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from forerun.kernels.threads import free_cores
 from forerun.models.shards.ranks import ANSWER_S, MEMORY, RankGroup, shared_file
 from forerun.models.shards.shard import Shard
 
-IDLE = timedelta(days=365)  # that others wait for rank 0, whose end they notice
-START_S = 120.0  # from the start of a process until it calls: it imports torch
-HERE = "here"  # a key of the store, and the number of a rank that has come
+IDLE = timedelta(days=365)  # other ranks wait for rank 0 this long; they notice its end
+START_S = 120.0  # from the start of a process until it connects: it imports torch
+HERE = "here"  # prefix of the store's keys of connected ranks
 LOOPBACK = "127.0.0.1"
 WORKER = "forerun.models.shards.worker"
 log = logging.getLogger(__name__)
 
 
 def started_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of this process among ranks that something else has started; None where nothing has."""
+    """The rank of this process if another program started the ranks, else None."""
     rank = environment.get("RANK", "")
     return int(rank) if rank.isdigit() and environment.get("WORLD_SIZE", "").isdigit() else None
 
 
 def num_here(world: int) -> int:
-    """How many of so many ranks run on this machine."""
+    """The number of the `world` ranks that run on this machine."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(world, int(here)) if started_rank() is not None and here.isdigit() else world
 
 
 def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
-    """The ranks of an environment as torchrun makes it.
+    """Connect to the other ranks, from an environment as torchrun sets it.
 
-    Raises InvalidRequest where it does not say where rank 0 is, and RankLost where that does not call.
+    Raises InvalidRequest if it lacks the address of rank 0, RankLost if rank 0 cannot be reached.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
@@ -70,7 +70,7 @@ def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the network on which `host` is. Raises RankLost for a name of no machine."""
+    """This machine's address on the network of `host`. Raises RankLost for an unknown host."""
     try:
         family, kind, *_, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -81,7 +81,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def gathered(shard: Shard, store: Any, address: str) -> RankGroup:
-    """All ranks that come together in a store; this one is reached at `address`, or on GLOO_SOCKET_IFNAME's network."""
+    """The group of all ranks of a store; this one is reached at `address`, or by the interface GLOO_SOCKET_IFNAME."""
     from torch.distributed import ProcessGroupGloo
 
     store.set(f"{HERE}{shard.rank}", "yes")
@@ -94,7 +94,7 @@ def gathered(shard: Shard, store: Any, address: str) -> RankGroup:
 
 
 class LocalRanks:
-    """Processes on this machine that share a model with this one, which is rank 0."""
+    """The processes of the other ranks on this machine; this process is rank 0."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -104,7 +104,7 @@ class LocalRanks:
         torch.set_num_threads(self.num_threads)
 
     def start(self) -> RankGroup:
-        """Start them, and end those that ran before. Raises RankLost where one ends at once."""
+        """Start the processes, after ending earlier ones. Raises RankLost if one ends before it connects."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
         stop_all(self.processes)
@@ -139,7 +139,7 @@ class LocalRanks:
 
 
 def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End these processes, which have nothing to lose."""
+    """Kill these processes, which have no state to save."""
     for process in processes:
         with suppress(OSError):
             process.kill()
@@ -150,10 +150,11 @@ def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGroup:
-    """The ranks of rank 0, told to load: those of the environment, or new ones here, which are started again when lost.
+    """The group of rank 0, whose other ranks are loading: those of the environment, or new local processes, which are
+    restarted if one is lost.
 
-    `loading` are the numbers of that order, `digits` what says how a rank computes. Raises InvalidRequest where the
-    environment has another number of ranks, and RankLost.
+    `loading` are the arguments of the LOAD order, `digits` the fingerprint that all ranks must share. Raises
+    InvalidRequest if the environment has another number of ranks, and RankLost.
     """
     if started_rank() is not None:
         if os.environ["WORLD_SIZE"] != str(world):

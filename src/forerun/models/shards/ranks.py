@@ -1,11 +1,10 @@
-"""RankGroup: the processes that share a model, and what goes between them.
+"""RankGroup: the processes that share a model, and their communication.
 
-Rank 0 holds the engine. It decides everything, and tells the others what to compute; they know layers, slots and
-numbers, and nothing of requests. All of them take part in each exchange of columns. Messages go through gloo's process
-group, apart from torch's global one, which belongs to the user. Columns go through memory that ranks of one machine
-share, in which the compiled kernels put them side by side (kernels/ranks.cpp): an exchange through it takes
-microseconds, through gloo a quarter of a millisecond. Where the system has no such memory, and between machines, gloo
-does it.
+Rank 0 has the engine and tells the others what to compute; these know layers, slots and numbers, but no requests. All
+ranks take part in each exchange of columns (all-gather). Messages use a gloo process group, separate from torch's
+global one, which belongs to the user. Ranks of one machine exchange columns through shared memory in the compiled
+kernels (kernels/ranks.cpp), in microseconds instead of a quarter of a millisecond with gloo. Between machines, and if
+the system has no such memory, gloo does it.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from forerun.models.backends.structures import CGather
 from forerun.models.config import ModelConfig
 from forerun.models.shards.shard import Columns, Shard
 
-NUM_SIZES = 16  # numbers that say what a message is
-HEAD = 2048  # numbers that are sent at once; of a longer message the rest comes behind
-FAILED = "failed"  # the store's key for what went wrong
-MEMORY = "memory"  # the store's key for the path of the memory that ranks share, where they do
+NUM_SIZES = 16  # numbers in the header of a message
+HEAD = 2048  # numbers of the first part of a message; the rest of a longer one follows
+FAILED = "failed"  # key in the store: the error of a rank
+MEMORY = "memory"  # key in the store: the path of the ranks' shared memory
 Exchange = Callable[[int | None, int, int, int, int, int], None]
-ANSWER_S = 300.0  # that a rank waits for another one in a pass: longer than the longest pass
-HALF = 1 << 18  # numbers of an exchange that a rank's area holds: rows beyond go in another one
+ANSWER_S = 300.0  # timeout of an exchange: longer than the longest pass
+HALF = 1 << 18  # numbers of an exchange in a rank's shared memory; further rows need another exchange
 
 
 def shared_file(world: int) -> int | None:
-    """A file of memory for so many ranks, which ends with the last process that has it; None without such."""
+    """An in-memory file for `world` ranks, freed with the last process that has it open; None if not supported."""
     if not hasattr(os, "memfd_create"):
         return None
     file = os.memfd_create("forerun-ranks")
@@ -49,7 +48,7 @@ def shared_file(world: int) -> int | None:
 
 
 class SharedColumns:
-    """What puts columns side by side for one rank. Raises OSError where the memory cannot be had."""
+    """One rank's access to the shared memory of columns. Raises OSError if it cannot be opened."""
 
     def __init__(self, lib: ctypes.CDLL, path: str, shard: Shard, config: ModelConfig) -> None:
         lib.forerun_ranks.restype = c_void_p
@@ -70,21 +69,21 @@ class SharedColumns:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another rank has ended in the middle of an exchange."""
+        """Whether another rank ended during an exchange."""
         return bool(self.lib.forerun_ranks_lost(self.pointer))
 
     def join(self, what: Columns, rows: Float[Tensor, "rows columns"]) -> None:
-        """Make these rows whole, at whose beginnings this rank's columns are."""
+        """All-gather columns in place: each row holds this rank's columns at its beginning, then all ranks'."""
         num_rows, columns = rows.shape
         self.lib.forerun_ranks_gather(self.pointer, what, rows.data_ptr(), columns, columns, num_rows)
 
     def reset(self) -> None:
-        """Begin anew with other processes in the places of the others."""
+        """Reset the state, after the other ranks were restarted."""
         self.lib.forerun_ranks_reset(self.pointer)
 
 
 class Order(IntEnum):
-    """What rank 0 tells the others to do."""
+    """The orders of rank 0 to the others."""
 
     STOP = 0
     LOAD = 1
@@ -97,7 +96,7 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """An order with whole numbers and, for some, rows of float32."""
+    """An order with integer arrays and, for some, float32 rows."""
 
     order: Order
     numbers: Sequence[Tensor]
@@ -105,11 +104,10 @@ class RankMessage:
 
 
 class RankGroup:
-    """The group of a rank; once another one of it is lost, `lost` says why.
+    """The group of ranks, as seen by one of them; `lost` is the error after which the group is unusable.
 
-    `group` is a torch.distributed.ProcessGroup of as many ranks as the shard says, and `store` is where ranks say what
-    went wrong. Where there is a `restart`, it is called with a lost group before anything more is sent; `end` ends
-    processes that were started for this.
+    `group` is a torch.distributed.ProcessGroup of `shard.world` ranks; `store` holds the errors of ranks. `restart`, if
+    set, is called for a lost group before the next message; `end` ends processes that were started for the group.
     """
 
     def __init__(self, shard: Shard, group: Any, store: Any) -> None:
@@ -122,14 +120,14 @@ class RankGroup:
         self.columns: SharedColumns | None = None
 
     def connect(self, lib: ctypes.CDLL, config: ModelConfig) -> tuple[Any, int | None]:
-        """What puts columns of this model side by side for the compiled kernels, a CGather, and what that is given."""
+        """The all-gather function of columns for the compiled kernels, a CGather, and its first argument."""
         if not self.store.check([MEMORY]):
             return CGather(self.gatherer(config)), None
         self.columns = SharedColumns(lib, self.store.get(MEMORY).decode(), self.shard, config)
         return self.columns.gather, self.columns.pointer
 
     def wait(self, work: Callable[[], Any]) -> None:
-        """Take part in a collective. Raises RankLost where another rank does not."""
+        """Take part in a collective operation. Raises RankLost if another rank does not."""
         self.check()
         try:
             work().wait()
@@ -138,7 +136,7 @@ class RankGroup:
             self.check()
 
     def check(self) -> None:
-        """Raise RankLost where a rank was lost."""
+        """Raise RankLost if a rank was lost."""
         if self.columns is not None and self.columns.is_lost and self.lost is None:
             self.lost = RuntimeError("it ended in the middle of a pass")
         if self.lost is not None:
@@ -148,7 +146,8 @@ class RankGroup:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Within it rank 0 does its part of what it told the others; where that fails, they wait in it for good."""
+        """A block in which rank 0 computes its part of an order. An error makes the group unusable, since the other
+        ranks would wait for rank 0 forever."""
         try:
             yield
         except BaseException as error:
@@ -156,11 +155,11 @@ class RankGroup:
             raise
 
     def why(self) -> str:
-        """What the rank that failed has said, or that one has ended without a word."""
+        """The error of the rank that failed, or a message that one has ended without giving an error."""
         with suppress(RuntimeError):  # the store is gone with rank 0
             if self.store.check([FAILED]):
                 return str(self.store.get(FAILED).decode())
-        reason = str(self.lost).partition(". This is typically")[0]  # gloo goes on
+        reason = str(self.lost).partition(". This is typically")[0]  # without gloo's further advice
         return f"one of the {self.shard.world} ranks that share the model has ended or does not answer ({reason})"
 
     def fail(self, error: BaseException) -> None:
@@ -169,13 +168,13 @@ class RankGroup:
             self.store.set(FAILED, f"rank {self.shard.rank}: {type(error).__name__}: {error}")
 
     def replace(self, others: RankGroup) -> None:
-        """Go on with another group."""
+        """Continue with another group of processes."""
         self.group, self.store, self.lost = others.group, others.store, None
         if self.columns is not None:
             self.columns.reset()
 
     def load(self, numbers: Sequence[Sequence[int]], digits: str) -> None:
-        """Have all other ranks load their parts. Raises RankLost unless they compute what these digits say."""
+        """Tell all other ranks to load their shards. Raises RankLost unless their fingerprints equal `digits`."""
         self.send(Order.LOAD, numbers)
         self.agree(digits)
 
@@ -184,17 +183,17 @@ class RankGroup:
         self.exchange(torch.zeros(1, 1), [range(1)] * self.shard.world)
 
     def stop(self) -> None:
-        """Tell all other ranks that they are no longer needed."""
+        """Tell all other ranks to stop."""
         self.restart = None
         with suppress(RankLost):
             self.send(Order.STOP)
         self.end()
 
     def agree(self, digits: str) -> None:
-        """Raise RankLost unless all ranks compute the same model in the same way, as these hexadecimal digits say."""
+        """Raise RankLost unless all ranks have the same fingerprint, given as hexadecimal digits."""
         numbers = [float(int(digits[i : i + 4], 16)) for i in range(0, len(digits), 4)]
-        every = self.exchange(torch.tensor([numbers]), [range(len(numbers))] * self.shard.world)
-        others = [rank for rank, each in enumerate(every) if not torch.equal(each, every[0])]
+        by_rank = self.exchange(torch.tensor([numbers]), [range(len(numbers))] * self.shard.world)
+        others = [rank for rank, each in enumerate(by_rank) if not torch.equal(each, by_rank[0])]
         if others:
             raise RankLost(
                 f"rank {others[0]} computes something else than rank 0: all ranks need the same files, versions and "
@@ -202,13 +201,13 @@ class RankGroup:
             )
 
     def send(self, order: Order, numbers: Sequence[Any] = (), rows: Tensor | None = None) -> None:
-        """Tell all other ranks. Raises RankLost."""
+        """Send an order to all other ranks. Raises RankLost."""
         if self.lost is not None and self.restart is not None:
             self.restart()
         arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in numbers]
         shape = (0, 0) if rows is None else rows.shape
         if rows is not None:
-            values = np.resize(rows.numpy().reshape(-1), rows.numel() + rows.numel() % 2)  # two in a whole number
+            values = np.resize(rows.numpy().reshape(-1), rows.numel() + rows.numel() % 2)  # two in each int64
             arrays.append(values.view(np.int64))
         sizes = [order, *shape, *(len(each) for each in arrays)]
         assert len(sizes) <= NUM_SIZES, f"a message of {len(sizes)} sizes"
@@ -223,7 +222,7 @@ class RankGroup:
             self.wait(lambda: self.group.broadcast(torch.from_numpy(body), 0))
 
     def receive(self) -> RankMessage:
-        """What rank 0 tells. Raises RankLost where it has ended."""
+        """Wait for the next order of rank 0. Raises RankLost if rank 0 has ended."""
         head = torch.empty(HEAD, dtype=torch.long)
         self.wait(lambda: self.group.broadcast(head, 0))
         order, num_rows, width, *sizes = head[:NUM_SIZES].tolist()
@@ -251,16 +250,17 @@ class RankGroup:
         return rows
 
     def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
-        """What every rank has of the same rows; `columns` says how much."""
+        """All-gather: the columns of every rank for the same rows; `columns` are the ranges of each rank."""
         widest = max(len(each) for each in columns)
         mine = torch.empty(len(part), widest)
         mine[:, : part.shape[1]] = part
-        every = torch.empty(self.shard.world * len(part), widest)
-        self.wait(lambda: self.group._allgather_base(every, mine))
-        return [rows[:, : len(each)] for rows, each in zip(every.split(len(part)), columns, strict=True)]
+        gathered = torch.empty(self.shard.world * len(part), widest)
+        self.wait(lambda: self.group._allgather_base(gathered, mine))
+        return [rows[:, : len(each)] for rows, each in zip(gathered.split(len(part)), columns, strict=True)]
 
     def gatherer(self, config: ModelConfig) -> Exchange:
-        """What makes rows whole for the compiled kernels (`Gather` in decoder.hpp); errors wait for `check`."""
+        """The all-gather of columns by gloo for the compiled kernels (`Gather` in decoder.hpp); `check` raises its
+        errors."""
         cuts: dict[tuple[int, int], list[range]] = {}
 
         def gather(_: int | None, what: int, address: int, stride: int, columns: int, num_rows: int) -> None:
@@ -275,7 +275,7 @@ class RankGroup:
                 parts = self.exchange(rows[:, : len(bounds[self.shard.rank])], bounds)
                 for each, part in zip(bounds, parts, strict=True):
                     rows[:, each.start : each.stop] = part
-            except BaseException as error:  # nothing may leave a call from C
+            except BaseException as error:  # no exception may leave a call from C
                 self.lost = self.lost or error
 
         return gather

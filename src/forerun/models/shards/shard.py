@@ -1,8 +1,8 @@
-"""Shard: which part of every layer a rank holds and computes.
+"""Shard: the part of every layer that a rank holds and computes.
 
-Every linear layer is cut by its outputs alone, and what the ranks give is put side by side again. So each output is one
-sum over all inputs in one order, as in a process that has the layer alone: its bits do not depend on how many ranks
-there are. Layers that are cut by their inputs give partial sums, whose total has other bits for every number of ranks.
+All linear layers are split by their outputs (column-parallel), and the ranks' outputs are concatenated again. So each
+output is one sum over all inputs in a fixed order, and its bits do not depend on the number of ranks. Splitting by
+inputs (row-parallel) would give partial sums, whose total has other bits for every number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.models.layer import LANES
 
 
 class Columns(IntEnum):
-    """What the outputs of a layer are, which decides where they may be cut (`Gathered` in decoder.hpp)."""
+    """The kind of a layer's outputs, which decides where they may be split (`Gathered` in decoder.hpp)."""
 
     HEADS = 0
     HIDDEN = 1
@@ -30,14 +30,14 @@ class Columns(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank `rank` of `world`."""
+    """The shard of rank `rank` of `world` ranks."""
 
     rank: int
     world: int
 
     def fits(self, config: ModelConfig) -> None:
-        """Raise InvalidRequest where the model has too few heads or neurons for so many ranks, UnsupportedModel where
-        all its heads are normed as one."""
+        """Raise InvalidRequest if the model has too few heads or neurons for this many ranks, UnsupportedModel if all
+        its heads are normed as one."""
         heads = sorted(n for n in range(1, config.heads + 1) if is_divisible(config, n))
         neurons = [config.intermediate] if config.experts is None or config.experts.layers == () else []
         if config.experts is not None:
@@ -57,11 +57,11 @@ class Shard:
             )
 
     def of(self, config: ModelConfig) -> ModelConfig:
-        """The configuration of the heads that this rank has."""
+        """The configuration with only this rank's heads."""
         return replace(config, heads=len(self.heads(config)), kv_heads=len(self.kv_heads(config)))
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """The key heads of this rank; where there are fewer than ranks, several ranks have the same one."""
+        """The key heads of this rank; with fewer key heads than ranks, several ranks share one."""
         if self.world <= config.kv_heads:
             return part(config.kv_heads, self.rank, self.world)
         first = self.rank * config.kv_heads // self.world
@@ -76,7 +76,7 @@ class Shard:
         return range(keys.start * config.group + inside.start, keys.start * config.group + inside.stop)
 
     def columns(self, what: Columns, count: int, config: ModelConfig) -> list[range]:
-        """Which of `count` outputs each rank has, in order."""
+        """The range of the `count` outputs of each rank."""
         if what == Columns.HEADS:
             heads = [Shard(rank, self.world).heads(config) for rank in range(self.world)]
             return [range(each.start * config.head_dim, each.stop * config.head_dim) for each in heads]
@@ -85,9 +85,9 @@ class Shard:
         return [range(each.start * unit, each.stop * unit) for each in units]
 
     def rows(self, what: Columns, sizes: Sequence[int], config: ModelConfig) -> Int[torch.Tensor, " outputs"]:
-        """The outputs that this rank has of a layer that gives so many for each of its parts, one behind the other.
+        """The indexes of this rank's outputs in a layer whose parts, of these sizes, follow one another.
 
-        The parts of HEADS are queries, keys and values; those of NEURONS gates and what they let through.
+        The parts of HEADS are queries, keys and values; those of NEURONS gates and ups.
         """
         parts = [self.columns(what, size, config)[self.rank] for size in sizes[:1]] * len(sizes)
         if what == Columns.HEADS:
@@ -97,14 +97,14 @@ class Shard:
         return torch.tensor([first + row for first, each in zip(firsts, parts, strict=True) for row in each])
 
 
-WHOLE = Shard(0, 1)  # of a model that no others share
+WHOLE = Shard(0, 1)  # a model that is not split
 
 
 def part(count: int, rank: int, world: int) -> range:
-    """This rank's share of `count` things in a row, as even as can be."""
+    """This rank's contiguous share of `count` items, as even as possible."""
     return range(count * rank // world, count * (rank + 1) // world)
 
 
 def is_divisible(config: ModelConfig, world: int) -> bool:
-    """Whether so many ranks can share the heads: some key heads each, or equally many ranks to a key head."""
+    """Whether `world` ranks can share the heads: each has some key heads, or equally many ranks share one."""
     return world <= config.kv_heads or (world % config.kv_heads == 0 and world // config.kv_heads <= config.group)

@@ -1,6 +1,6 @@
-"""The target on rank 0, where other ranks share its layers: its executor, its cache and its runner.
+"""The target on rank 0, whose layers other ranks share: its executor, its cache and its runner.
 
-Each tells the other ranks what it does before it does its own part. What the engine and drafters see is whole.
+Each sends its operation to the other ranks before it computes its own part. Engine and drafters see complete results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.sampling.draws import Draws
 
 
 class SharedExecutor:
-    """Layers and head that ranks compute together."""
+    """An executor whose layers and head are computed by all ranks together."""
 
     def __init__(self, part: NativeExecutor, ranks: RankGroup) -> None:
         self.part = part
@@ -47,7 +47,7 @@ class SharedExecutor:
         return x
 
     def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
-        """No target remembers states."""
+        """Never called: only layers of drafters read states."""
         raise AssertionError("layers that read states are no target's")
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
@@ -70,7 +70,7 @@ class SharedExecutor:
 
 
 class SharedCache(PagedCache):
-    """The keys and values of this rank's heads. Slots are the same on every rank, and so is what is moved."""
+    """The cache of this rank's heads. Slots and moves are the same on every rank."""
 
     def __init__(self, ranks: RankGroup, **fields: Any) -> None:
         super().__init__(**fields)
@@ -90,7 +90,7 @@ class SharedCache(PagedCache):
 
 
 def shared_runner(decoder: Decoder, ranks: RankGroup, num_tokens: int) -> Runner:
-    """A runner of rank 0's decoder, which computes with the others from now on, over caches of `num_tokens`."""
+    """A runner of rank 0's decoder, which computes together with the other ranks, with caches of `num_tokens`."""
     assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
     decoder.executor = SharedExecutor(decoder.executor, ranks)
     return Runner(decoder, SharedCache(ranks, **decoder.cache_shape, num_tokens=num_tokens))

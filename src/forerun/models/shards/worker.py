@@ -1,6 +1,6 @@
-"""A worker: a process that has a part of the model, and computes what rank 0 tells it until rank 0 ends.
+"""RankWorker: a process with a shard of the model, which executes the orders of rank 0 until rank 0 ends.
 
-`python -m forerun.models.shards.worker` is what rank 0 starts on its own machine.
+Rank 0 starts `python -m forerun.models.shards.worker` on its own machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.models.spec import ModelSpec
 
 
 class RankWorker:
-    """The layers, the head and the cache of one rank."""
+    """The layers, head and cache of one rank."""
 
     def __init__(self, ranks: RankGroup, message: RankMessage) -> None:
         text, (num_tokens, max_model_len, longest_text) = (each.tolist() for each in message.numbers)
@@ -59,7 +59,7 @@ class RankWorker:
 
 
 def work(ranks: RankGroup) -> None:
-    """Obey rank 0 until it stops this rank or ends."""
+    """Execute the orders of rank 0 until it stops this rank or ends."""
     worker: RankWorker | None = None
     try:
         while (message := ranks.receive()).order != Order.STOP:
@@ -68,14 +68,14 @@ def work(ranks: RankGroup) -> None:
             elif worker is not None:
                 worker.obey(message)
     except RankLost:
-        return  # rank 0 has ended, or says what is wrong
+        return  # rank 0 has ended, or reports the error
     except BaseException as error:
         ranks.fail(error)
         raise
 
 
 def serve_started_rank(world: int) -> None:
-    """Where so many ranks share a model and this process was started as one behind the first, work, and end."""
+    """If this process was started as another rank than 0 of `world`, run as a worker and exit."""
     if world > 1 and (started_rank() or 0) > 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks; rank 0 decides
         work(join())

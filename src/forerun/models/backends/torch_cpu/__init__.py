@@ -1,1 +1,1 @@
-"""By torch's operators, on a CPU: the reference."""
+"""The CPU backend of torch's operators: the reference."""

@@ -1,10 +1,9 @@
-"""Attention over the cache, one root-to-leaf path at a time, with bits that do not depend on the rest of the batch.
+"""Attention over the cache by torch, one root-to-leaf path at a time, with bits independent of the rest of the batch.
 
-This file decides how queries are multiplied with the cached keys on a CPU. Keys are padded to a multiple of 512
-(masked), and queries to a multiple of a number that a check at load finds: then torch's attention kernel gives a query
-the same bits for any number of other queries. The number depends on head size, number format and processor (mostly 4; 8
-or 16 for large heads in float32 with AMX). Where no number works, queries are read in blocks of a fixed size. Sliding
-windows are masks; they never shift what the kernel sees.
+Keys are padded to a multiple of 512 (masked), and queries to a multiple that a check at load finds: then torch's
+attention kernel gives a query the same bits for any number of other queries. The multiple depends on head size, dtype
+and processor (mostly 4; 8 or 16 for large heads in float32 with AMX). If no multiple works, queries are read in blocks
+of a fixed size. Sliding windows are masks; they never shift the kernel's inputs.
 """
 
 from __future__ import annotations
@@ -36,12 +35,10 @@ def attend(
     sinks: Float[Tensor, " heads"] | None = None,
     cap: float | None = None,
 ) -> Float[Tensor, "total heads head_dim"]:
-    """Each query's weighted sum of the values it sees; keys and values of all queries are in the cache already.
+    """The attention output of each query; the keys and values of all queries are in the cache already.
 
-    `sinks` are scores of nothing, one of each query head: they take their share of the weights and add no value. `cap`
-    bounds scores softly.
-
-    Writes the copies that paths ask for into the cache, so the paths of a sequence must be in order.
+    `sinks` are extra scores, one for each query head, which take weight but have no value. `cap` soft-caps the scores.
+    Performs the copies of the paths in the cache, so the paths of a sequence must be in order.
     """
     out = torch.empty_like(q)
     for path in paths:
@@ -66,10 +63,8 @@ def attend_path(
     sinks: Float[Tensor, " heads"] | None = None,
     cap: float | None = None,
 ) -> Float[Tensor, "padded heads head_dim"]:
-    """One path: the query heads that share a key head are laid out as further rows, so keys are read once.
-
-    A sink is the score of one more key, whose value is zero.
-    """
+    """Attention of one path. Query heads that share a key head become further rows, so keys are read once; a sink
+    becomes one more key with value zero."""
     rows, heads, head_dim = q.shape
     kv_heads = len(keys)
     group = heads // kv_heads
@@ -93,9 +88,9 @@ def attend_capped(
     mask: Float[Tensor, "_ _ keys"],
     cap: float,
 ) -> Float[Tensor, "kv_heads rows head_dim"]:
-    """Attention whose scores are softly bounded, which torch's kernel does not have.
+    """Attention with soft-capped scores, which torch's kernel does not support.
 
-    It is computed in float32, KEY_PAD keys at a time, so that more keys change no sum.
+    It is computed in float32, KEY_PAD keys at a time, so that further keys do not change sums.
     """
     scale, shape = q.shape[2] ** -0.5, (*q.shape[:2], KEY_PAD)
     scores = [
@@ -114,9 +109,9 @@ def attend_capped(
 def query_rule(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, num_threads: int, cap: float | None = None
 ) -> QueryRule:
-    """The cheapest rule under which queries of this shape keep their bits, found out on this machine once.
+    """The cheapest rule under which queries of this shape are batch-invariant, tested once on this machine.
 
-    `num_threads` is torch's setting: it is part of the question.
+    `num_threads` is torch's setting, on which the result may depend.
     """
     for pad in QUERY_PADS:
         if all(
@@ -134,7 +129,7 @@ def queries_are_independent(
     v: Float[Tensor, "kv_heads keys head_dim"],
     cap: float | None = None,
 ) -> bool:
-    """Compare queries in company with the same queries, `pad` at a time: in all small numbers and some larger ones."""
+    """Compare queries with the same queries `pad` at a time, for all small numbers of queries and some larger ones."""
     counts = [*range(pad, 65, pad), 112, 208, CHECK_QUERIES]
     last = k.shape[1] - 1
     k, v = (functional.pad(t, (0, 0, 0, -t.shape[1] % KEY_PAD)) for t in (k, v))

@@ -1,7 +1,7 @@
-"""TorchBackend: a decoder's layers by torch's operators. Every other backend is compared with it.
+"""TorchBackend: a decoder's layers by torch's operators on a CPU. All other backends are compared with it.
 
-This file decides the arithmetic of a layer and its order; linear layers, attention and MLPs, which keep each row's bits
-independent of the other rows, are in files of their own.
+This file computes a layer; linear layers, attention and MLPs, in which the bits of a row do not depend on other rows,
+are in files of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forerun.sampling.draws import Draws
 
 
 class TorchBackend:
-    """Torch's operators on this CPU, in the form that keeps rows independent."""
+    """The backend of torch's operators on this CPU, used such that rows are independent."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class TorchBackend:
 
     @property
     def arithmetic(self) -> str:
-        """Torch's row-wise functions depend on its instructions, its matrix products on the library's order too."""
+        """The instruction set, on which torch's row-wise functions depend, and the order of sums of its products."""
         return f"{torch.backends.cpu.get_cpu_capability()} {order_of_sums()}"
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
@@ -45,7 +45,7 @@ class TorchBackend:
         return make_linear(weight, bias, quantize)
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
-        """By the definition, which is slow: the loader unpacks such weights for this backend."""
+        """A layer that computes the definition, slowly; the loader dequantizes such weights for this backend."""
         return GroupedLinear(weight, bias)
 
     def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> StackedExperts | None:
@@ -55,19 +55,19 @@ class TorchBackend:
         return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
-        """The layers one after the other, queries by the rule for their shape."""
+        """The executor of these layers, with the query rule for their shape."""
         c, dtype = parts.config, parts.embedding.dtype
         rule = query_rule(c.heads, c.kv_heads, c.head_dim, dtype, torch.get_num_threads(), c.score_cap)
         return TorchExecutor(parts, rule)
 
 
 def normed(x: Float[Tensor, "rows hidden"], gain: Tensor | None, eps: float) -> Float[Tensor, "rows hidden"]:
-    """Rows normed, where there are gains."""
+    """The rows after an RMS norm; unchanged without a gain."""
     return x if gain is None else rms_norm(x, gain, eps)
 
 
 class TorchExecutor:
-    """A decoder's layers, one after the other."""
+    """Runs a decoder's layers with torch's operators, one after another."""
 
     def __init__(self, parts: DecoderParts, rule: QueryRule) -> None:
         self.parts = parts
@@ -77,7 +77,7 @@ class TorchExecutor:
 
     @property
     def num_experts_read(self) -> int:
-        """Experts that tokens chose, in all passes."""
+        """Number of experts read in all passes so far."""
         return self.num_chosen
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
@@ -86,25 +86,25 @@ class TorchExecutor:
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
-        eps, total, turns = self.parts.config.norm_eps, len(x), dict[int, tuple[Tensor, Tensor]]()
+        eps, total, rope = self.parts.config.norm_eps, len(x), dict[int, tuple[Tensor, Tensor]]()
         x = pad_rows(x, padded_rows(total))
         inputs = None if read is None else pad_rows(read, len(x))
         for i in layers:
             attention, mlp = self.parts.layers[i].attention, self.parts.layers[i].mlp
             first = attention.rope_start
-            turns[first] = turns.get(first) or self.turns(attention, batch.positions, len(x))
+            rope[first] = rope.get(first) or self.rotations(attention, batch.positions, len(x))
             inputs = normed(x, attention.norm, eps) if inputs is None else inputs
-            mixed = self.mix(attention, inputs, batch, (cache.keys[i], cache.values[i]), turns[first])
+            mixed = self.attention(attention, inputs, batch, (cache.keys[i], cache.values[i]), rope[first])
             x = x + normed(mixed, attention.out_norm, eps)
             added, num_read = run_mlp(mlp, inputs if mlp.parallel else normed(x, mlp.norm, eps), total)
             x, inputs = x + normed(added, mlp.out_norm, eps), None
             self.num_chosen += num_read
         return x[:total]
 
-    def turns(
+    def rotations(
         self, layer: Attention, positions: Int[Tensor, " total"], rows: int
     ) -> tuple[Float[Tensor, "rows turned head_dim"], Float[Tensor, "rows turned head_dim"]]:
-        """Cosines and sines of positions in a layer's tables, padded to so many rows: of all heads, or of each."""
+        """Cosines and sines of positions for a layer, padded to `rows`: for all heads together, or for each."""
         c, of_queries = self.parts.config, layer.query_rope_start
         heads = [(layer.rope_start, 1)]
         if of_queries is not None:
@@ -116,44 +116,43 @@ class TorchExecutor:
 
         return of(self.parts.rope.cos), of(self.parts.rope.sin)
 
-    def mix(
+    def attention(
         self,
         layer: Attention,
         x: Float[Tensor, "rows inputs"],
         batch: TokenBatch,
         store: tuple[Tensor, Tensor],
-        turns: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
     ) -> Float[Tensor, "rows hidden"]:
-        """What attention adds; `x` is normed. Keys and values go to `store`; `turns` are cosines and sines."""
-        total, queries = len(batch.tokens), self.looking(layer, x, batch, store, turns)
+        """The output of attention; `x` is normed. Keys and values go to `store`; `rope` are cosines and sines."""
+        total, queries = len(batch.tokens), self.queries(layer, x, batch, store, rope)
         mixed = attend(queries, *store, batch.paths, layer.window, layer.sinks, self.parts.config.score_cap)
         return layer.out(pad_rows(mixed.view(total, -1), len(x)))
 
-    def looking(
+    def queries(
         self,
         layer: Attention,
         x: Float[Tensor, "rows inputs"],
         batch: TokenBatch,
         store: tuple[Tensor, Tensor],
-        turns: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
     ) -> Float[Tensor, "total heads head_dim"]:
-        """The queries of what is read; its keys and values go to `store`."""
+        """The rotated queries of `x`; its keys and values go to `store`."""
         c, total, (keys, values) = self.parts.config, len(batch.tokens), store
         qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
         if layer.qk_norm is not None:
             rotated = norm_heads(rotated, layer.qk_norm, (c.heads, c.kv_heads), c.norm_eps, layer.joint_norm)
-        rotated = rotate(rotated, *turns)
+        rotated = rotate(rotated, *rope)
         keys.index_copy_(1, batch.slots, rotated[:total, c.heads :].transpose(0, 1))
         values.index_copy_(1, batch.slots, value.transpose(0, 1))
         return rotated[:total, : c.heads]
 
     def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
-        """Keys and values alone, layer by layer; nothing looks at them yet."""
         read = pad_rows(read, padded_rows(len(read)))
         for i, layer in enumerate(self.parts.layers):
-            turns = self.turns(layer.attention, batch.positions, len(read))
-            self.looking(layer.attention, read, batch, (cache.keys[i], cache.values[i]), turns)
+            rope = self.rotations(layer.attention, batch.positions, len(read))
+            self.queries(layer.attention, read, batch, (cache.keys[i], cache.values[i]), rope)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         rows, norm = pad_rows(hidden, padded_rows(len(hidden))), self.parts.norm

@@ -1,10 +1,9 @@
-"""Weights in groups, as files of quantised models have them: what they are, and the product that kernels compute.
+"""Group-quantized weights, as checkpoints store them, and the definition of the product that kernels compute.
 
-A weight is a whole number times its group's scale, and for some formats plus the group's least value. A row's inputs
-are rounded to 8 bits in groups of 32, each with a scale of its own, so that one large number costs its neighbours
-alone. The sum of a group is exact; it is rounded to float32, multiplied by both scales and added to the sum of the
-groups before it, then comes the least value times the sum of the inputs. So every way to compute it gives the same
-bits.
+A weight is an integer times its group's scale, in some formats plus the group's lowest value. Activations are rounded
+to 8 bits in groups of 32, each with its own scale, so that a large value costs precision only in its group. The sum of
+a group is exact; it is rounded to float32, multiplied by both scales and added to the sums of earlier groups, followed
+by the lowest value times the sum of the inputs. So every implementation gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from forerun.models.layer import Bias
 
 ROW_GROUP = 32
 LARGEST_INT8 = 127
-FORMS = ((4, 32), (8, 32), (8, 16))  # bits and inputs of a group that kernels multiply
+FORMS = ((4, 32), (8, 32), (8, 16))  # (bits, inputs of a group) that kernels support
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class GroupedWeight:
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], least=least)
 
     def in_form(self, bits: int, size: int, has_least: bool) -> GroupedWeight:
-        """Equal weights in numbers of at least as many bits and groups of at most as many inputs."""
+        """These weights with at least as many bits, and groups of at most as many inputs."""
         repeats = self.size // size
         scales = self.scales.repeat_interleave(repeats, 1)
         least = None if self.least is None else self.least.repeat_interleave(repeats, 1)
@@ -60,7 +59,7 @@ class GroupedWeight:
 
     @classmethod
     def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
-        """The outputs of several weights one after the other, in the form that fits them all."""
+        """Several weights concatenated along the outputs, in a form that fits them all."""
         form = max(p.bits for p in parts), min(p.size for p in parts), any(p.least is not None for p in parts)
         form = form if form[:2] in FORMS else (8, *form[1:])
         alike = [part.in_form(*form) for part in parts]
@@ -68,14 +67,14 @@ class GroupedWeight:
         return cls(torch.cat([p.numbers for p in alike]), torch.cat([p.scales for p in alike]), least, *form[:2])
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
-        """The weights in float32, as they are defined."""
+        """The dequantized weights in float32."""
         scales = self.scales.repeat_interleave(self.size, 1)
         weights = scales * self.numbers.float()
         return weights if self.least is None else weights + self.least.repeat_interleave(self.size, 1)
 
 
 class GroupedLinear:
-    """The definition of a product with weights in groups; the compiled kernels give its bits."""
+    """The definition of the product with group-quantized weights; the compiled kernels give the same bits."""
 
     def __init__(self, weight: GroupedWeight, bias: Bias | None) -> None:
         self.weight = weight

@@ -68,7 +68,7 @@ class BlockedLinear:
 
 @dataclass(frozen=True, slots=True)
 class CappedLinear:
-    """A layer whose outputs are softly bounded by `limit`, in float32."""
+    """A layer with outputs soft-capped to `limit`, in float32."""
 
     linear: Linear
     limit: float
@@ -78,7 +78,7 @@ class CappedLinear:
 
 
 def make_linear(weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-    """The fastest layer for this weight, of so many bits, whose rows are independent on this machine."""
+    """The fastest layer for this weight whose rows are independent on this machine, quantized if asked."""
     if quantize == "int4":
         return Quantized4Linear(weight, bias)
     if quantize == "int8":
@@ -90,7 +90,7 @@ def make_linear(weight: WeightMatrix, bias: Bias | None = None, quantize: Quanti
 
 
 def packing_available(weight: Tensor) -> bool:
-    """Whether torch can prepack this weight here at all."""
+    """Whether torch can prepack this weight on this machine."""
     return (
         weight.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
@@ -101,10 +101,10 @@ def packing_available(weight: Tensor) -> bool:
 
 @cache
 def trusted_rows(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, num_threads: int) -> int:
-    """How many rows a packed layer of this kind can be given at a time: whole blocks, or 0; found out here, once.
+    """The most rows (whole blocks, or 0) that a packed layer of this kind multiplies batch-invariantly, tested once.
 
-    Fewer than EXACT_ROWS are as good as none: a piece left over could be a single row. `num_threads` is torch's
-    setting: it is part of the question.
+    Fewer than EXACT_ROWS count as 0, since the remaining block could be a single row. `num_threads` is torch's setting,
+    on which the result may depend.
     """
     x, weight = cancelling_product(MAX_ROWS, outputs, inputs, dtype)
     try:

@@ -1,8 +1,7 @@
-"""The MLPs of a layer by torch's operators: dense ones, and experts, of which a router chooses some for each token.
+"""The MLPs of a layer by torch's operators: dense ones and mixtures of experts.
 
-This file decides the arithmetic and its order, so that a row's bits are its own in any company: each expert multiplies
-its rows in one go, in a layer whose rows do not affect each other, and a token adds up what its experts gave in the
-order of its choice, whoever else chose them.
+The bits of a row do not depend on other rows: each expert multiplies its rows in one call, in a linear layer whose rows
+are independent, and a token sums the outputs of its experts in the order of its own ranking.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from forerun.device import is_cpu
 from forerun.models.layer import LANES, GatedMlp, Mlp, Router
 from forerun.models.rows import pad_rows, padded_rows
 
-SERIAL_ELEMENTS = 32_767  # torch splits larger functions over threads, at any element
+SERIAL_ELEMENTS = 32_767  # torch splits larger elementwise functions over threads, at any element
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Routes:
 
 
 def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple[Float[Tensor, "rows hidden"], int]:
-    """What is added to normed rows, of which the first are tokens; and how many experts were read."""
+    """The MLP's output for normed rows, of which the first `num_tokens` are tokens; and how many experts were read."""
     if mlp.router is None:
         assert mlp.dense is not None, "a layer without a router has a dense MLP"
         return run_gated(mlp.dense, x), 0
@@ -47,7 +46,7 @@ def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple
 
 
 def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-    """Rows in a number that `padded_rows` gives."""
+    """The output of one MLP; the number of rows must be one of `padded_rows`."""
     activation = gelu if mlp.gelu else functional.silu
     if mlp.plain:
         return mlp.down(by_rows(activation, mlp.gate_up(x)))
@@ -60,7 +59,7 @@ def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "
 
 
 def soft_capped(x: Float[Tensor, "rows width"], limit: float) -> Float[Tensor, "rows width"]:
-    """Numbers of float32, softly bounded. Gemma 2, 2408.00118, section 2."""
+    """`limit * tanh(x / limit)` of float32 numbers. Gemma 2, 2408.00118, section 2."""
     lanes = in_lanes(x / limit, 0.0)
     return by_rows(torch.tanh, lanes.view(-1, LANES)).view(lanes.shape)[:, : x.shape[1]] * limit
 
@@ -71,12 +70,12 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def choose_experts(router: Router, x: Float[Tensor, "rows hidden"], num_tokens: int) -> Routes:
-    """The routes of the first rows; in float32."""
+    """The routes of the first `num_tokens` rows, in float32."""
     return routes_of(router, router.linear(x)[:num_tokens].float())
 
 
 def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes:
-    """The routes by what the router's layer gave, in float32."""
+    """The routes from the outputs of the router's layer, in float32."""
     ranked = logits[:, : router.count].sort(dim=1, descending=True, stable=True)
     powers = by_rows(torch.exp, in_lanes(ranked.values - ranked.values[:, :1], -torch.inf))
     chosen = powers[:, : router.active]
@@ -89,7 +88,7 @@ def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes
 def run_experts(
     experts: Sequence[GatedMlp], x: Float[Tensor, "rows hidden"], chosen: Int[Tensor, "tokens active"]
 ) -> tuple[Float[Tensor, "tokens active hidden"], int]:
-    """What each token's experts give, each expert's rows multiplied in one go; and how many experts have rows."""
+    """The outputs of each token's experts, each expert's rows in one call; and the number of experts with rows."""
     active = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
@@ -102,12 +101,12 @@ def run_experts(
 
 
 def in_lanes(x: Float[Tensor, "rows width"], value: float) -> Float[Tensor, "rows padded"]:
-    """The rows, as wide as vector code wants them."""
+    """The rows padded to a multiple of LANES columns."""
     return functional.pad(x, (0, -x.shape[1] % LANES), value=value)
 
 
 def sum_columns(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows 1"]:
-    """Each row's sum, added up in the order of the columns."""
+    """Each row's sum, in the order of the columns."""
     total = x[:, :1]
     for column in range(1, x.shape[1]):
         total = total + x[:, column : column + 1]
@@ -115,11 +114,12 @@ def sum_columns(x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows 1"]:
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
-    """An elementwise function whose bits are a row's own; the width is a multiple of LANES.
+    """Apply an elementwise function such that the bits of a row depend on that row alone; the width must be a multiple
+    of LANES.
 
-    Torch's vector code and its scalar tail round exp differently. Whole vectors per row and blocks too small to be
-    split over threads keep every element in vector code (measured: at width 172, 4 % of elements differ otherwise). A
-    GPU has no such tails.
+    Torch's vector code and its scalar tail round exp differently. Whole vectors in each row, and blocks too small to be
+    split over threads, keep all elements in vector code (otherwise 4 % of elements differ at width 172). A GPU has no
+    such tails.
     """
     rows, width = x.shape
     block = max(1, SERIAL_ELEMENTS // width)

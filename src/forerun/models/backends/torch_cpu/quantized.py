@@ -1,10 +1,9 @@
-"""Linear layers of 8 or 4 bits: weights are rounded per output or group, activations per row, so rows are independent.
+"""Linear layers with 8-bit or 4-bit weights: weights are quantized per output or group, activations per row.
 
-This file decides how numbers become whole numbers, and what the products are. With 8 bits the sums are over whole
-numbers and therefore exact in any order. With 4 bits a weight is a whole number from -8 to 7, with a scale for each
-group of 32 inputs of an output. The sum of a group is exact too, with at most 15 significant bits, and a scale is a
-bfloat16 with 8 of them, so their product is exact in float32 as well. Only the addition of groups rounds, and it has
-one order. So every way to compute either gives the same bits. A weight of 4 bits takes 4.5.
+With 8 bits the sums are over integers and exact in any order. With 4 bits a weight is an integer from -8 to 7 with a
+scale for each group of 32 inputs of an output. The sum of a group is exact too, with at most 15 significant bits, and a
+scale is a bfloat16 with 8, so their product is exact in float32. Only the addition of groups rounds, in a fixed order.
+So every implementation of either gives the same bits, and rows are independent. A 4-bit weight takes 4.5 bits.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from forerun.annotations import Float, Int8
 from forerun.models.layer import Bias, WeightMatrix
 
 LARGEST_INT8 = 127
-EXACT_TERMS = 2**24 // LARGEST_INT8**2  # products whose sum float32 holds exactly, in whatever order they are added
-BLOCK_WEIGHTS = 1 << 19  # as many weights are float32 at a time: they stay in a cache, where the product finds them
+EXACT_TERMS = 2**24 // LARGEST_INT8**2  # products whose sum is exact in float32, in any order
+BLOCK_WEIGHTS = 1 << 19  # weights that are float32 at a time, so that they stay in a cache for the product
 GROUP = 32
 LOWEST, HIGHEST = -8, 7
-# What the largest weight of a group may become before it is clipped. On the bundled target a plain -8 has 8 % more
-# squared error than the best of these. With -9.0, -9.5 and 8.2 among them it is 1 % less, but not the held-out loss.
+# Candidates for the value of a group's largest weight, before clipping. On the bundled target -8 alone has 8 % more
+# squared error than the best of these. Adding -9.0, -9.5 and 8.2 reduces it by 1 %, but not the held-out loss.
 STEPS = (-8.0, 7.0, -7.5, -7.0, -8.6, -9.4)
-LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, 2.0**112  # products with whole sums are exact in between
-BLOCK_GROUPS = 1 << 13  # are rounded at a time on a CPU: their temporaries stay in a cache
+LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, 2.0**112  # between these, products with sums are exact
+BLOCK_GROUPS = 1 << 13  # groups quantized at a time on a CPU, so that temporaries stay in a cache
 
 
 class QuantizedLinear:
     """8-bit weights, one scale per output, times 8-bit activations, one scale per row; about a byte per weight.
 
-    Row i gives `round(x[i] / s[i]) @ round(w[o] / t[o]) * t[o] * s[i] + bias[o]`, the sum over whole numbers, then in
-    float32, in this order. Scales map the largest magnitude to 127. oneDNN multiplies where it can; otherwise float32
+    Row i gives `round(x[i] / s[i]) @ round(w[o] / t[o]) * t[o] * s[i] + bias[o]`, the sum over integers, then in
+    float32, in this order. Scales map the largest magnitude to 127. oneDNN multiplies if it can; otherwise float32
     does, over so few terms at a time that it is exact too, so the bits are the same.
     """
 
@@ -52,7 +51,7 @@ class QuantizedLinear:
         return (result if self.bias is None else result + self.bias).to(x.dtype)
 
     def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        """The sums, times the outputs' scales, in float32."""
+        """The integer sums times the outputs' scales, in float32."""
         if not self.packed:
             return exact_product(whole, self.whole) * self.scales
         result: Tensor = torch.ops.onednn.qlinear_pointwise.default(
@@ -62,14 +61,14 @@ class QuantizedLinear:
 
 
 def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows width"], Float[Tensor, "rows 1"]]:
-    """Whole numbers of at most LARGEST_INT8 and each row's scale in float32: their product is nearly x."""
+    """Integers of magnitude at most LARGEST_INT8, and each row's scale in float32, whose product approximates x."""
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide * scales.reciprocal()).round_().to(torch.int8), scales
 
 
 def in_short_sums(whole: Int8[Tensor, "rows inputs"]) -> Int8[Tensor, "sums rows terms"]:
-    """The columns in groups of at most EXACT_TERMS, all of one size; zeros are added where they do not divide."""
+    """The columns in equal groups of at most EXACT_TERMS, zero-padded if they do not divide evenly."""
     inputs = whole.shape[1]
     terms = -(-inputs // -(-inputs // EXACT_TERMS))
     return functional.pad(whole, (0, -inputs % terms)).view(len(whole), -1, terms).transpose(0, 1)
@@ -80,8 +79,8 @@ def exact_product(
 ) -> Float[Tensor, "rows outputs"]:
     """`x @ weight.T`, each sum exact and rounded once, to float32.
 
-    Weights become float32 a block of outputs at a time. To turn the whole matrix into float64 in every pass took tens
-    of times as long: it goes through memory at eight bytes a weight, twice.
+    Weights are converted to float32 a block of outputs at a time. Converting the whole matrix to float64 in every pass
+    took tens of times as long: it moves eight bytes for each weight through memory, twice.
     """
     terms, (num_sums, outputs, width) = in_short_sums(x).float(), weight.shape
     product = torch.empty(len(x), outputs)
@@ -94,7 +93,7 @@ def exact_product(
 
 @cache
 def quantized_packing_is_exact() -> bool:
-    """Whether oneDNN's 8-bit product is there and adds whole numbers exactly, at the largest sums that occur."""
+    """Whether oneDNN's 8-bit product exists and sums integers exactly, tested with the largest sums that occur."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 4096, generator=dice)
     weight[0] = 1.0
@@ -111,8 +110,8 @@ def quantized_packing_is_exact() -> bool:
 class Quantized4Linear:
     """4-bit weights, one scale per group, times 8-bit activations, one scale per row; 4.5 bits per weight.
 
-    Row i gives `sum over groups g of (round(x[i] / s[i])[g] @ w[o, g]) * t[o, g]`, added up in float32 in ascending
-    order, then `* s[i] + bias[o]`. This is the definition; the compiled kernels give its bits.
+    Row i gives `sum over groups g of (round(x[i] / s[i])[g] @ w[o, g]) * t[o, g]`, summed in float32 in ascending
+    order, then `* s[i] + bias[o]`. This is the definition; the compiled kernels give the same bits.
     """
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None) -> None:
@@ -129,7 +128,7 @@ class Quantized4Linear:
         return (result if self.bias is None else result + self.bias).to(x.dtype)
 
     def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        """The groups' sums times their scales, added up; weights become float32 a block of outputs at a time."""
+        """The groups' sums times their scales, added; weights are converted to float32 a block of outputs at a time."""
         num_groups, outputs, _ = self.halves.shape
         padded = functional.pad(whole, (0, num_groups * GROUP - whole.shape[1]))
         x = padded.view(len(whole), num_groups, GROUP).transpose(0, 1).float()
@@ -147,11 +146,11 @@ class Quantized4Linear:
 def quantize_groups(
     weight: Float[Tensor, "outputs inputs"],
 ) -> tuple[Int8[Tensor, "outputs inputs"], Float[Tensor, "outputs groups"]]:
-    """Whole numbers from LOWEST to HIGHEST and each group's scale, which may be negative: their product is nearly
-    the weight.
+    """Integers from LOWEST to HIGHEST and each group's scale, which may be negative; their product approximates the
+    weight.
 
-    Of a few scales, each group takes the one of the smallest sum of squared errors; the first among equals. A group
-    that holds what is not finite has a scale that is not a number. Nothing depends on the machine.
+    Each group takes the candidate scale with the smallest sum of squared errors, the first among equals. A group with
+    non-finite values gets a NaN scale. The result does not depend on the machine.
     """
     outputs, inputs = weight.shape
     groups = functional.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
