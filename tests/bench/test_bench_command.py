@@ -160,7 +160,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     assert stopped.exit_code == 130
     assert stopped.stdout == ""
     (state,) = (files / "cache/forerun/bench").iterdir()
-    assert "goes on behind 2 measurements" in stopped.stderr
+    assert "resumes after 2 measurements" in stopped.stderr
     assert str(state) in stopped.stderr
     made[:] = [None] * -4  # none so far, and never two
     monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
@@ -168,7 +168,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     assert ended.exit_code == 0, ended.output
     assert len(made) == 2 * 3 - 2
     again = run(*arguments)
-    assert "6 measurements are there already" in again.stderr
+    assert "6 measurements exist already" in again.stderr
     assert len(made) == 4
     assert json.loads(again.stdout)["cells"] == json.loads(ended.stdout)["cells"]
     assert run(*arguments, "--fresh").exit_code == 0
@@ -190,8 +190,8 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
         (["--batch", "1,x"], "batch: '1,x' must be numbers"),
         (["--batch", "0"], "batch: 0 must be"),
         (["--depth", "2,2"], "depth: (2, 2) must be values that differ"),
-        (["--workload", "novels"], "workload: 'novels' does not ship"),
-        (["--workload", "code", "--replay", "a.jsonl"], "replay: it says what to run, and so does --workload"),
+        (["--workload", "novels"], "workload: 'novels' is not bundled"),
+        (["--workload", "code", "--replay", "a.jsonl"], "replay: it chooses the prompts, and so does --workload"),
         (["--replay", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--widen"], "widen: "),
         (["--max-tokens", "5000"], "5004 tokens of a context of 512"),

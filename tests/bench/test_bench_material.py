@@ -120,7 +120,7 @@ def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callabl
     ("line", "said"),
     [
         ({"question": "x"}, "no field prompt, text, turns (it has question)"),
-        ({"messages": []}, "messages: [] is no conversation"),
+        ({"messages": []}, "messages: [] is not a conversation"),
         ({"messages": [{"content": "x"}]}, "is not a message"),
         ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "the last message is the model's own"),
         ({"prompt": "x", "category": 3}, '"category" is 3'),

@@ -134,7 +134,7 @@ def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list
     again = invoke(arguments)
     assert not made
     assert again.stdout == first.stdout
-    assert "measurements are there already" in again.stderr
+    assert "measurements exist already" in again.stderr
     assert json.loads((folder / "out/tune.json").read_text()) == before
     other = invoke([*arguments, "--seed", "5"])
     assert other.exit_code == 2

@@ -1,1 +1,1 @@
-"""Measures what speculation brings on a user's own model, machine and text."""
+"""Measures the speed-up of speculation on a user's own model, machine and text."""

@@ -1,7 +1,4 @@
-"""Charts: rows of panels of lines, as one SVG that needs nothing else, in light and in dark.
-
-This file decides colours and layout.
-"""
+"""Line charts: rows of panels as one self-contained SVG, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from html import escape
 from forerun.bench.figures import Spread
 
 COLOURS = ("#3b82c4", "#d9762b", "#3a9a5b", "#b05fb0", "#b39200", "#d1495b", "#2aa5a0", "#8a7f72")  # on light and dark
-HEIGHT, GAP, LEFT, TOP, LETTER = 200, 60, 50, 40, 7  # of panels, in pixels; LETTER is one of a legend
-MOST_TICKS = 17  # of the points' own places: as many as depths
-MARKS = {"o": "●", "x": "×"}  # by the sign in the form of a series
-DASHES = {"--": "6 4", "-.": "8 3 2 3", ":": "2 3", "-": ""}  # by the line in the form of a series, the longest first
+HEIGHT, GAP, LEFT, TOP, LETTER = 200, 60, 50, 40, 7  # pixels; LETTER: the width of a legend's character
+MOST_TICKS = 17  # with more x values, only the first and last are labelled
+MARKS = {"o": "●", "x": "×"}  # by the character in a series' form
+DASHES = {"--": "6 4", "-.": "8 3 2 3", ":": "2 3", "-": ""}  # by the line in a series' form, longest first
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#555}.t{font-weight:600}.g{stroke:#8886;stroke-width:.5}"
     ".l{stroke:#888;stroke-dasharray:4}@media(prefers-color-scheme:dark){text{fill:#bbb}}"
@@ -25,7 +22,7 @@ STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one name, from left to right, with bars from quartile to quartile where `spreads` are known."""
+    """A named line through points, from left to right, with quartile bars if there are `spreads`."""
 
     name: str
     points: Sequence[tuple[int | float, int | float]]
@@ -36,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class LinePanel:
-    """Draws series under a title, and a horizontal line at `level`; `ticks` are those of a logarithmic x-axis."""
+    """Series under a title, a horizontal line at `level`, and `ticks` if the x-axis is logarithmic."""
 
     series: Sequence[Series]
     x: str
@@ -46,7 +43,7 @@ class LinePanel:
 
 
 def svg(rows: Sequence[Sequence[LinePanel]], width: int, title: str = "") -> str:
-    """An SVG element: under a title rows of panels, so many pixels wide each, every row before its legend."""
+    """The SVG of rows of panels, `width` pixels wide each, with a legend at the end of each row."""
     body, top, widest = label(LEFT, 16, title, 'class="t"') if title else "", 16 if title else 0, 0
     for panels in rows:
         left = LEFT
@@ -64,7 +61,7 @@ def svg(rows: Sequence[Sequence[LinePanel]], width: int, title: str = "") -> str
 
 
 def svg_panel(panel: LinePanel, width: int) -> str:
-    """One panel: a title, a grid of values, and each series with its marks."""
+    """The SVG of a panel: title, grid and series."""
     parts = [label(0, -16, panel.title, 'class="t"')]
     points = [point for each in panel.series for point in each.points]
     if not points:
@@ -93,14 +90,14 @@ def svg_panel(panel: LinePanel, width: int) -> str:
 
 
 def round_values(highest: float) -> list[float]:
-    """Round values with the same step between them, from 0 to the highest or a little above it."""
+    """Equidistant round values from 0 to at least `highest`, for a grid."""
     unit = 10.0 ** math.floor(math.log10(highest / 5)) if highest > 0 else 1.0
     step = next(size * unit for size in (1.0, 2.0, 2.5, 5.0, 10.0) if 5 * size * unit >= highest)
     return [round(step * number, 12) for number in range(max(1, math.ceil(highest / step)) + 1)]
 
 
 def svg_series(each: Series, place: Callable[[float, float], tuple[float, float]]) -> str:
-    """A line, a mark at every point, and a bar from quartile to quartile."""
+    """The SVG of a series: its line, marks and quartile bars."""
     at = [place(*point) for point in each.points]
     parts = [svg_line(each, " ".join(f"{x},{y}" for x, y in at))]
     mark = next((mark for mark in MARKS if mark in each.form), "")
@@ -112,7 +109,7 @@ def svg_series(each: Series, place: Callable[[float, float], tuple[float, float]
 
 
 def svg_line(each: Series, points: str) -> str:
-    """A line through points in a series' own colour and form; nothing where its form has no line."""
+    """The SVG line through points, in a series' colour and form; "" if its form has no line."""
     dashes = next((dashes for line, dashes in DASHES.items() if line in each.form), None)
     if dashes is None:
         return ""
@@ -121,5 +118,5 @@ def svg_line(each: Series, points: str) -> str:
 
 
 def label(x: float | int, y: float | int, text: str, more: str) -> str:
-    """Some text at a place."""
+    """An SVG text at a position; `more` are its attributes."""
     return f'<text x="{x}" y="{y}" {more}>{escape(text)}</text>'

@@ -1,8 +1,8 @@
-"""Figures: the repetitions of a group, summed up as medians with quartiles, and the report of all groups.
+"""Figures: medians with quartiles over the repetitions of a group, and the report of all groups.
 
-This file holds every formula of the benchmark. Ratios are formed within a repetition, whose runs lie close together in
-time, and the median is taken over the ratios, because absolute times drift. In JSON times are in seconds, sizes in
-bytes, shares between 0 and 1, and what is not known is null. `show.py` writes the report for people.
+This file has every formula of the benchmark. Absolute times drift, so ratios are computed within a repetition, whose
+runs are close in time, and then the median of the ratios is taken. In JSON, times are in seconds, sizes in bytes,
+shares between 0 and 1, and unknown values null. `show.py` writes the report for people.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Of the values that are there; None of none."""
+        """Median and quartiles of the values that are not None; None if there are none."""
         known = [value for value in values if value is not None]
         if len(known) < 2:
             return cls(known[0], known[0], known[0]) if known else None
@@ -42,16 +42,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class CellFigures:
-    """One depth of a group.
+    """The figures of one depth of a group.
 
-    `experts` are those that a layer of a sparse target reads in a full round, `expected_experts` as many as tokens need
-    that choose evenly and each for itself. `num_rounds_by_arm` says how often each arm of a mix drafted a sequence.
-    `tokens_per_s` is decoding alone, `tokens_per_s_with_prompt` all of it. `speed_up` is the first of them over that of
-    plain decoding. `pass_ratio` is v(k): a full round's pass over a plain one. `draft_step_ratio` is c: a full
-    round's drafting, per depth, over a plain pass. `predicted` is o G / (k c + v), G the tokens per round, o the places
-    of the batch that were taken on average, over those of plain decoding: sequences that accept more end sooner.
-    `engine_s` is what a round takes outside the target's and the drafter's passes. `num_busy` are the cores that other
-    programs kept busy during the run, and the plain one beside it, that they disturbed most.
+    `experts`: experts that a layer of a sparse target reads in a full round; `expected_experts`: their number if tokens
+    chose uniformly and independently. `num_rounds_by_arm`: how often each drafter of a mix drafted a sequence.
+    `tokens_per_s`: decoding only; `tokens_per_s_with_prompt`: with prefill. `speed_up`: the ratio of `tokens_per_s` to
+    that of plain decoding. `pass_ratio` is v(k): the target's pass in a full round over a plain pass.
+    `draft_step_ratio` is c: a full round's drafting time per depth over a plain pass. `predicted` is o G / (k c + v),
+    with G tokens per round, and o the average batch occupancy over that of plain decoding. `engine_s`: time of a round
+    outside the passes of target and drafter. `num_busy`: the maximum number of cores that other programs used during a
+    run or the plain run beside it.
     """
 
     depth: int
@@ -78,7 +78,7 @@ class CellFigures:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A request that was answered otherwise than plain decoding first did, or than was recorded."""
+    """A request whose answer differs from the first plain run, or from the recorded answer."""
 
     depth: int
     repetition: int
@@ -87,7 +87,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """All depths of a group, and what holds for all of them."""
+    """The figures of all depths of a group."""
 
     group: Group
     cells: tuple[CellFigures, ...]
@@ -96,18 +96,18 @@ class GroupFigures:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether every depth gave the same tokens, every time."""
+        """Whether every depth gave the same tokens in every repetition."""
         return not self.differences
 
     @property
     def plain_pass_s(self) -> float | None:
-        """A full plain pass."""
+        """Median seconds of a full plain pass."""
         spread = self.cells[0].pass_s
         return spread.median if spread else None
 
 
 def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str] = ()) -> GroupFigures:
-    """What these runs of one group say; `recorded` are the hashes of answers that are replayed."""
+    """The figures of a group from its runs; `recorded`: hashes of replayed answers."""
     plain = {run.repetition: run for run in runs if run.depth == 0}
     first = plain[min(plain)]
     expected = [recorded[i % len(recorded)] for i in range(len(first.answers))] if recorded else first.answers
@@ -128,7 +128,7 @@ def group_figures(group: Group, runs: Sequence[BenchRun], recorded: Sequence[str
 
 
 def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> CellFigures:
-    """One depth's repetitions, each beside the plain run of the same repetition."""
+    """The figures of a depth from its repetitions, each compared with the plain run of the same repetition."""
     pairs = [(run, plain[run.repetition]) for run in runs if run.repetition in plain]
     rounds, drafted, accepted = (
         sum(getattr(run, name) for run in runs) for name in ("num_rounds", "num_drafted", "num_accepted")
@@ -169,12 +169,12 @@ def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> Cel
 
 
 def over(part: int | float | None, whole: int | float | None) -> float | None:
-    """A ratio, where both are known and the lower one is not 0."""
+    """A ratio; None if a value is unknown or the denominator 0."""
     return part / whole if part is not None and whole else None
 
 
 def speed_up(run: BenchRun, plain: BenchRun) -> float | None:
-    """How many times as fast as plain decoding."""
+    """The ratio of decoding speeds, drafted over plain."""
     return over(over(run.num_decoded, run.decode_s), over(plain.num_decoded, plain.decode_s))
 
 
@@ -197,23 +197,23 @@ def predicted(run: BenchRun, plain: BenchRun) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """How fast the device's memory was read before and after the runs, in bytes per second."""
+    """Memory bandwidth before and after the runs, in bytes per second."""
 
     start: float
     end: float
 
     @property
     def best(self) -> float:
-        """What counts as the limit: the faster of the two, since neither can have been too fast."""
+        """The larger of the two, since disturbances only reduce it."""
         return max(self.start, self.end)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """The whole benchmark.
+    """The results of a benchmark.
 
-    `about` says what was run, on which models and machine; `pass_bytes` are the weights that one pass of the target
-    reads; `places[workload]` says where each of its prompts is from.
+    `about` describes the models, machine and settings; `pass_bytes`: weights that one pass of the target reads;
+    `places[workload]`: the source of each of its prompts.
     """
 
     about: Mapping[str, Any]
@@ -230,21 +230,21 @@ class BenchReport:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory held in any run."""
+        """The maximum memory of all runs."""
         peaks = [c.peak_bytes for figures in self.groups for c in figures.cells if c.peak_bytes is not None]
         return max(peaks, default=None)
 
     def limit_share(self, figures: GroupFigures) -> float | None:
-        """The least time in which memory gives the weights that a pass reads, over that of this group's plain one."""
+        """The time to read the weights at full bandwidth, as a share of this group's plain pass."""
         return over(self.pass_bytes / self.bandwidth.best, figures.plain_pass_s)
 
     def place(self, figures: GroupFigures, difference: Mismatch) -> str:
-        """Where the prompt of a request that differs is from."""
+        """The source of the prompt of a differing request."""
         places = self.places[figures.group.workload]
         return places[difference.request % len(places)]
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a JSON object."""
         values: dict[str, Any] = jsonable(
             {
                 **self.about,
@@ -259,7 +259,7 @@ class BenchReport:
         return values
 
     def group_object(self, figures: GroupFigures) -> dict[str, Any]:
-        """A group without its cells."""
+        """A group as JSON, without its cells."""
         differences = [asdict(d) | {"prompt": self.place(figures, d)} for d in figures.differences]
         return {
             **asdict(figures.group),
@@ -272,5 +272,5 @@ class BenchReport:
 
 
 def cell_object(figures: GroupFigures, cell: CellFigures) -> dict[str, Any]:
-    """A cell with its group's names."""
+    """A cell as JSON, with the fields of its group."""
     return {**asdict(figures.group), **asdict(cell), "depth": AUTO if cell.depth == CHOSEN else cell.depth}

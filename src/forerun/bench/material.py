@@ -1,7 +1,7 @@
-"""Workloads: the texts of all measurements, from a user's file or as they ship, and how they become tokens.
+"""Workloads: the texts of all measurements, bundled or from a user's file, and their tokenization.
 
-This file decides what a line of a user's file may hold, and checks that every text fits the model. Categories take
-turns where a part of the texts should have some of each.
+This file defines the format of users' files, and checks that every text fits the model's context. `mixed_passages`
+interleaves categories, so that a prefix of the list has some of each.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from forerun.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]
 DEFAULT_WORKLOADS = "code,edits"
-CATEGORIES = ("code", "prose")  # of what ships and is used where no file is given
+CATEGORIES = ("code", "prose")  # bundled workloads that are used without a file
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """What a line holds: text, token ids, or a conversation; the recorded answer or None, the category, the place."""
+    """A line of a file: text, token ids, or a conversation; its source, recorded answer, and category."""
 
     prompt: TextOrIds | Conversation
     place: str
@@ -38,14 +38,14 @@ class Passage:
 
     @property
     def conversation(self) -> Conversation | None:
-        """The messages, where it has some."""
+        """The messages of a conversation; None for text."""
         talk = not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
         return self.prompt if talk else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A passage as tokens."""
+    """A passage as token ids."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...] | None
@@ -55,21 +55,21 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How conversations become text: the options of the chat template, and whether every text is a conversation."""
+    """The chat template's variables, and whether plain texts become conversations too (`always`)."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     always: bool = False
 
     @property
     def thinking(self) -> bool | None:
-        """What the template is told about thinking; None where nothing."""
+        """The template's thinking option; None if it is not set."""
         enabled = self.options.get("enable_thinking", self.options.get("thinking"))
         return enabled if isinstance(enabled, bool) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Texts under one name; either all are replayed or none. `template` is the chat template's hash, if it was used."""
+    """A named list of texts; either all are replayed or none. `template`: the chat template's hash, if used."""
 
     name: str
     items: tuple[Item, ...]
@@ -77,11 +77,11 @@ class Workload:
 
     @property
     def replayed(self) -> bool:
-        """Whether the answers are recorded ones."""
+        """Whether recorded answers are replayed."""
         return self.items[0].answer is not None
 
     def recorded(self) -> list[str]:
-        """The hashes of the answers that are replayed."""
+        """The hashes of the recorded answers."""
         return [hash_of(item.answer) for item in self.items if item.answer is not None]
 
     def digest(self) -> str:
@@ -90,19 +90,19 @@ class Workload:
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
     def longest(self, num_tokens: int) -> int:
-        """Tokens of the longest text, prompt and answer."""
+        """The maximum number of tokens of a prompt with its answer."""
         return max(len(i.prompt) + (num_tokens if i.answer is None else len(i.answer)) for i in self.items)
 
 
 def hash_of(answer: Sequence[int]) -> str:
-    """What tells answers apart."""
+    """A hash of an answer's tokens."""
     return hashlib.sha256(",".join(map(str, answer)).encode()).hexdigest()[:16]
 
 
 def shipped(name: str) -> list[Passage]:
-    """The passages of a workload that ships, which is their category too."""
+    """The passages of a bundled workload; its name is their category. Raises InvalidRequest."""
     if name not in SHIPPED:
-        raise InvalidRequest("workload", f"{name!r} does not ship: choose of {', '.join(SHIPPED)}.")
+        raise InvalidRequest("workload", f"{name!r} is not bundled: choose from {', '.join(SHIPPED)}.")
     folder = resources.files("forerun").joinpath("bench")
     if name in GENERATED:
         text = folder.joinpath(f"{name}.json").read_text(encoding="utf-8")
@@ -113,12 +113,12 @@ def shipped(name: str) -> list[Passage]:
 
 
 def passages_of(workload: str | None, prompts: Path | None, replay: Path | None) -> dict[str, list[Passage]]:
-    """The texts that are asked for, by the name of their workload: what ships, or one file of the user's."""
+    """The passages of the options by workload name: bundled workloads, or one file of the user's."""
     excerpts = [
         name for name, value in (("workload", workload), ("prompts", prompts), ("replay", replay)) if value is not None
     ]
     if len(excerpts) > 1:
-        raise InvalidRequest(excerpts[1], f"it says what to run, and so does --{excerpts[0]}: give one of them.")
+        raise InvalidRequest(excerpts[1], f"it chooses the prompts, and so does --{excerpts[0]}: give one of them.")
     if prompts is not None:
         return {prompts.stem: read_passages(prompts)}
     if replay is not None:
@@ -128,7 +128,7 @@ def passages_of(workload: str | None, prompts: Path | None, replay: Path | None)
 
 
 def mixed_passages(prompts: Path | None = None, replay: Path | None = None) -> list[Passage]:
-    """The texts of a file, or those that ship, one of each category after the other."""
+    """The passages of a file, or the bundled ones, with categories interleaved."""
     ours = prompts is None and replay is None
     kinds: dict[str, list[Passage]] = {}
     for passage in chain.from_iterable(passages_of(",".join(CATEGORIES) if ours else None, prompts, replay).values()):
@@ -137,10 +137,9 @@ def mixed_passages(prompts: Path | None = None, replay: Path | None = None) -> l
 
 
 def read_passages(path: Path, recorded: bool = False, most: int | None = None) -> list[Passage]:
-    """The first `most` lines of a user's file: of a .txt its prompts, of a .jsonl objects, which have answers if they
-    are recorded.
+    """The first `most` lines of a user's file: prompts of a .txt, objects of a .jsonl, with answers if `recorded`.
 
-    Raises InvalidRequest, with file and line, for what cannot be read.
+    Raises InvalidRequest, naming file and line.
     """
     if recorded and path.suffix != ".jsonl":
         raise InvalidRequest("replay", f"{path}: the name ends in {path.suffix!r}: give a .jsonl file")
@@ -156,7 +155,7 @@ def read_passages(path: Path, recorded: bool = False, most: int | None = None) -
 
 
 def passage_of(line: str, place: str, recorded: bool) -> Passage:
-    """One JSON line."""
+    """Parse one JSON line. Raises InvalidRequest."""
     with at_line(place):
         entry = object_of(line)
         category = entry.get("category") or ""
@@ -173,7 +172,7 @@ def passage_of(line: str, place: str, recorded: bool) -> Passage:
 
 
 def words_of(entry: Mapping[str, Any], name: str) -> TextOrIds:
-    """Text or token ids under a name."""
+    """The text or token ids under a name. Raises InvalidRequest."""
     words = entry.get(name)
     ids = isinstance(words, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in words)
     if not words or not (ids or isinstance(words, str)):
@@ -183,9 +182,9 @@ def words_of(entry: Mapping[str, Any], name: str) -> TextOrIds:
 
 
 def messages_of(messages: object) -> Conversation:
-    """The messages of a conversation that the model is to go on with."""
+    """The messages of a conversation; the last one must not be the assistant's. Raises InvalidRequest."""
     if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages", f"{shown(messages)} is no conversation: write a list of messages.")
+        raise InvalidRequest("messages", f"{shown(messages)} is not a conversation: write a list of messages.")
     talk = [with_text(message) for message in messages]
     if talk[-1]["role"] == "assistant":
         raise InvalidRequest("prompts", 'the last message is the model\'s own: leave it out, or name it "answer"')
@@ -195,10 +194,9 @@ def messages_of(messages: object) -> Conversation:
 def workload_of(
     name: str, passages: Sequence[Passage], most: int, tokenizer: Tokenizer, template: Template | None = None
 ) -> Workload:
-    """The first `most` passages as tokens, conversations through the chat template.
+    """Tokenize the first `most` passages; conversations are rendered by the chat template.
 
-    An answer is encoded apart from its prompt, behind it. Raises InvalidRequest or TokenizerError, with its place, for
-    one that cannot be used.
+    An answer is tokenized separately from its prompt. Raises InvalidRequest or TokenizerError, naming the source.
     """
     template, taken = template or Template(), passages[:most]
     items = tuple(item_of(passage, tokenizer, template) for passage in taken)
@@ -207,7 +205,7 @@ def workload_of(
 
 
 def item_of(passage: Passage, tokenizer: Tokenizer, template: Template) -> Item:
-    """A passage as tokens."""
+    """Tokenize a passage. Raises InvalidRequest or TokenizerError."""
     place, prompt, talk = passage.place, passage.prompt, passage.conversation
     if talk is None and template.always and isinstance(prompt, str):
         talk = [{"role": "user", "content": prompt}]
@@ -220,18 +218,18 @@ def item_of(passage: Passage, tokenizer: Tokenizer, template: Template) -> Item:
 
 
 def encoded(words: TextOrIds, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:
-    """Text or ids as ids, all of them known."""
+    """The token ids of text or ids. Raises InvalidRequest for unknown ids, or none."""
     ids = tokenizer.encode(words, begins) if isinstance(words, str) else words
     unknown = next((token_id for token_id in ids if not 0 <= token_id < tokenizer.num_ids), None)
     if unknown is not None:
         raise InvalidRequest("replay", f"{place}: {unknown} is not a token id from 0 to {tokenizer.num_ids - 1}")
     if not ids:
-        raise InvalidRequest("prompts", f"{place}: the tokenizer makes nothing of it: write more")
+        raise InvalidRequest("prompts", f"{place}: it has no tokens: write more")
     return tuple(ids)
 
 
 def check_lengths(workload: Workload, num_tokens: int, max_positions: int) -> None:
-    """Raise InvalidRequest, with its place, for a text that is longer than the model's context."""
+    """Raise InvalidRequest, naming the source, for a text that is longer than the model's context."""
     for item in workload.items:
         needed = len(item.prompt) + (num_tokens if item.answer is None else len(item.answer))
         if needed > max_positions:

@@ -1,8 +1,8 @@
-"""A benchmark from start to end: it loads models for the texts at hand, runs what is left, and reports.
+"""`measure`: loads the models for a benchmark, runs what is not finished, and reports.
 
-This file decides the order of runs, how finished ones are kept, and for which context length and how many sequences
-memory is planned. All sequences of a batch must fit at once, because a batch that waited for room would not have the
-size that the report names. Every group is warmed up before its first run, also where an interrupted benchmark goes on.
+This file decides the order of runs, how finished ones are stored, and the context length and batch size for which
+memory is planned. All sequences of a batch must fit at once, or the batch would be smaller than the report says. Every
+group is warmed up before its first run, also after an interruption.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from forerun.progress import LoadingBar
 from forerun.store import Journal, cache_folder
 from forerun.streams import show_note
 
-FORM = 3  # of the file
-SIGNS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # by which its first line is known
+FORM = 3  # format version
+SIGNS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # key in the first line
 
 
 @dataclass(slots=True)
 class Measurements:
-    """What is measured so far, in memory and on disk; for messages, the `option` that names a `place` for the file."""
+    """Finished measurements, in memory and in a file; `option` and `place` (file or folder) are for error messages."""
 
     path: Path
     option: str
@@ -50,10 +50,10 @@ class Measurements:
     def open(
         cls, path: Path, about: Mapping[str, Any], what: str, option: str, place: str, fresh: bool = False
     ) -> Measurements:
-        """Those of a run like this, with the file ready to go on; `fresh` starts over.
+        """Open the file of a run, with its finished measurements; `fresh` discards them.
 
-        `about` is everything that decides a measurement. Raises InvalidRequest, with the file as it was, for one that
-        holds something else or cannot be used.
+        `about` is everything that affects a measurement. Raises InvalidRequest, leaving the file unchanged, if it
+        belongs to another run or cannot be used.
         """
         kept, head = cls(path, option, place), {SIGNS[what]: FORM, "about": about}
         with kept.writable():
@@ -65,12 +65,12 @@ class Measurements:
         return kept
 
     def holds(self, of: str) -> bool:
-        """Whether it need not be measured any more: it is there, and no other program disturbed it."""
+        """Whether a measurement exists and was not disturbed by other programs."""
         value = self.values.get(of)
         return of in self.values and not (isinstance(value, dict) and disturbs(value.get("num_busy")))
 
     def add(self, of: str, value: Any) -> Any:
-        """A finished measurement, on disk when this returns; in the form that a later run will read."""
+        """Store a finished measurement; returns it as decoded from JSON, as a later run will read it."""
         with self.writable():
             self.journal.add({"of": of, "value": value})
         self.values[of] = self.journal.entries[-1]["value"]
@@ -78,7 +78,7 @@ class Measurements:
 
     @contextmanager
     def writable(self) -> Iterator[None]:
-        """Within it, a system that refuses the file raises InvalidRequest."""
+        """Context in which an OSError becomes InvalidRequest."""
         try:
             yield
         except OSError as error:
@@ -87,21 +87,20 @@ class Measurements:
 
     @contextmanager
     def continued(self, bar: LoadingBar) -> Iterator[None]:
-        """Within it measurements are added; a person is told what is there, and how an interrupted run goes on."""
+        """Context of measuring: tells the user about finished measurements, and after Ctrl-C how to resume."""
         if self.values:
-            show_note(f"{len(self.values)} measurements are there already ({self.path}); --fresh makes them again.")
+            show_note(f"{len(self.values)} measurements exist already ({self.path}); --fresh discards them.")
         try:
             yield
         except KeyboardInterrupt:
             bar.stop()
-            behind = f"behind {len(self.values)} measurements ({self.path})"
-            show_note(f"Interrupted. The same command resumes {behind}.")
+            show_note(f"Interrupted. The same command resumes after {len(self.values)} measurements ({self.path}).")
             raise
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What is measured, as an LLM takes it."""
+    """The models to measure, as arguments of LLM."""
 
     target: ModelSpec
     draft: str
@@ -116,7 +115,7 @@ def measure(
     fresh: bool,
     bar: LoadingBar,
 ) -> BenchReport:
-    """Run what is not finished yet, and report. Finished runs are in the file `path`, or in the cache folder."""
+    """Run what is not finished, and report. Finished runs are stored in the file `path`, or in the cache folder."""
     stage = set_up(models, passages, selection, bar)
     target = Blueprint.of(models.target)
     what = about(models, stage, selection)
@@ -137,7 +136,7 @@ def set_up(
     selection: Selection,
     progress: ProgressCallback | None = None,
 ) -> Stage:
-    """The texts as tokens, checked, and the models loaded for them."""
+    """Tokenize and check the texts, and load the models for them."""
     target = Blueprint.of(models.target, progress)
     tokenizer = target.tokenizer()
     workloads = {name: workload_of(name, texts, selection.num_prompts, tokenizer) for name, texts in passages.items()}
@@ -158,9 +157,9 @@ def set_up(
 
 
 def load_for(batch: int, target: ModelSpec, draft: str, options: str, **how: Any) -> LLM:
-    """An LLM with room for so many sequences at once. Raises NotEnoughMemory, with these options to lower, else.
+    """An LLM for this batch size. Raises NotEnoughMemory, naming the options to lower, if it does not fit.
 
-    It keeps nothing of prompts: they are read again and again, and are to cost the same each time.
+    The prefix cache is off, since repeated prompts must cost the same each time.
     """
     llm = LLM(target, draft, max_num_seqs=batch, prefix_cache=False, **how)
     if llm.plan.num_sequences_speculative < batch:
@@ -171,7 +170,7 @@ def load_for(batch: int, target: ModelSpec, draft: str, options: str, **how: Any
 
 
 def bench(stage: Stage, selection: Selection, kept: Measurements, report: ProgressCallback) -> list[GroupFigures]:
-    """Run what is not kept yet, and say what all runs show."""
+    """Run what is not stored yet, and return the figures of all runs."""
     groups = selection.groups({name: workload.replayed for name, workload in stage.workloads.items()})
     turns = selection.turns()
     left = {group: [turn for turn in turns if not kept.holds(run_name(group, turn))] for group in groups}
@@ -189,16 +188,16 @@ def bench(stage: Stage, selection: Selection, kept: Measurements, report: Progre
 
 
 def weight(stage: Stage, group: Group) -> int:
-    """About how much a run of this group takes: the tokens of one sequence, times the waves."""
+    """The approximate cost of a run: tokens of one sequence times waves."""
     workload = stage.workloads[group.workload]
     num_waves = -(-len(workload.items) // group.batch)
     return num_waves * workload.longest(stage.num_tokens)
 
 
 def default_path(about: Mapping[str, Any]) -> Path:
-    """Where finished runs are kept unless a place is given: in the user's cache folder, by all that decides them.
+    """The default file of finished runs, in the user's cache folder, named by a hash of `about`.
 
-    Raises InvalidRequest where the user has none.
+    Raises InvalidRequest if there is no cache folder.
     """
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
@@ -208,17 +207,17 @@ def default_path(about: Mapping[str, Any]) -> Path:
 
 
 def draft_fingerprint(target: Blueprint, draft: str, progress: ProgressCallback | None = None) -> str:
-    """What tells a drafter's weights apart from others."""
+    """The fingerprint of a drafter's weights."""
     return plan_drafter(draft, DraftContext(target, target.tokenizer(), progress)).fingerprint()
 
 
 def surroundings() -> dict[str, Any]:
-    """What decides every measurement, whatever the models."""
+    """The versions and the machine, which affect every measurement."""
     return {"forerun": __version__, "sources": sources_digest(), "machine": asdict(Machine.here())}
 
 
 def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:
-    """Everything that decides the result."""
+    """Everything that affects the result."""
     return {
         **surroundings(),
         "models": {

@@ -1,7 +1,4 @@
-"""The plan of a benchmark: which workloads, batch sizes, depths and temperatures are run, and in which order.
-
-This file defines groups and cells, and how repetitions alternate between them.
-"""
+"""The plan of a benchmark: its groups and cells (workload, batch, temperature, depth), and the order of repetitions."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from forerun.shape import StaticTree
 
 T = TypeVar("T")
 GENERATED, REPLAYED = ("code", "prose"), ("edits",)
-SHIPPED = (*GENERATED, *REPLAYED)  # the workloads that come with the package
-CHOSEN = -1  # stands for the depth that the controller chooses, round by round
+SHIPPED = (*GENERATED, *REPLAYED)  # the bundled workloads
+CHOSEN = -1  # the depth "auto": the controller chooses it in each round
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What is compared with each other: one text at one batch size and temperature, at every depth."""
+    """A workload at one batch size and temperature; its depths are compared with each other."""
 
     workload: str
     batch: int
@@ -30,7 +27,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """For a reader."""
+        """The group in words."""
         return f"{self.workload}, batch {self.batch}, temperature {self.temperature:g}"
 
 
@@ -46,9 +43,9 @@ class Turn:
 class Selection:
     """The cells: `batches` x `depths` x `temperatures` for every workload, each `repeats` times.
 
-    Depth 0, plain decoding, is always among the depths; CHOSEN may be. `num_tokens` are generated per request, after at
-    most `num_prompts` prompts of a workload; a replayed answer is as long as it is. Drafts are chains, or a `tree`, cut
-    to each depth; no depth is more than the tree's own.
+    Depth 0, plain decoding, is always included; CHOSEN may be. At most `num_prompts` prompts of a workload are used,
+    and `num_tokens` generated for each; replayed answers have their own length. Drafts are chains, or a `tree`, cut to
+    each depth; depths above the tree's own are reduced to it.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -74,12 +71,12 @@ class Selection:
         deepest = max(self.depths) if self.tree is None else self.tree.depth
         if self.tree is not None and CHOSEN in self.depths:
             raise InvalidRequest(
-                "depth", "auto chooses lengths of chains, and a tree has its own: leave out one of both."
+                "depth", "auto chooses the length of chains, and a tree has a fixed shape: leave out one of the two."
             )
         object.__setattr__(self, "depths", tuple(in_order({0, *(min(depth, deepest) for depth in self.depths)})))
 
     def groups(self, replayed: Mapping[str, bool]) -> list[Group]:
-        """All groups of the workloads, by name. What is replayed is drawn at no temperature: it runs once, at 0."""
+        """All groups of the workloads, by name. Replayed workloads need no sampling: they run at temperature 0 only."""
         return [
             Group(name, batch, temperature)
             for name, recorded in replayed.items()
@@ -88,34 +85,34 @@ class Selection:
         ]
 
     def speculation(self, depth: int) -> Speculation:
-        """The speculation at a depth."""
+        """The speculation of requests at a depth."""
         if depth == CHOSEN:
             return Speculation()
         tree = None if self.tree is None else self.tree.cut(depth)
         return Speculation(depth) if tree is None else Speculation(tree=tree)
 
     def turns(self) -> list[Turn]:
-        """The order within a group: all depths by turns, each repetition beginning one depth later."""
+        """The order within a group: all depths in rotation, each repetition starting one depth later."""
         return [Turn(r, depth) for r in range(self.repeats) for depth in rotated(self.depths, r)]
 
 
 def require_different(name: str, values: Sequence[object]) -> None:
-    """Raise InvalidRequest unless there are values, each of them once."""
+    """Raise InvalidRequest for duplicates or an empty list."""
     if not values or len(set(values)) < len(values):
         raise InvalidRequest(name, f"{values!r} must be values that differ, at least one.")
 
 
 def in_order(depths: Iterable[int]) -> list[int]:
-    """Depths from small to large, the chosen one behind them."""
+    """Depths in ascending order, CHOSEN last."""
     return sorted(depths, key=lambda depth: (depth == CHOSEN, depth))
 
 
 def depth_name(depth: int) -> str:
-    """For a reader."""
+    """A depth as an option value."""
     return AUTO if depth == CHOSEN else str(depth)
 
 
 def rotated(values: Sequence[T], by: int) -> list[T]:
-    """The values in order, beginning with another one."""
+    """The values, rotated by `by` places."""
     start = by % len(values)
     return [*values[start:], *values[:start]]

@@ -1,8 +1,8 @@
-"""Runs: one repetition of a cell, executed by the engine and recorded; and a lane, the engine of every measurement.
+"""Runs: executes and times one repetition of a cell.
 
-This file decides how requests are grouped into waves, what is timed, and what is kept of it. Every depth gets the same
-prompts and seeds. It defines speed: tokens divided by the time of the rounds that read no prompt. What a drafter spends
-on reading a prompt counts as decoding time, which is to its disadvantage.
+This file decides how requests are grouped into waves, and what is timed. Every depth gets the same prompts and seeds.
+Decoding speed is tokens divided by the time of the rounds without prefill. A drafter's prefill counts as decoding time,
+which is to its disadvantage.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One round: what each sequence gained (nothing while only prompts are read), what it counted, what it took.
+    """One timed round: its deltas (none for pure prefill), its outcome, and its duration.
 
-    `num_experts` are those that it read, of all layers together; 0 of dense targets.
+    `num_experts`: experts read, summed over all layers; 0 for dense targets.
     """
 
     deltas: Sequence[Delta]
@@ -50,29 +50,29 @@ class Timed:
 
     @property
     def depth(self) -> int:
-        """Guesses of the sequence that has most."""
+        """The maximum number of drafted tokens of a sequence."""
         return max((row.num_drafted for row in self.outcome.rows), default=0)
 
     @property
     def others_s(self) -> float:
-        """Seconds of all but the drafting."""
+        """Seconds of the round without drafting."""
         return self.step_s - self.outcome.draft_s
 
 
 class Ledger(Stats):
-    """Counters of an engine that also keep its last round."""
+    """Engine counters that also store the last round's outcome."""
 
     last: Outcome
 
     def record(self, outcome: Outcome) -> None:
-        """Add one round."""
+        """Count a round and store its outcome."""
         super().record(outcome)
         self.last = outcome
 
 
 @dataclass(slots=True)
 class Lane:
-    """An engine, the sequences that it works for, and how long its steps have taken. Its counters start anew."""
+    """An engine with its sequences, new counters, and the total time of its steps."""
 
     engine: Engine
     sequences: Sequence[EngineSequence]
@@ -80,13 +80,13 @@ class Lane:
     ledger: Ledger = field(default_factory=Ledger)
 
     def __post_init__(self) -> None:
-        assert not self.engine.has_work, "a lane's engine works for it alone, or its clock would hold others' time"
+        assert not self.engine.has_work, "a lane's engine must have no other sequences, or they would be timed too"
         self.engine.stats = self.ledger
         for sequence in self.sequences:
             self.engine.submit(sequence)
 
     def step(self, clock: Clock) -> Timed:
-        """One timed round."""
+        """Run and time one round."""
         decoder = self.engine.runner.decoder
         num_before, started_s = decoder.num_experts_read, clock()
         deltas = self.engine.step()
@@ -95,14 +95,14 @@ class Lane:
         return Timed(deltas, self.ledger.last, step_s, decoder.num_experts_read - num_before)
 
     def clear(self) -> None:
-        """Take out what is not finished."""
+        """Cancel unfinished requests."""
         for request_id in {sequence.request_id for sequence in self.sequences}:
             self.engine.cancel(request_id)
 
 
 @dataclass(slots=True)
 class Pace:
-    """Rounds added up. `stats` and `num_decoded` count the rounds of decoding only."""
+    """Totals of rounds. `stats` and `num_decoded` exclude rounds with prefill."""
 
     stats: Stats = field(default_factory=Stats)
     num_decoded: int = 0
@@ -111,7 +111,7 @@ class Pace:
     read_s: float = 0.0
 
     def count(self, outcome: Outcome, round_s: float) -> None:
-        """One more round, and the time it took in all."""
+        """Add a round and its duration."""
         if outcome.num_prompt_tokens:
             self.num_read += outcome.num_prompt_tokens
             self.read_s += round_s
@@ -122,28 +122,28 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of decoding; 0 before any."""
+        """Decoding speed; 0 before any decoding round."""
         return self.num_decoded / self.decode_s if self.decode_s else 0.0
 
     @property
     def total_s(self) -> float:
-        """All the time the rounds took."""
+        """Seconds of all rounds."""
         return self.read_s + self.decode_s
 
     @property
     def pass_s(self) -> float:
-        """The target's pass in a round of decoding, on average."""
+        """Mean seconds of the target's pass in decoding rounds."""
         return self.stats.pass_s / self.stats.num_passes if self.stats.num_passes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """One repetition of one cell.
+    """The measurements of one repetition of a cell.
 
-    `decode_s` and what is counted up to `accepted_at_depth` are of rounds that read no prompt, `num_tokens` and
-    `total_s` of all rounds. `full_pass_s` and `full_draft_s` are medians over the full rounds: every sequence of the
-    batch there and drafted as far as can be; None without any. `answers` are hashes of each request's tokens;
-    `num_distinct` of their `num_ngrams` 8-grams were new to their answer.
+    `decode_s` and the counts up to `accepted_at_depth` exclude rounds with prefill; `num_tokens` and `total_s` are of
+    all rounds. `full_pass_s` and `full_draft_s` are medians over full rounds (every place of the batch taken, and
+    drafted to the full depth); None if there are none. `answers`: hashes of each request's tokens; `num_distinct` of
+    their `num_ngrams` 8-grams are distinct within their answer.
     """
 
     depth: int
@@ -167,31 +167,33 @@ class BenchRun:
     num_distinct: int
     answers: tuple[str, ...]
     peak_bytes: int | None
-    num_rounds_by_arm: tuple[tuple[str, int], ...] = ()  # of a mix, in which it drafted a sequence
-    full_experts: float | None = None  # that a layer with experts reads in a full round, on average
-    expected_experts: float | None = None  # the same if tokens chose theirs evenly and each for itself
-    num_busy: float | None = None  # cores that other programs kept busy meanwhile, as far as that is known
+    num_rounds_by_arm: tuple[tuple[str, int], ...] = ()  # rounds of sequences by drafter of a mix
+    full_experts: float | None = None  # mean number per layer in a full round
+    expected_experts: float | None = None  # the same for uniform, independent choices
+    num_busy: float | None = None  # cores that other programs used meanwhile; None if unknown
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> BenchRun:
-        """The run that JSON was made of; it knows lists alone."""
+        """The inverse of JSON encoding, which turns tuples into lists."""
         return cls(**{name: as_tuple(value) for name, value in entry.items()})
 
 
 @dataclass(slots=True)
 class Tape:
-    """What a run's rounds give, added up; where all is drafted, a sequence has `num_guesses` in a round."""
+    """Collects the rounds of a run; in a full round every sequence has `num_guesses` drafted tokens."""
 
     batch: int
     num_guesses: int
     arms: Sequence[str] = ()
     pace: Pace = field(default_factory=Pace)
-    first_s: dict[int, float] = field(default_factory=dict)  # by sequence, from when its wave began
+    first_s: dict[int, float] = field(
+        default_factory=dict
+    )  # time to the first token by sequence, since its wave started
     full: list[Timed] = field(default_factory=list)
     experts: ExpertsConfig | None = None
 
     def add(self, timed: Timed, clock_s: float) -> None:
-        """One more round; `clock_s` is the time its wave has taken so far."""
+        """Add a round; `clock_s`: the time since its wave started."""
         self.pace.count(timed.outcome, timed.step_s)
         for delta in timed.deltas:
             self.first_s.setdefault(delta.seq_id, clock_s)
@@ -200,7 +202,7 @@ class Tape:
             self.full.append(timed)
 
     def run(self, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
-        """All of it, to be written down."""
+        """The measurements of the whole run."""
         pace, stats, experts = self.pace, self.pace.stats, self.experts if self.full else None
         full = [each.outcome for each in self.full]
         grams = [[tuple(a[i : i + NGRAM]) for i in range(len(a) - NGRAM + 1)] for a in answers]
@@ -240,11 +242,11 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An LLM with a drafter, nothing under way, the texts to run on it, and what `speculation` asks of it at a depth.
+    """An idle LLM, the workloads to run on it, and the speculation of requests by depth.
 
-    Where `refills` is set, a prompt begins as soon as another one ends, instead of wave by wave. `drafter`, if there is
-    one, drafts in the place of the LLM's; engines begin with a copy of `controller`, or of the LLM's. Requests may go
-    on for `num_spare` tokens more than an answer has.
+    With `refills`, a prompt starts as soon as another one ends, instead of wave by wave. `drafter` replaces the LLM's;
+    engines start with a copy of `controller`, or of the LLM's. Requests may generate `num_spare` tokens more than an
+    answer has.
     """
 
     llm: LLM
@@ -260,7 +262,7 @@ class Stage:
     num_spare: int = 0
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
-        """One repetition: every prompt of the workload at least once, `group.batch` of them at a time."""
+        """Run one repetition: every prompt of the workload at least once, `group.batch` at a time."""
         own_peak, neighbours = forget_peak_rss(), Neighbours()
         tape, sequences = self.tape(group, turn.depth), list[EngineSequence]()
         turns = list(waves(len(self.workloads[group.workload].items), group.batch))
@@ -271,19 +273,19 @@ class Stage:
         return replace(run, num_busy=neighbours.num_busy())
 
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
-        """A few rounds at every depth, which compile kernels and are not counted."""
+        """Run a few untimed rounds at every depth, so that kernels are compiled."""
         for depth in depths:
             self.wave(group, depth, range(group.batch), self.tape(group, depth), WARMUP_TOKENS)
 
     def tape(self, group: Group, depth: int) -> Tape:
-        """A tape for a run at this depth."""
+        """An empty tape for a run at this depth."""
         experts = self.llm.engine.runner.decoder.config.experts
         return Tape(group.batch, Budget.of(self.speculation(depth)).nodes, self.llm.drafter_names, experts=experts)
 
     def wave(
         self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
     ) -> Sequence[EngineSequence]:
-        """Requests of these numbers, all at once, to their ends, at `most` tokens of each answer."""
+        """Run the requests of these numbers to their ends, at most `most` tokens each."""
         lane = self.lane(group, depth, numbers, most, tenant)
         try:
             while lane.engine.has_work:
@@ -294,11 +296,10 @@ class Stage:
         return lane.sequences
 
     def lane(self, group: Group, depth: int, numbers: Sequence[int], most: int | None = None, tenant: str = "") -> Lane:
-        """Requests of these numbers in an engine over the LLM's weights and cache.
+        """Requests of these numbers in a new engine over the LLM's weights and cache.
 
-        Plain decoding has no drafter that could cost anything. Each repetition is a `tenant` of its own: no drafter
-        shall remember what an earlier one answered to the same. A controller goes on from lane to lane: it begins as
-        the stage's, or as the LLM's own, which runs nothing.
+        Plain decoding (depth 0) has no drafter at all. Each repetition has its own `tenant`, so that drafters cannot
+        learn from earlier answers to the same prompts. Controllers persist from lane to lane of a cell.
         """
         items = self.workloads[group.workload].items
         recording, sequences, speculation = Recording(), list[EngineSequence](), self.speculation(depth)
@@ -329,16 +330,16 @@ class Stage:
 
 
 def as_tuple(value: Any) -> Any:
-    """Lists of JSON as the tuples that they were."""
+    """JSON lists as tuples, recursively."""
     return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
 def run_name(group: Group, turn: Turn) -> str:
-    """What a run is called where it is kept."""
+    """The name under which a run is stored."""
     return f"run, {group.name}, depth {depth_name(turn.depth)}, repetition {turn.repetition}"
 
 
 def waves(num_items: int, batch: int) -> Iterator[range]:
-    """Numbers of requests, a batch at a time, until every item has had one; the last wave is as full as the others."""
+    """Request numbers, a full batch at a time, until every item has had one."""
     for first in range(0, max(num_items, batch), batch):
         yield range(first, first + batch)

@@ -1,6 +1,6 @@
-"""A benchmark for people to read: a table for each group, notes below it, whether the tokens were the same; a picture.
+"""The terminal report and the picture of a benchmark.
 
-This file decides wording and layout, which also work without colours. Every number comes from a BenchReport.
+The report is readable without colours. Every number comes from a BenchReport.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from forerun.machine import disturbance, disturbs
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
 MOST_SHOWN = 3
-DISTURBED = "disturbed"  # in the place of a spread
+DISTURBED = "disturbed"  # shown instead of quartiles
 STYLES = ("o-", "o--", "o:", "o-.")
 WIDTH = 340  # of a panel, in pixels
 
 
 def bench_card(report: BenchReport) -> RenderableType:
-    """The whole report."""
+    """The report as a renderable card."""
     parts: list[RenderableType] = []
     for figures in report.groups:
         parts += [Text(figures.group.name, "bold"), table(figures), *group_lines(report, figures), Text()]
@@ -37,12 +37,12 @@ def bench_card(report: BenchReport) -> RenderableType:
 
 
 def table(figures: GroupFigures) -> FigureTable:
-    """One line per depth."""
+    """A group's table with a row per depth."""
     return FigureTable((*COLUMNS, *MORE_COLUMNS), [list(row(cell)) for cell in figures.cells])
 
 
 def row(cell: CellFigures) -> Iterator[Cell]:
-    """One depth's line; what plain decoding is compared with is itself, so it has no ratios."""
+    """The cells of one depth; plain decoding has no ratios."""
     yield depth_name(cell.depth)
     yield number(cell.tokens_per_s, ".1f")
     disturbed = disturbs(cell.num_busy)
@@ -56,7 +56,7 @@ def row(cell: CellFigures) -> Iterator[Cell]:
 
 
 def speed_up_cells(speed_up: Spread | None, disturbed: bool = False) -> tuple[Cell, Cell]:
-    """A speed-up, coloured by whether it is one, and its quartiles; or that it was disturbed."""
+    """A coloured speed-up and its quartiles, or "disturbed" instead of them."""
     if speed_up is None:
         return Text("?"), ""
     median = Text(f"×{speed_up.median:.2f}", "red" if disturbed else "green" if speed_up.median > 1 else "yellow")
@@ -64,12 +64,12 @@ def speed_up_cells(speed_up: Spread | None, disturbed: bool = False) -> tuple[Ce
 
 
 def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:
-    """A median, or a question mark where there is none."""
+    """A formatted median; "?" if there is none."""
     return format(scale * spread.median, form) if spread else "?"
 
 
 def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
-    """What holds for a whole group: acceptance by depth, repetition in the text, the limit, the same tokens."""
+    """The lines below a group's table."""
     deepest = figures.cells[-1]
     if deepest.acceptance_at_depth:
         rates = " ".join(f"{rate:.2f}" for rate in deepest.acceptance_at_depth)
@@ -95,7 +95,7 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
 
 
 def choices(figures: GroupFigures) -> Iterator[Text]:
-    """What the controller chose: how many guesses where the depth was its own, and which arms of a mix."""
+    """The controller's choices: the mean depth with depth auto, and the drafters of a mix."""
     for cell in figures.cells:
         sentences = []
         if cell.depth == CHOSEN and cell.guesses_per_round is not None:
@@ -108,7 +108,7 @@ def choices(figures: GroupFigures) -> Iterator[Text]:
 
 
 def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:
-    """What lies behind the tables, by name."""
+    """(name, value) facts below the tables."""
     models, machine, settings = (report.about[name] for name in ("models", "machine", "settings"))
     yield "target", f"{models['target']} ({models['format']})"
     yield "drafter", models["draft"]
@@ -127,17 +127,17 @@ def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:
 
 
 def machine_line(machine: Mapping[str, Any], kernels: str) -> str:
-    """Where and by what it was computed."""
+    """The processor, threads and kernels."""
     return f"{machine['processor']}, {counted(machine['num_threads'], 'thread')}, {kernels}"
 
 
 def medians(repeats: int) -> str:
-    """How figures were formed."""
+    """The number of repetitions in words."""
     return f"medians of {counted(repeats, 'repetition')}"
 
 
 def verdict(report: BenchReport) -> Text:
-    """The one line that counts."""
+    """Whether the tokens were the same, in one line."""
     if report.same_tokens:
         return Text("Every depth gave the same tokens as plain decoding.", "bold green")
     if not report.placement.same_bits:
@@ -147,9 +147,9 @@ def verdict(report: BenchReport) -> Text:
 
 
 def picture(report: BenchReport) -> str:
-    """Speed-up by depth and the cost of a pass over more tokens, as an SVG.
+    """The SVG of speed-up and pass cost by depth.
 
-    Each workload has a pair of panels, each batch size a colour and each temperature a line style.
+    Each workload has two panels, each batch size a colour and each temperature a line style.
     """
     names = dict.fromkeys(figures.group.workload for figures in report.groups)
     rows = [
@@ -164,7 +164,7 @@ def picture(report: BenchReport) -> str:
 
 
 def panel(report: BenchReport, name: str, figure: Callable[[CellFigures], Spread | None], title: str) -> LinePanel:
-    """One figure of a workload by depth, a line for each group."""
+    """A panel of one figure of a workload by depth, with a line for each group."""
     batches = list(dict.fromkeys(figures.group.batch for figures in report.groups))
     temperatures = list(dict.fromkeys(figures.group.temperature for figures in report.groups))
     series = []

@@ -1,1 +1,1 @@
-"""Finds out which drafter helps on a user's own model, machine and prompts, how deep, and at what memory."""
+"""Finds the best drafter and depth for a user's own model, machine and prompts."""

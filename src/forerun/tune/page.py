@@ -1,7 +1,6 @@
-"""The page of a tuning: one file that opens without a network, in light and dark.
+"""The HTML report of a tuning: a single file that needs no network, for light and dark mode.
 
-This file decides what stands on it, `page.html` how it looks. Everything is inside the file, charts as SVG; nothing is
-loaded from elsewhere.
+This file decides its content, `page.html` its layout. Charts are inline SVG.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from forerun.tune.show import WORTH, drafters, facts_of, memory_figures, speeds,
 from forerun.tune.study import Studied
 
 WIDTH = 640  # pixels of a chart without its legend
-NAME = 24  # characters of a drafter's name; of longer ones the end is shown
+NAME = 24  # maximum length of a drafter's name; longer ones are cut at the front
 FASTER = "times as fast as plain decoding"
 
 
 def html_page(report: TuneReport) -> str:
-    """The whole page."""
+    """The page as HTML."""
     sections = [(title(report, t), list(speed_charts(report, t)), [speeds(report, t)]) for t in report.temperatures]
     sections.append((WORTH, list(acceptance_charts(report)), [drafters(report), memory_figures(report)]))
     template = resources.files("forerun").joinpath("tune/page.html").read_text(encoding="utf-8")
@@ -42,13 +41,13 @@ def html_page(report: TuneReport) -> str:
 
 
 def tone(value: str | Text) -> str:
-    """The class of a line or cell, by its colour on the terminal; empty where it has none."""
+    """The CSS class of a line or cell, from its colour on the terminal; "" if it has none."""
     style = str(value.style) if isinstance(value, Text) else ""
     return ("good" if "green" in style else "bad") if style else ""
 
 
 def speed_charts(report: TuneReport, temperature: float) -> Iterator[tuple[Markup, str]]:
-    """Charts of speed at a temperature, with their captions."""
+    """(chart, caption) pairs of speed at a temperature."""
     first = report.selection.batches[0]
     if any(each.cell(first, temperature) for each in report.studied):
         yield chart(batch_panel(report, temperature)), "Measured speed-up with quartiles"
@@ -56,7 +55,7 @@ def speed_charts(report: TuneReport, temperature: float) -> Iterator[tuple[Marku
 
 
 def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
-    """How often a guess is accepted where those before it were, by depth, with captions."""
+    """(chart, caption) pairs of acceptance by depth."""
     for temperature in report.temperatures:
         series = [
             Series(shortened(each), list(enumerate(rates, start=1)), colour_of(report, each))
@@ -64,12 +63,12 @@ def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
             if (rates := each.acceptance.get(temperature, {}).get(""))
         ]
         if series:
-            panel = LinePanel(series, "place of the guess in its draft", "accepted, where those before were")
+            panel = LinePanel(series, "depth", "acceptance, given that all before were accepted")
             yield chart(panel), f"Acceptance by depth, temperature {temperature:g}"
 
 
 def chart(panel: LinePanel) -> Markup:
-    """A chart that the page takes as it is."""
+    """A chart as markup that is not escaped."""
     return Markup(svg([[panel]], WIDTH))
 
 
@@ -79,13 +78,13 @@ def colour_of(report: TuneReport, each: Studied) -> str:
 
 
 def shortened(each: Studied) -> str:
-    """A name for a legend, which would take the chart's room if it were the whole path of a model."""
+    """A drafter's name for a legend, cut to NAME characters, since paths of models are long."""
     name = each.candidate.draft
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 
 def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
-    """Measured speed-up by batch size with quartiles, and what was expected."""
+    """Measured speed-up by batch size with quartiles, and the predictions."""
     series = []
     for each in report.studied:
         cells = [cell for batch in sorted(report.selection.batches) if (cell := each.cell(batch, temperature))]
@@ -98,7 +97,7 @@ def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
 
 
 def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel:
-    """Expected speed-up by depth at a batch size, and what was measured at the best depth."""
+    """Predicted speed-up by depth at a batch size, and the measured one at the best depth."""
     series = []
     for each in report.studied:
         if cell := each.cell(batch, temperature):

@@ -1,13 +1,13 @@
-"""What is measured of a drafter: its guesses at every place of every text, and what rounds of every size take.
+"""Measurements of a drafter: its drafts at every position of every text, and the cost of rounds of every size.
 
-A pilot decodes plainly, a token a round, and in each round the drafter guesses as deep as is of interest. What it
-guessed is kept, and compared with the text when that is known. So the guesses are known behind every token, and not
-only where the rounds of some depth happen to begin; `predict.py` plays any depth from that.
+A pilot run decodes plainly, one token per round, and in each round records what the drafter would draft at the maximum
+depth. So the drafts are known after every token, not only where rounds of some depth start; `predict.py` simulates any
+depth from that.
 
-What a pass costs rises with its tokens in steps, not along a line, and where the steps are depends on the processor, so
-the sizes that a prediction needs are measured and not read off a line. A drafter that always fills its depth makes
-rounds of any size; the user's drafter works behind it, so that its time is measured in the same rounds. Rounds of each
-size alternate with plain ones: what counts is the ratio to the plain rounds beside it, and of ratios the median.
+The cost of a pass is a step function of its tokens that depends on the processor, so the sizes that a prediction needs
+are measured, not interpolated. `FullChains` fills drafts up to any length, which makes rounds of any size; the user's
+drafter runs in the same rounds, so its time is measured too. Rounds of each size alternate with plain ones; the cost is
+the median of the ratios to neighbouring plain rounds.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from forerun.tune.predict import Guessed, RoundShape
 
-WARM = 2  # rounds of a wave that do not count, behind those that read prompts
+WARM = 2  # warm-up rounds of a wave, after its prefill
 MOST_WAVES = 60
 COARSE_DEPTHS = (1, 2, 4, 8, 16)
-GuessedTree = tuple[Sequence[int], Sequence[int]]  # of a draft: its tokens, root first, and their parents
+GuessedTree = tuple[Sequence[int], Sequence[int]]  # a draft's tokens, root first, and their parents
 
 
 @dataclass(slots=True)
 class ForwardingDrafter:
-    """A drafter in front of the one that is measured, which learns and forgets as it would alone."""
+    """A wrapper of the measured drafter that passes all calls on except `propose`."""
 
     drafter: Drafter
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The drafter's."""
+        """The taps of the measured drafter."""
         return self.drafter.taps
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The drafter's."""
+        """The names of the measured drafter."""
         return self.drafter.names
 
     def observe(self, news: Committed) -> None:
-        """What the drafter is told."""
+        """Pass committed tokens on."""
         self.drafter.observe(news)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """The drafter's."""
+        """The outlook of the measured drafter."""
         return self.drafter.outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """The drafter forgets; what was measured stays."""
+        """Let the drafter forget sequences; records stay."""
         self.drafter.forget(seq_ids)
 
 
 @dataclass(slots=True)
 class PilotDrafter(ForwardingDrafter):
-    """A drafter whose guesses are recorded instead of given away: every sequence gets its root alone.
+    """Records drafts without using them: every round is a plain one.
 
-    `seen` holds its drafts by sequence and by the length of the text that ends with their root.
+    `seen`: drafts by sequence id and by the length of the text up to their root.
     """
 
     seen: dict[int, dict[int, GuessedTree]] = field(default_factory=dict)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """Record what the drafter guesses; roots alone."""
+        """Record the drafts; return a tree of roots only."""
         tree = self.drafter.propose(draws, budgets, tail).tree
         for row, budget, *guessed in zip(draws.rows, budgets, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
             if budget.depth:
@@ -85,13 +85,13 @@ class PilotDrafter(ForwardingDrafter):
         return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
     def places(self, seq_id: int, prompt: int, answer: Sequence[int], deepest: int) -> list[list[Guessed]]:
-        """How the drafts of a sequence did, by the number of tokens said before, as `TextRounds` has it."""
+        """The outcomes of a sequence's drafts by position in its answer, as in `TextRounds.places`."""
         drafts = self.seen.get(seq_id, {})
         return [judged_at_depths(drafts.get(prompt + i), answer[i:], deepest) for i in range(len(answer))]
 
 
 def judged_at_depths(draft: GuessedTree | None, text: Sequence[int], deepest: int) -> list[Guessed]:
-    """How a draft did, cut to depth 1, 2, and so on, as long as that makes a difference; `text` followed the root."""
+    """Outcomes of a draft cut to depth 1, 2, ..., up to where they stay the same; `text` follows the root."""
     by_depth = [] if draft is None else [judged(draft, text, depth) for depth in range(1, deepest + 1)]
     while len(by_depth) > 1 and by_depth[-1] == by_depth[-2]:
         by_depth.pop()
@@ -99,7 +99,7 @@ def judged_at_depths(draft: GuessedTree | None, text: Sequence[int], deepest: in
 
 
 def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
-    """What a draft, cut to a depth, comes to where the text goes on like this."""
+    """The outcome of a draft cut to a depth, if `text` follows its root."""
     below: dict[tuple[int, int], int] = {}
     levels, drafted = [0], 0
     for node, (token, parent) in enumerate(zip(*draft, strict=True)):
@@ -117,18 +117,18 @@ def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
 
 @dataclass(slots=True)
 class FullChains(ForwardingDrafter):
-    """A drafter whose chains always have so many guesses: those of the drafter behind it, filled up with any token.
+    """Pads or cuts the drafted chains to fixed lengths, with arbitrary tokens.
 
-    `sizes` are the guesses of each row; None leaves the drafts as they are. Merged trees are never changed.
+    `sizes`: drafted tokens of each row; None leaves drafts unchanged. Merged trees are never changed.
     """
 
     deepest: int
     sizes: Sequence[int] | None = None
-    told: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]), init=False)  # before the round
+    last_outlook: Outlook = field(default_factory=lambda: Outlook(unread=[], limit=[]), init=False)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """The drafter's guesses, as many as there shall be."""
-        limited = [within(budget, limit) for budget, limit in zip(budgets, self.told.limit, strict=True)]
+        """The drafter's chains, cut or padded to `sizes`."""
+        limited = [within(budget, limit) for budget, limit in zip(budgets, self.last_outlook.limit, strict=True)]
         draft = self.drafter.propose(draws, limited, tail)
         if self.sizes is None or draft.tree.width > 1:
             return draft
@@ -143,22 +143,22 @@ class FullChains(ForwardingDrafter):
         return Draft(DraftTree.of_texts(texts), pass_s=draft.pass_s)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Every sequence can be drafted as far as any size needs."""
-        self.told = self.drafter.outlook(seq_ids)
-        return self.told if self.sizes is None else replace(self.told, limit=[self.deepest] * len(seq_ids))
+        """The drafter's outlook, with the depth limit raised to `deepest`."""
+        outlook = self.last_outlook = self.drafter.outlook(seq_ids)
+        return outlook if self.sizes is None else replace(outlook, limit=[self.deepest] * len(seq_ids))
 
 
 def within(budget: Budget, depth: int) -> Budget:
-    """A budget of chains, cut to a depth."""
+    """A chain budget, limited to a depth."""
     return budget if depth >= budget.depth else replace(budget, depth=depth, nodes=min(depth, budget.nodes))
 
 
 @dataclass(slots=True)
 class RowCosts:
-    """What rounds of so many rows take beside a plain one of them, which takes `plain_s`.
+    """Costs of rounds with a fixed number of rows, relative to a plain round, which takes `plain_s`.
 
-    `passes` are by tokens, `drafts` by depth, both as ratios; drafters read `reading_s` seconds for each prompt token.
-    `num_busy` are the cores that other programs kept busy while all that was measured.
+    `passes`: ratios by number of tokens; `drafts`: ratios by depth; `reading_s`: a drafter's prefill time per prompt
+    token. `num_busy`: cores that other programs used meanwhile.
     """
 
     plain_s: float
@@ -168,19 +168,19 @@ class RowCosts:
     num_busy: float | None = None
 
     def pass_s(self, num_tokens: int) -> float:
-        """Seconds of a pass over so many tokens and of all that goes with it: on the line to the nearest sizes."""
+        """Seconds of a round without drafting, interpolated between the measured sizes."""
         return self.plain_s * along(self.passes, num_tokens)
 
     def draft_s(self, depth: int) -> float:
-        """Seconds of drafting so far."""
+        """Seconds of drafting `depth` tokens."""
         return self.plain_s * along({0: 0.0, **self.drafts}, depth) if depth else 0.0
 
     def round_ratio(self, depth: int) -> float:
-        """What a round of one row that is drafted so far takes, over a plain one."""
+        """The cost of a round of one row at this depth, relative to a plain round."""
         return (self.pass_s(1 + depth) + self.draft_s(depth)) / self.plain_s
 
     def newer(self, beside: Sequence[RowCosts]) -> RowCosts:
-        """With the mean of newer ratios where there are some."""
+        """These costs, with ratios replaced by the mean of newer ones where available."""
 
         def joined(name: str) -> dict[int, float]:
             seen: dict[int, list[float]] = {}
@@ -192,13 +192,13 @@ class RowCosts:
 
     @classmethod
     def from_json(cls, entry: Any) -> RowCosts:
-        """What JSON was made of; it knows names that are texts alone."""
+        """The inverse of JSON encoding, which turns integer keys into strings."""
         passes, drafts = ({int(size): ratio for size, ratio in entry[name].items()} for name in ("passes", "drafts"))
         return cls(entry["plain_s"], passes, drafts, entry["reading_s"], entry.get("num_busy"))
 
 
 def along(known: Mapping[int, float], size: int) -> float:
-    """The value at a size: on the line between its neighbours, and beyond the last in proportion to it."""
+    """Linear interpolation of a value at a size; proportional to the size beyond the largest one."""
     sizes = sorted(known)
     last = sizes[-1]
     if size > last > 0:
@@ -208,18 +208,18 @@ def along(known: Mapping[int, float], size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PassTable:
-    """What rounds take, by drafter and rows; rows between two that were measured are taken to cost in between."""
+    """Costs of rounds by drafter and number of rows, interpolated between the measured numbers of rows."""
 
     by_drafter: Mapping[str, Mapping[int, RowCosts]]
 
     def round_s(self, drafter: str, shape: RoundShape) -> float:
-        """Seconds of a round of this shape, drafted by this drafter."""
+        """Seconds of a round of this shape with this drafter."""
         reading_s = self.between(drafter, shape.num_drafted, lambda costs: costs.reading_s) * shape.num_read
         draft_s = self.draft_s(drafter, shape.num_drafted, shape.depth)
         return self.pass_s(drafter, shape.num_rows, shape.num_tokens) + draft_s + reading_s
 
     def draft_s(self, drafter: str, num_drafted: int, depth: int) -> float:
-        """Seconds of drafting so many rows so far."""
+        """Seconds of drafting `num_drafted` rows to this depth."""
         return self.between(drafter, num_drafted, lambda costs: costs.draft_s(depth))
 
     def pass_s(self, drafter: str, num_rows: int, num_tokens: int) -> float:
@@ -235,25 +235,25 @@ class PassTable:
         return self.between(drafter, num_rows, of)
 
     def between(self, drafter: str, num_rows: int, figure: Callable[[RowCosts], float]) -> float:
-        """A figure for so many rows."""
+        """A figure of RowCosts, interpolated for this number of rows."""
         rows = sorted(self.by_drafter[drafter])
         figures = [figure(self.by_drafter[drafter][each]) for each in rows]
         return float(np.interp(num_rows, rows, figures)) if num_rows else 0.0
 
 
 def rows_of(batch: int) -> list[int]:
-    """For how many rows rounds are measured, where a batch has so many places."""
+    """The numbers of rows to measure for a batch size."""
     return sorted({1, *([batch // 2] if batch >= 4 else []), batch})
 
 
 def sizes_at(num_rows: int, depths: Iterable[int]) -> list[int]:
-    """The tokens of passes in which all rows are drafted so far."""
+    """The numbers of tokens of passes in which all rows are drafted to these depths."""
     return [num_rows * (1 + depth) for depth in depths]
 
 
 @dataclass(slots=True)
 class PassMeter:
-    """Measures rounds of so many rows, which are drafted by `drafter` (None where a drafter is no mix)."""
+    """Measures rounds with a fixed number of rows; `drafter` selects one of a mix, else None."""
 
     stage: Stage
     group: Group  # its batch is the number of rows
@@ -262,11 +262,11 @@ class PassMeter:
     repeats: int
     ratios: dict[int, list[tuple[int, float, float]]] = field(default_factory=dict)  # size: depth, pass, drafting
     plain: list[float] = field(default_factory=list)
-    shortest_s: dict[int, float] = field(default_factory=dict)  # round by depth, 0 for plain ones
+    shortest_s: dict[int, float] = field(default_factory=dict)  # shortest round by depth, 0: plain
     reading: list[tuple[int, float, int]] = field(default_factory=list)  # prompt tokens, seconds, depth
 
     def measure(self, sizes: Sequence[int], report: ProgressCallback) -> RowCosts:
-        """What rounds of these sizes take, and what drafters take to read prompts. DraftError where no round fits."""
+        """Measure rounds of these sizes, and the drafter's prefill. Raises DraftError if no round fits the context."""
         order = [size for _ in range(self.repeats) for size in sizes]
         number, neighbours = 0, Neighbours()
         for wave in range(MOST_WAVES):
@@ -276,7 +276,7 @@ class PassMeter:
             number += self.wave(order[number:], wave)
         if not self.plain:
             raise DraftError(
-                "no round with guesses fits behind these prompts in the context of the model: give shorter prompts, "
+                "no drafted round fits after these prompts in the context of the model: give shorter prompts, "
                 "or fewer --max-tokens."
             )
         passes = {size: statistics.median(each[1] for each in seen) for size, seen in self.ratios.items()}
@@ -286,12 +286,12 @@ class PassMeter:
         drafts = {depth: statistics.median(ratios) for depth, ratios in by_depth.items()}
         costs = RowCosts(statistics.median(self.plain), {self.group.batch: 1.0} | passes, drafts)
         each_s = [max(0.0, taken_s - costs.draft_s(depth)) / max(1, num) for num, taken_s, depth in self.reading]
-        costs.reading_s = statistics.median(each_s) if each_s else 0.0  # beyond what drafting alone takes
+        costs.reading_s = statistics.median(each_s) if each_s else 0.0  # without the drafting itself
         costs.num_busy = neighbours.num_busy()
         return costs
 
     def wave(self, sizes: Sequence[int], number: int) -> int:
-        """Some texts, as long as they last; how many of the sizes were measured."""
+        """Measure sizes on one batch of texts until it ends; returns the number of sizes measured."""
         batch = self.group.batch
         full = FullChains(self.stage.drafter or self.stage.llm.drafter, self.deepest)  # type: ignore[arg-type]
         lane = self.lane(full, number)
@@ -303,16 +303,16 @@ class PassMeter:
             for _ in range(WARM):
                 self.step(lane, full, 0)
             for size in chain.from_iterable((batch, size) for size in sizes):
-                needed = -(-size // batch) + 1  # tokens that may still be said, where all guesses fit
+                needed = -(-size // batch) + 1  # tokens that must be left in the answer
                 if any(each.room <= needed for each in sequences) or len(lane.engine.sequences) < len(sequences):
                     break
                 rounds.append(self.step(lane, full, size - batch))
         finally:
             lane.clear()
-        return max(1, self.learn(rounds))  # where not even one fits it is left out
+        return max(1, self.learn(rounds))  # a size that does not fit at all is skipped
 
     def learn(self, rounds: Sequence[Timed]) -> int:
-        """Compare each round with guesses with the plain ones beside it; how many there are."""
+        """Record each drafted round's ratio to the neighbouring plain ones; returns the number of drafted rounds."""
         for each in rounds:
             self.shortest_s[each.depth] = min(each.step_s, self.shortest_s.get(each.depth, each.step_s))
         for before, drafted, after in zip(rounds[::2], rounds[1::2], [*rounds[2::2], *rounds[-2:-1]], strict=False):
@@ -323,13 +323,13 @@ class PassMeter:
         return len(rounds) // 2
 
     def read_first(self, lane: Lane, full: FullChains) -> None:
-        """The first draft of new texts, before which drafters read all of their prompts."""
+        """Time the first draft of new texts, which includes the drafter's prefill."""
         num_read = sum(sequence.num_prompt for sequence in lane.sequences)
         timed = self.step(lane, full, self.group.batch * COARSE_DEPTHS[0])
         self.reading.append((num_read, timed.outcome.draft_s, timed.depth))
 
     def step(self, lane: Lane, full: FullChains, num_guesses: int) -> Timed:
-        """One round with so many guesses, shared out evenly."""
+        """Run one round with `num_guesses` drafted tokens, distributed evenly over the rows."""
         num_rows = len(lane.sequences)
         each, more = divmod(num_guesses, num_rows)
         full.sizes = [each + (row < more) for row in range(num_rows)] if num_guesses else None
@@ -339,7 +339,7 @@ class PassMeter:
         return lane.step(self.stage.clock)
 
     def lane(self, full: FullChains, number: int) -> Lane:
-        """New sequences, as the job has them, which may go on long enough for every draft to fit."""
+        """A lane of new sequences with room for full drafts at the end."""
         stage = replace(
             self.stage,
             speculation=lambda depth: Speculation(0),

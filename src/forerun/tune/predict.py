@@ -1,15 +1,14 @@
-"""Prediction: the speed-up that recorded guesses and measured costs lead one to expect.
+"""Prediction of the speed-up from recorded drafts and measured costs.
 
-A pilot records at every place of every text what a drafter guesses there, and how far that is right. From this follow
-the rounds of a run at any depth, exactly: sampling is coupled, so the text is the same whatever is drafted, and a round
-begins where the one before it ended. A job is played round by round as the engine would run it: places of the batch
-are filled from a queue, prompts are read, rows differ in guesses. Each round is charged what rounds of its shape take.
-As in every measured run, rounds that read prompts count on no side. This file holds that arithmetic; `passes.py` tells
-what rounds take.
+A pilot run records at every position of every text what a drafter drafts there, and how much of it is accepted. That
+determines the rounds of a run at any depth exactly: with coupled sampling the text does not depend on drafts, and a
+round starts where the one before ended. A job is simulated round by round as the engine would run it (continuous
+batching, prefill, rows with different drafts), and each round is charged the measured cost of its shape
+(`passes.py`). As in measured runs, rounds with prefill do not count.
 
-Two things are approximated. What a drafter remembers of other texts depends on which of them are finished: with more
-than one row at once, that differs a little from depth to depth. And a mix is replayed with a single drafter for all
-rounds, its merged trees cut from those of the greatest depth.
+Two things are approximated. What a drafter has learnt from other texts depends on which of them are finished, which
+differs slightly with depth at batch sizes above 1. And a mix is simulated with one drafter for all rounds, its merged
+trees cut from those of maximum depth.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from typing import NamedTuple
 
 from forerun.engine.scheduler import chunk_sizes
 
-LEAST_SEEN = 5  # guesses, below which a share of them is not told
+LEAST_SEEN = 5  # minimum number of guesses for an acceptance rate
 RESAMPLES = 200
-LIKELY = 0.9  # of other prompts' speed-ups that lie in the interval
-MOST_PLAYED = 400_000  # rounds of sequences that the resampling may play in all
+LIKELY = 0.9  # probability of the interval
+MOST_PLAYED = 400_000  # limit of simulated rounds for resampling
 
 
 class Guessed(NamedTuple):
-    """What a drafter did in one round: how many guesses it made, and how many of them were accepted."""
+    """The outcome of one draft: numbers of drafted and accepted tokens."""
 
     drafted: int = 0
     accepted: int = 0
@@ -38,10 +37,10 @@ class Guessed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextRounds:
-    """How one text is drafted. `places[g]` is of a round that begins behind g tokens of the answer.
+    """The draft outcomes of one text. `places[g]` is for a round that starts after g tokens of the answer.
 
-    It holds what is guessed there at depth 1, 2, and so on; deeper drafts are as the last of them, and an empty place
-    is not drafted at all. The answer has `num_tokens`, and `num_prompt` tokens stand before it.
+    It has the outcomes at depth 1, 2, ...; deeper drafts have the last of them, and an empty entry is not drafted. The
+    answer has `num_tokens`, its prompt `num_prompt` tokens.
     """
 
     category: str
@@ -50,12 +49,12 @@ class TextRounds:
     places: Sequence[Sequence[Guessed]]
 
     def guessed(self, place: int, depth: int) -> Guessed:
-        """The guesses of a round that begins there and drafts so far."""
+        """The outcome of a round that starts at `place` with this depth."""
         depths = self.places[place] if place < len(self.places) else ()
         return depths[min(depth, len(depths)) - 1] if depths and depth else Guessed()
 
     def at_depth(self, depth: int, place: int = 1) -> list[Guessed]:
-        """The rounds of a run at this depth, in order, from a place on; the first token comes from the prompt."""
+        """The rounds of a run at this depth, in order, from `place` on; prefill gives the first token."""
         guessed = []
         while place < self.num_tokens:
             guessed.append(self.guessed(place, depth))
@@ -66,8 +65,8 @@ class TextRounds:
 class RoundShape(NamedTuple):
     """What the cost of a round depends on.
 
-    `num_rows` draw a token; `num_tokens` are in the target's pass, the roots among them; `num_drafted` rows have
-    guesses, at most `depth` of them; drafters first read `num_read` tokens of prompts.
+    `num_rows` rows; `num_tokens` in the target's pass, including roots; `num_drafted` rows with a draft of at most
+    `depth` tokens; `num_read` prompt tokens in the drafter's prefill.
     """
 
     num_rows: int
@@ -77,12 +76,12 @@ class RoundShape(NamedTuple):
     num_read: int = 0
 
 
-RoundCost = Callable[[str, RoundShape], float]  # seconds of a round of this shape, drafted by this drafter
+RoundCost = Callable[[str, RoundShape], float]  # (drafter, shape) -> seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The rounds of a job that read no prompts, by shape, and the tokens that they give."""
+    """The rounds of a job without prefill, by shape, and the tokens that they emit."""
 
     rounds: Mapping[RoundShape, int]
     num_decoded: int
@@ -90,11 +89,10 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The best that is expected at a batch size: times as fast as plain decoding, by this drafter, this far.
+    """The best predicted speed-up at a batch size, with its drafter and depth.
 
-    `by_depth` is the most that is expected of any drafter at depth 1, 2, and so on, by the costs before the runs. Other
-    prompts of the same kind, as many of them, are expected between the two numbers of the `interval`; it is the chance
-    of the draw of prompts alone.
+    `by_depth`: the best speed-up of any drafter at depth 1, 2, ..., by the costs before the runs. `interval`: where the
+    speed-up on as many other prompts of the same kind is expected; it covers the random choice of prompts only.
     """
 
     drafter: str
@@ -106,7 +104,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class DecodingJob:
-    """What is run: texts, so many at once; a pass reads at most `chunk_tokens` of prompts."""
+    """Texts to decode, the batch size, and the prefill chunk size."""
 
     texts: Sequence[TextRounds]
     batch: int
@@ -115,19 +113,19 @@ class DecodingJob:
 
 @dataclass(slots=True)
 class PlayedRow:
-    """One sequence of a job under way: where it is, and what of its prompt is still to be read."""
+    """A running sequence of a simulated job: its position, and its unread prompt tokens."""
 
     text: TextRounds
     unread: int = field(init=False)
-    said: int = 0
+    emitted: int = 0
     drafted_before: bool = False
 
     def __post_init__(self) -> None:
-        self.unread = self.text.num_prompt - 1  # the last token is the root
+        self.unread = self.text.num_prompt - 1  # the last token is the first root
 
 
 def played(job: DecodingJob, depth: int) -> Played:
-    """The job at this depth, round by round: texts in order, each as soon as there is a place for it."""
+    """Simulate a job at this depth, with continuous batching in the order of its texts."""
     waiting, running = deque(PlayedRow(text) for text in job.texts), list[PlayedRow]()
     rounds, num_decoded, oldest_first = Counter[RoundShape](), 0, False
     while waiting or running:
@@ -136,11 +134,11 @@ def played(job: DecodingJob, depth: int) -> Played:
         chunks = chunk_sizes([row.unread for row in running], job.chunk_tokens, oldest_first)
         oldest_first = next((not chunk for row, chunk in zip(running, chunks, strict=True) if row.unread), False)
         drawing = [
-            (row, Guessed() if chunk else row.text.guessed(row.said, depth))
+            (row, Guessed() if chunk else row.text.guessed(row.emitted, depth))
             for row, chunk in zip(running, chunks, strict=True)
             if row.unread == chunk
         ]
-        num_read = 0  # by drafters, of prompts
+        num_read = 0  # the drafter's prefill
         for row, guessed in drawing:
             if guessed.drafted and not row.drafted_before:
                 row.drafted_before = True
@@ -151,23 +149,23 @@ def played(job: DecodingJob, depth: int) -> Played:
         for row, chunk in zip(running, chunks, strict=True):
             row.unread -= chunk
         for row, guessed in drawing:
-            row.said += guessed.accepted + 1
-        running = [row for row in running if row.said < row.text.num_tokens]
+            row.emitted += guessed.accepted + 1
+        running = [row for row in running if row.emitted < row.text.num_tokens]
     return Played(rounds, num_decoded)
 
 
 def shape_of(guessed: Sequence[Guessed], num_read: int) -> RoundShape:
-    """The shape of a round with these guesses."""
+    """The shape of a round with these drafts."""
     sizes = [each.drafted for each in guessed]
     num_drafted = sum(size > 0 for size in sizes)
     return RoundShape(len(sizes), len(sizes) + sum(sizes), max(sizes), num_drafted, num_read)
 
 
 def speed_up(job: DecodingJob, round_s: RoundCost, drafter: str, depth: int) -> float:
-    """How many times as fast a job is expected to be, drafted by this drafter, this far; 1 where nothing is decoded."""
+    """The predicted speed-up of a job with this drafter and depth; 1 if nothing is decoded."""
 
     def token_s(depth: int) -> float:
-        """Of decoding alone; 0 where every round reads a prompt."""
+        """Seconds per decoded token; 0 if every round has prefill."""
         run = played(job, depth)
         taken_s = sum(times * round_s(drafter, shape) for shape, times in run.rounds.items())
         return taken_s / run.num_decoded if run.num_decoded else 0.0
@@ -177,7 +175,7 @@ def speed_up(job: DecodingJob, round_s: RoundCost, drafter: str, depth: int) -> 
 
 
 def expect(jobs: Mapping[str, DecodingJob], round_s: RoundCost, deepest: int) -> Expected:
-    """The best depth, at most `deepest`, and drafter for a job, which is given for each drafter with its rounds."""
+    """The best depth up to `deepest` and drafter; `jobs` has the job with the outcomes of each drafter."""
     depths = range(1, deepest + 1)
     gains = {
         (depth, drafter): speed_up(job, round_s, drafter, depth) for depth in depths for drafter, job in jobs.items()
@@ -191,10 +189,10 @@ def expect(jobs: Mapping[str, DecodingJob], round_s: RoundCost, deepest: int) ->
 def interval(
     job: DecodingJob, round_s: RoundCost, drafter: str, depth: int, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Between which speed-ups most other draws of as many prompts lie; None of a single text.
+    """The interval in which the speed-up on as many other prompts lies with probability LIKELY; None for one text.
 
-    Drawing these texts anew shows by how much such a draw differs from the whole it is drawn from. Two draws differ by
-    the root of 2 times as much.
+    Bootstrap resampling of these texts estimates the deviation of a sample from the population; two samples differ by
+    sqrt(2) times as much.
     """
     if len(job.texts) < 2:
         return None
@@ -209,9 +207,9 @@ def interval(
 
 
 def acceptance_at_depth(texts: Iterable[TextRounds], deepest: int, least: int = LEAST_SEEN) -> tuple[float, ...]:
-    """P(guess j accepted | those before it were, and it was on offer), from depth 1, over the rounds at `deepest`.
+    """P(token j accepted | those before it were, and it was drafted), from depth 1, over the rounds at `deepest`.
 
-    It ends where fewer than `least` guesses were on offer, which would say little.
+    It ends where fewer than `least` tokens were drafted.
     """
     offered, accepted = Counter[int](), Counter[int]()
     for guessed in (guessed for text in texts for guessed in text.at_depth(deepest)):

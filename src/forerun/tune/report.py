@@ -1,7 +1,7 @@
-"""Report: everything that a tuning found, which candidate is best where, and its form as JSON.
+"""The report of a tuning: all results, the best choices, and JSON.
 
-This file decides who wins: the candidate with the highest measured speed-up at a batch size and a temperature, or plain
-decoding where none is faster. The first batch size and the first temperature that were asked for decide the whole.
+The best choice at a batch size and temperature is the candidate with the highest measured speed-up, or plain decoding
+if none is faster. The first batch size and temperature decide the overall choice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from forerun.tune.translate import Translation, translations
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """The fastest way to decode at a batch size and a temperature; no draft and depth 0 are plain decoding.
+    """The fastest choice at a batch size and a temperature; without a draft it is plain decoding.
 
-    With `auto` the controller chose the depth, round by round; `depth` is then the best of the fixed ones. On other
-    prompts of the kind the speed-up of that one is expected within the `interval`.
+    With `auto` the controller chose the depth in each round; `depth` is then the best fixed one. On other prompts of
+    the kind its speed-up is expected within the `interval`.
     """
 
     batch: int
@@ -35,13 +35,13 @@ class TunedChoice:
 
     @property
     def shown_depth(self) -> int | str:
-        """The depth as a user gives it."""
+        """The depth as an option value."""
         return AUTO if self.auto else self.depth
 
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """The whole tuning. `about` says what was run; `model_options` are those of the model that are not usual."""
+    """All results. `about` describes the run; `model_options` are the model's options that differ from the defaults."""
 
     about: Mapping[str, Any]
     model_options: Mapping[str, Any]
@@ -50,7 +50,7 @@ class TuneReport:
     studied: tuple[Studied, ...]
 
     def choice(self, batch: int, temperature: float) -> TunedChoice | None:
-        """The fastest that was measured here; None where nothing was."""
+        """The fastest measured choice here; None if nothing was measured."""
         choices = []
         for each in self.studied:
             cell = each.cell(batch, temperature)
@@ -64,23 +64,23 @@ class TuneReport:
 
     @property
     def num_busy(self) -> float | None:
-        """Cores that other programs kept busy in the cell that they disturbed most; None where that is not known."""
+        """The maximum number of cores that other programs used during a cell; None if unknown."""
         figures = [cell.figures for each in self.studied for cell in each.cells if cell.figures]
         cells = [cell for group in figures for cell in group.cells]
         return max((cell.num_busy for cell in cells if cell.num_busy is not None), default=None)
 
     @property
     def template(self) -> Any:
-        """The chat template's hash and what it was told, or None where prompts are plain text."""
+        """The chat template's hash and options; None for plain text."""
         return self.about["prompts"]["template"]
 
     @property
     def pick(self) -> TunedChoice | None:
-        """The fastest at the first batch size and temperature."""
+        """The fastest choice at the first batch size and temperature."""
         return self.choice(self.selection.batches[0], self.temperatures[0])
 
     def plain_from(self, temperature: float) -> int | None:
-        """The batch size from which on plain decoding wins, of those that were measured; None where it does not."""
+        """The measured batch size from which on plain decoding is fastest; None if there is none."""
         smallest = None
         for batch in sorted(self.selection.batches, reverse=True):
             choice = self.choice(batch, temperature)
@@ -90,7 +90,7 @@ class TuneReport:
         return smallest
 
     def best_exits(self) -> dict[str, str]:
-        """Of candidates that were spelled as one, the fastest: by the spelling, such as early-exit:auto."""
+        """The fastest exit of each candidate with several, such as early-exit:auto."""
         best: dict[str, tuple[float, str]] = {}
         for each in self.studied:
             cell = each.cell(self.selection.batches[0], self.temperatures[0])
@@ -101,7 +101,7 @@ class TuneReport:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether every drafted run gave the tokens of plain decoding."""
+        """Whether every drafted run gave the same tokens as plain decoding."""
         return all(c.figures.same_tokens for each in self.studied for c in each.cells if c.figures)
 
     @property
@@ -110,12 +110,12 @@ class TuneReport:
         return all(each.problem or (each.cells and all(c.speed_up for c in each.cells)) for each in self.studied)
 
     def translated(self) -> Sequence[Translation]:
-        """The pick in the words of other engines."""
+        """The pick as options of other engines."""
         pick = self.pick
         return translations(pick.draft, pick.depth) if pick and pick.draft else ()
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON: seconds, bytes, shares between 0 and 1, and null for what is not known."""
+        """The report as JSON: seconds, bytes, shares between 0 and 1, and null for unknown values."""
         choices = [self.choice(b, t) for t in self.temperatures for b in self.selection.batches]
         values: dict[str, Any] = jsonable(
             {
@@ -133,7 +133,7 @@ class TuneReport:
         return values
 
     def candidate_object(self, each: Studied) -> dict[str, Any]:
-        """A candidate with all its figures."""
+        """A candidate as JSON, with all its figures."""
         return {
             "draft": each.candidate.draft,
             "asked_as": each.candidate.family,
@@ -154,7 +154,7 @@ class TuneReport:
         }
 
     def cell_object(self, cell: TuneCell) -> dict[str, Any]:
-        """A cell: what was expected, what was measured, and how conversations became text."""
+        """A cell as JSON: the prediction and the measurements."""
         return {
             "batch": cell.group.batch,
             "temperature": cell.group.temperature,

@@ -1,6 +1,6 @@
-"""A tuning for people to read: a table for each temperature, acceptance, memory, and what to do.
+"""The terminal report of a tuning: speed by temperature, acceptance, memory, and the recommendation.
 
-This file decides wording and layout, which also work without colours. Every number comes from a TuneReport.
+It is readable without colours. Every number comes from a TuneReport.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
 COLUMNS = ("drafter", "batch", "depth", "tokens\n/s", "measured\nspeed-up", "quartiles", "pre-\ndicted", "error")
-WORTH = "What guesses are worth, and what they need"
+WORTH = "Acceptance and memory of the drafters"
 SHOWN_DEPTHS = (1, 2, 4, 8)
 
 
 def tune_card(report: TuneReport) -> RenderableType:
-    """The whole report."""
+    """The report as a renderable card."""
     parts: list[RenderableType] = []
     for temperature in report.temperatures:
         parts += [Text(title(report, temperature), "bold"), speeds(report, temperature), Text()]
@@ -36,13 +36,13 @@ def tune_card(report: TuneReport) -> RenderableType:
 
 
 def title(report: TuneReport, temperature: float) -> str:
-    """What a table is of."""
+    """The heading of a speed table."""
     what = "recorded answers" if report.about["prompts"]["replayed"] else f"temperature {temperature:g}"
     return f"Speed, {what}"
 
 
 def speeds(report: TuneReport, temperature: float) -> FigureTable:
-    """One line for plain decoding and one for each candidate, at each batch size."""
+    """The speed table: plain decoding and each candidate, at each batch size."""
     rows: list[list[Cell]] = []
     for batch in report.selection.batches:
         best = report.choice(batch, temperature)
@@ -54,39 +54,41 @@ def speeds(report: TuneReport, temperature: float) -> FigureTable:
 
 
 def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedChoice | None) -> list[Cell]:
-    """Plain decoding, at the median of what was measured beside each candidate."""
+    """The row of plain decoding: the median of its runs beside each candidate."""
     cells = [cell for each in report.studied if (cell := each.cell(batch, temperature))]
     rates = [cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s]
     speed = f"{statistics.median_high(rates):.1f}" if rates else "?"
-    return [named("plain", best is not None and best.draft is None), str(batch), "0", speed, "×1.00", "", "", ""]
+    return [marked_name("plain", best is not None and best.draft is None), str(batch), "0", speed, "×1.00", "", "", ""]
 
 
 def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[list[Cell]]:
-    """A candidate at a batch size: at the depth that was predicted to be best, and at chosen depths."""
+    """The rows of a candidate at a batch size: at the best predicted depth, and with depth auto."""
     draft, batch = each.candidate.draft, str(cell.group.batch)
     is_best = {auto: best is not None and (best.draft, best.auto) == (draft, auto) for auto in (False, True)}
     error = f"{cell.error:+.0%}" if cell.error is not None else ""
     predicted = [f"×{cell.prediction.speed_up:.2f}", error]
-    rows = [[named(draft, is_best[False]), batch, str(cell.prediction.depth), *measured(cell.drafted), *predicted]]
+    rows = [
+        [marked_name(draft, is_best[False]), batch, str(cell.prediction.depth), *measured(cell.drafted), *predicted]
+    ]
     if cell.chosen:
-        rows.append([named(draft, is_best[True]), batch, AUTO, *measured(cell.chosen), "", ""])
+        rows.append([marked_name(draft, is_best[True]), batch, AUTO, *measured(cell.chosen), "", ""])
     return rows
 
 
 def measured(figures: CellFigures | None) -> list[Cell]:
-    """Tokens per second, the speed-up and its quartiles."""
+    """Cells: tokens per second, speed-up and quartiles."""
     if figures is None:
         return ["?", *speed_up_cells(None)]
     return [number(figures.tokens_per_s, ".1f"), *speed_up_cells(figures.speed_up, disturbs(figures.num_busy))]
 
 
-def named(name: str, best: bool) -> Text:
-    """A name, marked where it is the fastest."""
+def marked_name(name: str, best: bool) -> Text:
+    """A name, marked if it is the fastest."""
     return Text(f"{name} ←" if best else name, "bold green" if best else "")
 
 
 def drafters(report: TuneReport) -> FigureTable:
-    """Acceptance by depth, of all prompts and of each category."""
+    """The table of acceptance by depth, for all prompts and each category."""
     rows, styles = list[list[Cell]](), list[str]()
     for each in report.studied:
         for temperature, kinds in each.acceptance.items():
@@ -100,7 +102,7 @@ def drafters(report: TuneReport) -> FigureTable:
 
 
 def memory_figures(report: TuneReport) -> FigureTable:
-    """What each drafter takes beside the target, and what the target takes."""
+    """The memory table of the target and each drafter."""
     figures = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
     rows: list[list[Cell]] = [
         [Text(name), *map(size, (first.weights_bytes, first.cache_bytes, first.remembered_bytes))]
@@ -113,7 +115,7 @@ def memory_figures(report: TuneReport) -> FigureTable:
 
 
 def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
-    """What lies behind the tables, by name."""
+    """(name, value) facts below the tables."""
     model, machine, prompts = (report.about[name] for name in ("model", "machine", "prompts"))
     yield "target", f"{model['target']} ({model['format']})"
     yield "machine", machine_line(machine, model["kernels"])
@@ -127,7 +129,7 @@ def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
 
 
 def template_line(prompts: dict[str, object]) -> str:
-    """How prompts became text."""
+    """The chat template in words."""
     template = prompts["template"]
     if not isinstance(template, dict):
         return "plain text, no chat template"
@@ -136,7 +138,7 @@ def template_line(prompts: dict[str, object]) -> str:
 
 
 def verdict(report: TuneReport) -> Iterator[Text]:
-    """What it means, in a line or two."""
+    """The recommendation, in a few lines."""
     pick = report.pick
     if pick is None:
         late = any(not each.problem or each.problem == NOT_REACHED for each in report.studied)

@@ -1,10 +1,9 @@
-"""A study: all candidates, one after the other, each first predicted and then measured.
+"""A study: predicts and measures all candidates, one after the other.
 
-This file decides the order of measurements and what the time limit means. Every candidate has an equal share of the
-time that is left when its turn comes; repetitions alternate between plain and drafted decoding of the same prompts, and
-all cells have their first repetition before any has its second. Before each repetition of a cell the passes that it
-needs are measured again, by turns with the runs: how much more a larger pass takes changes with what neighbours do to
-the memory, from one minute to the next.
+This file decides the order of measurements, and divides the time limit: every candidate gets an equal share of the
+remaining time. Repetitions alternate between plain and drafted decoding of the same prompts, and all cells have their
+first repetition before any has its second. The costs of the passes are measured again before each repetition, since
+they depend on the memory traffic of other processes, which changes within minutes.
 """
 
 from __future__ import annotations
@@ -24,15 +23,19 @@ from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, exp
 from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime, Trial
 
 NOT_REACHED = "not reached within --time-limit"
-COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # of each size: of a few, of all that look good, of the chosen
-CLOSE = 0.92  # of the best prediction by a few sizes: of such depths all sizes are measured
-MOST_SIZES, LEAST_SHARE = 32, 0.004  # of sizes that are measured: their number, and their rounds' share
-Jobs = Mapping[str, DecodingJob]  # what a run of a cell decodes, with the rounds of each drafter
+COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = (
+    3,
+    2,
+    2,
+)  # repetitions of: the coarse sizes, sizes of good depths, sizes of the best depth
+CLOSE = 0.92  # depths with at least this share of the best coarse prediction are measured at all their sizes
+MOST_SIZES, LEAST_SHARE = 32, 0.004  # measured sizes: maximum number, minimum share of rounds
+Jobs = Mapping[str, DecodingJob]  # the job of a cell by drafter
 
 
 @dataclass(frozen=True, slots=True)
 class TuneCell:
-    """A candidate at a batch size and a temperature: what was expected, and what was measured, if it was."""
+    """A candidate at a batch size and a temperature: the prediction, and the measurement if there is one."""
 
     group: Group
     prediction: Expected
@@ -40,32 +43,31 @@ class TuneCell:
 
     @property
     def plain(self) -> CellFigures | None:
-        """Plain decoding of the same prompts, by turns."""
+        """Plain decoding of the same prompts, in alternation."""
         return self.at(0)
 
     @property
     def drafted(self) -> CellFigures | None:
-        """Drafted decoding at the depth that is expected to be best."""
+        """Drafted decoding at the best predicted depth."""
         return self.at(self.prediction.depth)
 
     @property
     def chosen(self) -> CellFigures | None:
-        """Drafted decoding at depths that the controller chooses, round by round."""
+        """Drafted decoding with depths chosen by the controller."""
         return self.at(CHOSEN)
 
     def at(self, depth: int) -> CellFigures | None:
-        """Decoding at a depth, if it was measured."""
+        """The figures at a depth; None if not measured."""
         return next((cell for cell in self.figures.cells if cell.depth == depth), None) if self.figures else None
 
     @property
     def speed_up(self) -> float | None:
-        """Measured: times as fast as plain decoding."""
+        """The measured speed-up at the best predicted depth; None if not measured."""
         drafted = self.drafted
         return drafted.speed_up.median if drafted and drafted.speed_up else None
 
     def interval_around(self, speed_up: float | None) -> tuple[float, float] | None:
-        """Where a speed-up on other prompts like these is expected: as far from what was measured on these as the
-        prediction's interval is from the prediction."""
+        """The interval of the speed-up on other prompts: the prediction's, scaled to this measured speed-up."""
         if self.prediction.interval is None or not speed_up:
             return None
         low, high = (end / self.prediction.speed_up * speed_up for end in self.prediction.interval)
@@ -73,15 +75,15 @@ class TuneCell:
 
     @property
     def error(self) -> float | None:
-        """By how much the prediction was too high, as a share of what was measured."""
+        """The relative error of the prediction; positive if it was too high."""
         return self.prediction.speed_up / self.speed_up - 1 if self.speed_up else None
 
 
 @dataclass(frozen=True, slots=True)
 class Studied:
-    """What was found about a candidate; `problem` says why there is nothing more.
+    """The results of a candidate; `problem`: why they are missing or incomplete.
 
-    `costs` are by drafter and rows; `acceptance` is by temperature and then by category, "" being all of them.
+    `costs` are by group, drafter and rows; `acceptance` by temperature and category ("": all prompts).
     """
 
     candidate: Candidate
@@ -92,12 +94,12 @@ class Studied:
     problem: str = ""
 
     def cell(self, batch: int, temperature: float) -> TuneCell | None:
-        """Its cell at this place."""
+        """The cell at a batch size and temperature."""
         return next((c for c in self.cells if (c.group.batch, c.group.temperature) == (batch, temperature)), None)
 
 
 def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallback) -> list[Studied]:
-    """All candidates, in order, each with an equal share of the time that is left until then."""
+    """Study all candidates in order, each with an equal share of the remaining time."""
     studied = []
     for number, trial in enumerate(trials):
         report(f"tuning {trial.candidate.draft}", number / len(trials))
@@ -108,7 +110,7 @@ def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallba
 
 
 def study(trial: Trial) -> Studied:
-    """Everything about one candidate that there is time for. Its models are freed afterwards."""
+    """Study one candidate as far as its time allows. Its models are freed afterwards."""
     workload = trial.workload
     groups = trial.selection.groups({workload.name: workload.replayed})
     try:
@@ -135,7 +137,7 @@ def study(trial: Trial) -> Studied:
 
 
 def acceptance_of(jobs: Jobs) -> dict[str, tuple[float, ...]]:
-    """Acceptance by depth of all texts ("") and of each category, of the drafter that needs the fewest rounds."""
+    """Acceptance by depth for all texts ("") and each category, of the drafter with the fewest rounds."""
     best = min(jobs.values(), key=lambda job: sum(len(text.at_depth(PILOT_DEPTH)) for text in job.texts))
     kinds = dict.fromkeys(("", *(text.category for text in best.texts)))
     return {
@@ -145,7 +147,7 @@ def acceptance_of(jobs: Jobs) -> dict[str, tuple[float, ...]]:
 
 
 def table_of(trial: Trial, group: Group, jobs: Jobs) -> PassTable:
-    """What rounds of a cell take: first of a few sizes, then of those that the depths need which look best."""
+    """Measure the costs of a cell: first of coarse sizes, then of all sizes that the best depths need."""
     batch = group.batch
     sizes = {num_rows: sizes_at(num_rows, COARSE_DEPTHS) for num_rows in rows_of(batch)}
     table = PassTable({drafter: trial.passes(group, drafter, "a few sizes", sizes, COARSE_REPEATS) for drafter in jobs})
@@ -161,7 +163,7 @@ def table_of(trial: Trial, group: Group, jobs: Jobs) -> PassTable:
 
 
 def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
-    """The sizes of full rounds that these depths have: the most frequent ones, as long as each is a real share."""
+    """The most frequent sizes of full rounds at these depths, at most MOST_SIZES."""
     counts = Counter[int]()
     for depth in depths:
         for shape, times in played(job, depth).rounds.items():
@@ -172,7 +174,7 @@ def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
 
 
 def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, PassTable]) -> list[TuneCell]:
-    """All cells, with as many repetitions as there is time for."""
+    """Measure all cells, with as many repetitions as time allows."""
     repeats, runs, costs = trial.selection.repeats, dict[Group, list[BenchRun]](), dict[Group, list[RowCosts]]()
     expected = {group: expect(jobs_of, tables[group].round_s, PILOT_DEPTH) for group, jobs_of in jobs.items()}
     order = [(repetition, group) for repetition in range(repeats) for group in expected]
@@ -202,7 +204,7 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
 
 
 def settled(prediction: Expected, job: DecodingJob, table: PassTable, beside: Sequence[RowCosts]) -> Expected:
-    """The prediction for the chosen depth and drafter, by what was measured beside the runs, with its interval."""
+    """The prediction for its depth and drafter, updated by the costs measured beside the runs, with its interval."""
     drafter, depth, rows, gain = prediction.drafter, prediction.depth, job.batch, prediction.speed_up
     if beside:
         newer = table.by_drafter[drafter][rows].newer(beside)

@@ -1,7 +1,7 @@
-"""Translations: a drafter and a depth in the words of other engines, where they have the method.
+"""Translations: a drafter and a depth as options of other engines, if they have the method.
 
-Nothing here was run: names of options are those of their manuals, methods of one name differ in detail, and what is
-fastest here need not be fastest there.
+They are not tested here: option names are those of the manuals, methods of the same name differ in detail, and the
+fastest choice here need not be the fastest there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """Options for an engine; where it has no such method `options` is empty and `note` says so."""
+    """Options for an engine; if it lacks the method, `options` is empty and `note` says so."""
 
     engine: str
     options: str
@@ -27,13 +27,13 @@ class Translation:
 
 
 def translations(draft: str, depth: int) -> list[Translation]:
-    """The options of each engine for this drafter. Of a mix or a cascade the parts are named that it could use."""
+    """The options of each engine for this drafter. For a mix or cascade, notes name the members to use instead."""
     spec = parse_spec(draft)
     return [Translation(engine, *write(spec, depth)) for engine, write in ENGINES.items()]
 
 
 def vllm(spec: DraftSpec, depth: int) -> tuple[str, str]:
-    """vLLM's speculative configuration."""
+    """(options, note) for vLLM."""
     config: dict[str, object]
     if spec.name == "ngram":
         longest = int(spec.argument or NGRAM_LENGTH)
@@ -48,7 +48,7 @@ def vllm(spec: DraftSpec, depth: int) -> tuple[str, str]:
 
 
 def sglang(spec: DraftSpec, depth: int) -> tuple[str, str]:
-    """SGLang's options; it counts the token behind the guesses as a draft token of a draft model."""
+    """(options, note) for SGLang, which counts the bonus token as a draft token for draft models."""
     if spec.name == "ngram":
         return f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {depth}", ""
     if spec.name == "model":
@@ -59,7 +59,7 @@ def sglang(spec: DraftSpec, depth: int) -> tuple[str, str]:
 
 
 def llama_cpp(spec: DraftSpec, depth: int) -> tuple[str, str]:
-    """llama.cpp's options, of its server."""
+    """(options, note) for llama.cpp's server."""
     if spec.name == "ngram":
         return f"--spec-type ngram-simple --draft-max {depth}", "newer versions spell it --spec-draft-n-max"
     if spec.name == "model":
@@ -69,7 +69,7 @@ def llama_cpp(spec: DraftSpec, depth: int) -> tuple[str, str]:
 
 
 def no_method(spec: DraftSpec) -> str:
-    """What is said of a drafter that an engine does not have."""
+    """The note for a method that an engine lacks."""
     parts = ", ".join(str(member) for member in spec.members)
     return f"it has no {spec.name}" + (f"; try one of {parts} alone" if parts else "")
 

@@ -1,8 +1,7 @@
-"""A trial: one candidate and its target, and every measurement that is made of them.
+"""A trial: one candidate with its target, and all measurements of them.
 
-Each measurement is kept when it is finished, and not made again where it is there already; the models are loaded when
-the first one is missing. `study.py` decides which are made, and in which order. Which candidates `early-exit:auto`
-stands for is decided here too.
+Finished measurements are stored and not repeated; models are loaded only if a measurement is missing. `study.py`
+decides which measurements are made, and in which order. `early-exit:auto` is expanded to candidates here.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from forerun.models.spec import ModelSpec
 from forerun.tune.passes import PassMeter, PilotDrafter, RowCosts
 from forerun.tune.predict import Guessed, TextRounds
 
-MARGIN = 32  # tokens of a context beyond what texts take, so that deep drafts fit at their ends
-EXITS = (8, 4, 2)  # parts of the layers behind which `early-exit:auto` tries to exit
-PILOT_DEPTH = AUTO_DEPTH  # guesses of a round where acceptance is measured: no depth beyond it is predicted
+MARGIN = 32  # context tokens beyond the texts, for deep drafts at their ends
+EXITS = (8, 4, 2)  # `early-exit:auto` tries to exit after 1/8, 1/4 and 1/2 of the layers
+PILOT_DEPTH = AUTO_DEPTH  # draft depth of the pilot run, and the maximum depth predicted
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter to try, as it is spelled for the engine; `family` is how the user spelled it."""
+    """A drafter to try, by its spec; `family` is the spec that the user gave."""
 
     draft: str
     family: str
 
 
 def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
-    """The drafters to try, each once. Raises UnknownDrafter for what does not parse, or where there is none."""
+    """The candidates, without duplicates. Raises UnknownDrafter for an invalid spec, or an empty list."""
     if not drafts:
         raise UnknownDrafter("drafts: there is no drafter to try: name some, as in --drafts ngram suffix model:DIR")
     candidates: dict[str, Candidate] = {}
@@ -57,7 +56,7 @@ def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
 
 
 def exits_of(num_layers: int) -> list[str]:
-    """The exits that `early-exit:auto` tries."""
+    """The specs that `early-exit:auto` stands for. Raises UnknownDrafter for a single layer."""
     if num_layers < 2:
         raise UnknownDrafter("early-exit:auto: the target has a single layer, which leaves nothing to exit from")
     return [f"early-exit:{layer}" for layer in sorted({max(1, num_layers // part) for part in EXITS})]
@@ -65,7 +64,7 @@ def exits_of(num_layers: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class DrafterMemory:
-    """What a drafter takes beside the target: weights, caches, and at most so much for what it remembers."""
+    """Memory of a drafter (weights, caches, and at most `remembered_bytes` of past answers) and of the target."""
 
     weights_bytes: int
     cache_bytes: int
@@ -75,12 +74,12 @@ class DrafterMemory:
 
 
 class OutOfTime(Exception):
-    """What a prediction needs would have to be measured behind the time limit."""
+    """A required measurement would start after the time limit."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate; `report` hears what is under way, and nothing begins behind `deadline_s`."""
+    """Measurements of one candidate; `report` gets progress, and no measurement starts after `deadline_s`."""
 
     target: Blueprint
     spec: ModelSpec
@@ -100,11 +99,11 @@ class Trial:
 
     @property
     def late(self) -> bool:
-        """Whether no measurement may begin any more."""
+        """Whether the deadline has passed."""
         return time.perf_counter() >= self.deadline_s
 
     def known(self, what: str, made: Callable[[], Any]) -> Any:
-        """A measurement: as it is kept, or made now. Raises OutOfTime where it is too late for that."""
+        """A stored measurement, or a new one. Raises OutOfTime after the deadline."""
         of = f"{self.name} {what}"
         if self.kept.holds(of):
             return self.kept.values[of]
@@ -113,7 +112,7 @@ class Trial:
         return self.kept.add(of, made())
 
     def loaded(self) -> LLM:
-        """Both models, with room for every batch. Raises NotEnoughMemory where there is none."""
+        """The LLM with both models, for the largest batch. Raises NotEnoughMemory if it does not fit."""
         if self.llm is None:
             longest = self.workload.longest(self.selection.num_tokens)
             length = max(longest + MARGIN, PROMPT_TOKENS + TEXT_TOKENS + MARGIN)
@@ -134,7 +133,7 @@ class Trial:
             self.llm, self.measuring = None, None
 
     def stage(self, controller: Controller | None = None, drafter: Drafter | None = None, name: str = "") -> Stage:
-        """Where measurements are made, by engines that begin with this controller, or with the LLM's own."""
+        """A stage whose engines start with a copy of this controller, or of the LLM's own."""
         texts = self.workload
         return Stage(
             self.loaded(),
@@ -148,13 +147,13 @@ class Trial:
         )
 
     def running(self) -> Stage:
-        """The stage of all measured runs, whose controllers begin as the LLM's own and go on from run to run."""
+        """The stage of all measured runs; its controllers start as the LLM's own and persist between runs."""
         if self.measuring is None:
             self.measuring = self.stage()
         return self.measuring
 
     def memory(self) -> DrafterMemory:
-        """What the memory plan says of the drafter."""
+        """The drafter's memory by the memory plan."""
 
         def planned() -> dict[str, int]:
             plan = self.loaded().plan
@@ -165,23 +164,23 @@ class Trial:
         return DrafterMemory(**self.known("memory", planned))
 
     def drafter_names(self) -> Sequence[str]:
-        """The names of what drafts: a single empty one unless it is a mix."""
+        """The names of a mix's drafters; [""] for a single drafter."""
 
-        def named() -> list[str]:
+        def listed() -> list[str]:
             drafter = self.loaded().drafter
             return list(drafter.names) if drafter is not None and len(drafter.names) > 1 else [""]
 
-        names: list[str] = self.known("names", named)
+        names: list[str] = self.known("names", listed)
         return names
 
     def num_texts(self, batch: int) -> int:
-        """Texts of a run, whose last wave is as full as the others."""
+        """The number of texts of a run, a multiple of the batch size."""
         return list(waves(len(self.workload.items), batch))[-1].stop
 
-    def pilot(self, group: Group, arm: str) -> tuple[TextRounds, ...]:
-        """What this arm guesses at every place of every text of a run, at the greatest depth of interest.
+    def pilot(self, group: Group, drafter_name: str) -> tuple[TextRounds, ...]:
+        """The draft outcomes of one drafter of a mix at every position of every text of a run, at PILOT_DEPTH.
 
-        One record serves all batch sizes where nothing is remembered: what is drafted then depends on the text alone.
+        One record serves all batch sizes if the drafter learns nothing from other texts.
         """
         batches, items = self.selection.batches, self.workload.items
         if self.memory().remembered_bytes:
@@ -193,8 +192,8 @@ class Trial:
             drafter = self.loaded().drafter
             assert drafter is not None, "a candidate drafts"
             pilot, together = PilotDrafter(drafter), replace(group, batch=batch)
-            stage = self.stage(FixedDepth(), pilot, arm)
-            tape, tenant = Tape(batch, PILOT_DEPTH), f"pilot {together} {arm}"
+            stage = self.stage(FixedDepth(), pilot, drafter_name)
+            tape, tenant = Tape(batch, PILOT_DEPTH), f"pilot {together} {drafter_name}"
             rounds = []
             for sequence in stage.wave(together, PILOT_DEPTH, range(num_texts), tape, tenant=tenant):
                 prompt = sequence.num_prompt
@@ -204,28 +203,28 @@ class Trial:
 
         texts = []
         for number, (num_prompt, num_tokens, places) in enumerate(
-            self.known(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {arm}", recorded)
+            self.known(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {drafter_name}", recorded)
         ):
             guessed = [[Guessed(*each) for each in place] for place in places]
             texts.append(TextRounds(items[number % len(items)].category, num_prompt, num_tokens, guessed))
         return tuple(texts[: self.num_texts(group.batch)])
 
     def passes(
-        self, group: Group, arm: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int
+        self, group: Group, drafter_name: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int
     ) -> dict[int, RowCosts]:
-        """What rounds of these sizes take, by the number of rows, kept under the name of this `part`."""
+        """Costs of rounds of these sizes, by the number of rows; stored under the name of this `part`."""
 
         def timed() -> list[list[Any]]:
             measured: list[list[Any]] = []
             for num_rows, groups in sizes.items():
                 rows = replace(group, batch=num_rows)
-                meter = PassMeter(self.stage(FixedDepth()), rows, arm or None, PILOT_DEPTH, repeats)
+                meter = PassMeter(self.stage(FixedDepth()), rows, drafter_name or None, PILOT_DEPTH, repeats)
                 measured.append([num_rows, asdict(meter.measure(groups, self.report))])
             return measured
 
-        kept = self.known(f"passes, {group.name}, arm {arm}, {part}", timed)
+        kept = self.known(f"passes, {group.name}, arm {drafter_name}, {part}", timed)
         return {num_rows: RowCosts.from_json(costs) for num_rows, costs in kept}
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
-        """One repetition of plain or of drafted decoding, of all prompts that are measured."""
+        """One repetition of plain or drafted decoding of all prompts."""
         return BenchRun.from_json(self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))

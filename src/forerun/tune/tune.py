@@ -1,4 +1,4 @@
-"""A tuning from start to end: it checks everything that needs no model, studies the candidates, and reports."""
+"""`tune`: checks the arguments, studies the candidates, and reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FREE = ("repeats",)  # settings that may change between a run and its continuati
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is tuned: the target, the candidates as they are spelled, and how conversations become text."""
+    """The target, the specs of the candidates, and the options of the chat template."""
 
     spec: ModelSpec
     drafts: Sequence[str]
@@ -45,10 +45,10 @@ def tune(
     bar: LoadingBar,
     time_limit_s: float | None = None,
 ) -> TuneReport:
-    """Measure what is not measured yet, and report: every candidate in the cells of a selection, at depths of its own.
+    """Measure every candidate in the cells of a selection, and report.
 
-    Measurements are kept in `folder`; behind the time limit none is begun. Raises before any weights are loaded where a
-    drafter is unknown, a prompt does not fit, or what is kept is of another tuning.
+    Finished measurements are stored in `folder` and not repeated; none starts after the time limit. Raises, before any
+    weights are loaded, if a drafter is unknown, a prompt does not fit, or the folder belongs to another tuning.
     """
     if subject.threads is not None:
         torch.set_num_threads(subject.threads)
@@ -69,7 +69,7 @@ def tune(
 
 
 def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that decides a measurement, whichever the candidate."""
+    """Everything that affects measurements of all candidates."""
     template = subject.template
     chat = {"hash": workload.template, "options": dict(template.options), "thinking": template.thinking}
     return {
@@ -92,7 +92,7 @@ def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: 
 
 
 def model_options(subject: Subject) -> Mapping[str, Any]:
-    """The options of the model that a command would need to run it in the same way, by their names."""
+    """The model's command-line options that differ from the defaults, by name."""
     spec, usual = subject.spec, ModelSpec(subject.spec.model)
     names = ("dtype", "quantize", "kernels", "device", "one_gemm", "tensor_parallel_size")
     changed = {name: getattr(spec, name) for name in names if getattr(spec, name) not in (getattr(usual, name), "cpu")}
