@@ -1,1 +1,1 @@
-"""Servers known by their HTTP interface alone: what their speculation brings, and whether it is exact."""
+"""Measures and tests the speculation of any OpenAI-compatible server over HTTP."""

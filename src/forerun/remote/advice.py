@@ -1,7 +1,7 @@
-"""Advice: which depth to serve at a load, by what was measured, and which others may be worth a measurement.
+"""Advice: the best measured depth at a load, and other depths that are worth measuring.
 
-A depth is advised only where it was measured and the lower end of its range is at least 1; one that was not measured
-may be named as worth a trial under the same condition.
+A depth is advised only if it was measured and the lower end of its interval is at least 1. An unmeasured depth can be
+suggested for a trial under the same condition.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from forerun.remote.depths import DepthRange
 from forerun.remote.forecast import ServedCell
 
-WORTH_CHANGING = 1.03  # times as fast, below which another depth is not advised
+WORTH_CHANGING = 1.03  # minimum improvement for which another depth is advised
 
 
 @dataclass(frozen=True, slots=True)
 class DepthAdvice:
-    """The depth to serve: None is "as it is served", 0 is plain decoding; `clear` is whether that is known to be right.
+    """The advised depth: None is the current setting, 0 plain decoding; `clear`: whether the measurements support it.
 
-    `trial` was not measured and should be faster; `open_depth` was not measured and may be either, where no trial is.
+    `trial`: an unmeasured depth that should be faster; `open_depth`: if there is none, one that may be faster.
     """
 
     depth: int | None
@@ -28,12 +28,12 @@ class DepthAdvice:
 
 
 def advice_of(cell: ServedCell) -> DepthAdvice | None:
-    """What to serve at a load; None where there is nothing to compare with, or one repetition, which tells no noise."""
+    """The advice for a load; None without a comparison, or with a single repetition, which gives no noise estimate."""
     if cell.speed_up is None or cell.likely is None or cell.num_repetitions < 2:
         return None
-    asked = [each for each in cell.by_depth if each.measured and each.depth]
+    measured = [each for each in cell.by_depth if each.measured and each.depth]
     choices: list[tuple[int | None, float, float]] = [(None, cell.speed_up.median, cell.likely[0])]
-    choices += [(each.depth, each.middle / WORTH_CHANGING, each.low) for each in asked]
+    choices += [(each.depth, each.middle / WORTH_CHANGING, each.low) for each in measured]
     faster = [(speed_up, depth) for depth, speed_up, low in choices if low >= 1]
     best, depth = max(faster, key=lambda each: each[0], default=(1.0, 0))
     clear = bool(faster) or all(speed_up <= 1 for _, speed_up, _ in choices)

@@ -1,7 +1,7 @@
-"""Answers of a server with the log-probabilities of their tokens, in either of the two forms that servers write.
+"""Answers of a server with log-probabilities, in the form of completions or of chats.
 
-This file decides how tokens are told apart, how many likely tokens a server is asked for, and how requests are sent
-whose answers are compared: with every filter of the law switched off, and each with a seed of its own.
+This file decides how tokens are identified, how many top log-probabilities are requested, and how requests are sent
+whose answers are compared: without top-p and similar filters, and each with its own seed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 from forerun.traffic.plan import SpeculationMode
 from forerun.traffic.run import asked_of
 
-AT_ONCE = 8  # requests under way
-MOST_LIKELY = (20, 5, 1)  # of how many tokens servers tell the chance: what is asked for, by turns
-UNREADABLE = "\ufffd"  # in the text of a token that is a part of a character: several tokens look like that
+AT_ONCE = 8  # concurrent requests
+MOST_LIKELY = (20, 5, 1)  # numbers of top log-probabilities to try, since servers limit them
+UNREADABLE = "\ufffd"  # in the text of a token with an incomplete character, which does not identify it
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChance:
-    """A token of an answer, by its text or name, and the log-probabilities of the likeliest at its place.
+    """A token of an answer, by its text or name, and the top log-probabilities at its position.
 
-    `likely` is empty where the server tells none, as some do of tokens that were guessed.
+    `likely` is empty if the server returns none, as some do for accepted draft tokens.
     """
 
     token: str
@@ -40,7 +40,7 @@ class TokenChance:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAnswer:
-    """An answer as text, and as tokens where the server names them; `stopped` where the model ended it."""
+    """An answer as text, and as tokens if the server returns them; `stopped`: the model ended it."""
 
     text: str
     tokens: tuple[TokenChance, ...]
@@ -53,7 +53,7 @@ class RemoteAnswer:
 
 
 def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
-    """The first answer of a response; log-probabilities as chats have them, or in the lists of completions."""
+    """The first choice of a response, with log-probabilities in the form of chats or of completions."""
     choice = body["choices"][0]
     message = choice.get("message")
     text = (message.get("content") if isinstance(message, dict) else choice.get("text")) or ""
@@ -70,7 +70,7 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
 
 
 def likely_of_entries(entry: Mapping[str, Any]) -> Mapping[str, float]:
-    """The likeliest tokens at a place of a chat's list; of those with the same text the likeliest counts."""
+    """Top log-probabilities of an entry in a chat's list; if tokens share a text, the most likely one counts."""
     chances: dict[str, float] = {}
     for each in entry.get("top_logprobs") or ():
         name, value = str(each.get("token")), each.get("logprob")
@@ -80,15 +80,15 @@ def likely_of_entries(entry: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def finite_chances(chances: Mapping[str, Any]) -> Mapping[str, float]:
-    """Log-probabilities that are numbers."""
+    """The log-probabilities that are numbers."""
     return {name: float(value) for name, value in chances.items() if isinstance(value, int | float)}
 
 
 @dataclass(slots=True)
 class Questioner:
-    """Asks one server one way: `most_likely` is of how many tokens it tells the chance, 0 where it tells none.
+    """Sends requests to one server in one mode of speculation.
 
-    None as long as it was not tried; `mode` is what requests say about speculation.
+    `most_likely`: how many top log-probabilities the server returns, 0 for none, None before `learn`.
     """
 
     server: RemoteServer
@@ -97,7 +97,7 @@ class Questioner:
     most_likely: int | None = None
 
     def body(self, prompt: Passage, temperature: float, max_tokens: int, seed: int, likely: int) -> dict[str, Any]:
-        """A request; `likely` tokens are asked for at each place, none at 0."""
+        """A request body; `likely`: number of top log-probabilities, 0 for none."""
         chat, dialect = self.server.client.address.chat, self.server.dialect
         chances: dict[str, Any] = {}
         if likely:
@@ -115,9 +115,9 @@ class Questioner:
         }
 
     async def learn(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:
-        """Find out of how many tokens the server tells the chance.
+        """Find out how many top log-probabilities the server returns.
 
-        Raises InvalidRequest where it does not answer, or not in time.
+        Raises InvalidRequest if it does not answer in time.
         """
         try:
             async with asyncio.timeout(limit.timeout_s):
@@ -127,7 +127,7 @@ class Questioner:
             raise InvalidRequest("time_limit", f"{base} gave no first answer in time: allow more seconds.") from error
 
     async def learn_in_time(self, prompt: Passage) -> None:
-        """Ask for ever fewer of the likeliest tokens until the server gives them, however long it takes."""
+        """`learn` without a time limit: request fewer top log-probabilities until the server accepts."""
         await self.server.client.complete(self.body(prompt, 0.0, 2, 0, 0))
         self.most_likely = 0
         for likely in MOST_LIKELY:
@@ -151,10 +151,10 @@ class Questioner:
         extra: Mapping[str, Any] | None = None,
         limit: TimeLimit = NO_LIMIT,
     ) -> list[RemoteAnswer]:
-        """The answers to all prompts, each with its seed, so many of them at once, in the order of the prompts.
+        """The answers to all prompts, each with its seed, `at_once` concurrently, in the order of the prompts.
 
-        When the time is over, requests under way are broken off; what is returned are the answers to the first prompts,
-        up to one that has none.
+        At the time limit, open requests are cancelled; then the answers to the first prompts are returned, up to the
+        first one without an answer.
         """
         left, answers = iter(range(len(prompts))), dict[int, RemoteAnswer]()
 

@@ -1,7 +1,7 @@
-"""Counters: what became of a server's guesses, by its own counts; the file that knows Prometheus's text format.
+"""Counters: acceptance from a server's Prometheus metrics.
 
-This file decides which counters are read, and how acceptance follows from the difference of two readings. vLLM's
-names are those of forerun and llama.cpp as well; SGLang counts verifications, and tells the rest as gauges.
+Acceptance is computed from the difference of two readings. forerun and llama.cpp use vLLM's names; SGLang counts
+verifications, and has gauges for the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GAUGES = ("accept_length", "depth")
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """Guesses as a server counts them since its start, or between two readings; None is what it does not tell.
+    """A server's speculation counts since its start, or between two readings; None if it does not report them.
 
-    `num_drafts` are the rounds that judged guesses, `accepted_at_depth[j]` the guesses at depth j + 1 that were
-    accepted. Gauges are of the moment: `accept_length`, the tokens of a verification, and `depth`.
+    `num_drafts`: rounds with a draft; `accepted_at_depth[j]`: accepted tokens at depth j + 1. Gauges (current values):
+    `accept_length`, the tokens per verification, and `depth`.
     """
 
     num_drafts: float | None = None
@@ -43,11 +43,11 @@ class SpeculationCounts:
 
     @property
     def known(self) -> bool:
-        """Whether the server tells anything of guesses."""
+        """Whether the server reports any speculation counts."""
         return self != SpeculationCounts()
 
     def since(self, before: SpeculationCounts) -> SpeculationCounts:
-        """What came between two readings; gauges are those of the later one."""
+        """The difference of two readings; gauges are those of the later one."""
 
         def more(name: str) -> float | None:
             value: float | None = getattr(self, name)
@@ -59,9 +59,9 @@ class SpeculationCounts:
 
 
 def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
-    """The counters in a server's metrics whose names begin like this; over all engines and models behind it.
+    """Parse a server's metrics whose names start with `prefix`, over all engines behind it.
 
-    Counters are added up, and gauges are the mean of those that are above 0.
+    Counters are summed; gauges are the mean of those above 0.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -84,14 +84,14 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
         elif name in NAMES:
             totals[NAMES[name]] = totals.get(NAMES[name], 0.0) + sample.value
     for name, values in gauges.items():
-        of_engines = [value for value in values if value > 0]  # an engine that had no requests yet says 0
+        of_engines = [value for value in values if value > 0]  # an engine without requests reports 0
         totals[name] = sum(of_engines) / len(of_engines) if of_engines else 0.0
     accepted = tuple(at_depth.get(position, 0.0) for position in range(max(at_depth, default=-1) + 1))
     return SpeculationCounts(**totals, accepted_at_depth=accepted)
 
 
 def counts_of_answers(answers: Iterable[Mapping[str, Any]]) -> SpeculationCounts:
-    """What answers themselves tell of their guesses, summed up."""
+    """The sum of the speculation counts in answers."""
     each = list(answers)
     if not each:
         return SpeculationCounts()
@@ -104,10 +104,9 @@ def counts_of_answers(answers: Iterable[Mapping[str, Any]]) -> SpeculationCounts
 
 @dataclass(frozen=True, slots=True)
 class ServedAcceptance:
-    """What guesses were worth. `covered` is the share of rounds that judged guesses, `depth` how many these had.
+    """Acceptance of a server. `covered`: the share of rounds with a draft; `depth`: the mean length of drafts.
 
-    `reached[j]` is how often the first j + 1 guesses of a draft were all accepted; None, and a depth of None, where
-    the server does not tell.
+    `reached[j]`: the share of drafts whose first j + 1 tokens were all accepted. None for what is not reported.
     """
 
     tokens_per_round: float
@@ -119,22 +118,22 @@ class ServedAcceptance:
 
     @property
     def whole_depth(self) -> int | None:
-        """The guesses of a full draft: as many as were ever accepted in a row, or as drafts have on average."""
+        """The length of full drafts: the longest accepted one, or the mean length."""
         deepest = sum(each > 0 for each in self.reached or ())
         return max(deepest, round(self.depth or 0)) or None
 
     @property
     def at_depth(self) -> list[float]:
-        """P(guess accepted | those before it were), by depth; empty where that is not known."""
+        """P(token accepted | those before it were), by depth; empty if unknown."""
         chain = (1.0, *(self.reached or ()))
         return [min(1.0, over(now, before) or 0.0) for before, now in pairwise(chain)]
 
 
 def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptance | None:
-    """What these counts say of rounds that wrote so many tokens; None where they say nothing.
+    """The acceptance in rounds that emitted `num_tokens`; None if the counts do not determine it.
 
-    A round gives the accepted guesses and one token more, so rounds that are not counted follow from the tokens. They
-    are no fewer than the drafts: at the end of an answer, guesses count as accepted that it has no room for.
+    A round emits the accepted tokens and one more, so the number of rounds follows from the tokens if it is not
+    counted. It is at least the number of drafts: at the end of an answer, accepted tokens may be cut off.
     """
     accepted = counts.num_accepted
     if not counts.known or num_tokens <= 0 or (counts.num_drafted == 0 and counts.num_rounds is None):
@@ -163,7 +162,7 @@ def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptanc
 
 
 def even_chain(tokens: float, depth: int) -> tuple[float, ...]:
-    """How often each depth is reached where every guess of a chain is accepted alike, given its tokens per round."""
+    """`reached` for a constant acceptance rate that gives these tokens per round."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

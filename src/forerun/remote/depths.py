@@ -1,10 +1,9 @@
-"""What measured rounds say of every depth: a speed-up where it was served, and a range where it was not.
+"""The speed-up of every depth: measured, or an interval for depths that were not measured.
 
-A round with guesses takes v times as long as a plain one and gives G tokens, so drafting is G / v times as fast; G is
-counted, the speed-up is measured, and v follows. Of depths that were not served two things are assumed: a deeper round
-takes no less time, and no more for each of its guesses. That holds where drafting has a fixed cost, where every guess
-costs alike, and where a pass costs nothing more until arithmetic limits it. Guesses deeper than any that were judged
-may all be accepted, or none. All is done within a repetition, whose runs lie close together in time.
+A drafted round takes v times as long as a plain one and emits G tokens, so the speed-up is G / v; G is counted, the
+speed-up is measured, and v follows. For unmeasured depths it is assumed that the cost of a round does not decrease with
+depth, and that its cost per drafted token does not increase. Tokens deeper than any measured draft may all be accepted,
+or none. All ratios are within a repetition, whose runs are close in time.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from dataclasses import dataclass
 from forerun.bench.figures import Spread
 from forerun.remote.counters import ServedAcceptance
 
-LIKELY = 0.9  # how often a range is expected to hold the speed-up
-T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # Student's, by degrees of freedom from 1
+LIKELY = 0.9  # confidence level of intervals
+T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # Student's t, from 1 degree on
 DEEPEST = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEconomy:
-    """One repetition at one depth: the speed-up, and what rounds gave."""
+    """One repetition at one depth: the speed-up and the acceptance."""
 
     depth: int
     speed_up: float
@@ -32,15 +31,15 @@ class RoundEconomy:
 
     @property
     def cost(self) -> float:
-        """How many plain rounds a round took."""
+        """The duration of a round, in plain rounds."""
         return self.acceptance.tokens_per_round / self.speed_up
 
 
 @dataclass(frozen=True, slots=True)
 class DepthRange:
-    """So many guesses a round: `measured` where they were served. Nine in ten ranges hold the speed-up.
+    """The 90 % confidence interval of the speed-up at a depth, and the measured one if there is any.
 
-    A single repetition does not tell how far repetitions differ: the range is then that of the assumptions alone.
+    With a single repetition the interval covers the assumptions only, not the noise.
     """
 
     depth: int
@@ -50,20 +49,20 @@ class DepthRange:
 
     @property
     def middle(self) -> float:
-        """The measured speed-up, or, in ratios, the middle of the range."""
+        """The measured speed-up, or the geometric mean of the interval's ends."""
         return self.measured.median if self.measured else math.sqrt(self.low * self.high)
 
 
 def cost_bounds(depth: int, costs: Mapping[int, float]) -> tuple[float, float]:
-    """Between what a round of this depth costs, in plain rounds, given what rounds of other depths cost."""
+    """Bounds of the cost of a round at this depth, in plain rounds, from the costs of other depths."""
     low, high = min(1.0, *costs.values()), math.inf
     for known, cost in costs.items():
         low, high = max(low, cost * min(1.0, depth / known)), min(high, cost * max(1.0, depth / known))
-    return min(low, high), max(low, high)  # noise may put them the other way round
+    return min(low, high), max(low, high)  # noise may swap them
 
 
 def token_bounds(depth: int, rounds: Sequence[RoundEconomy]) -> tuple[float, float] | None:
-    """Between what numbers of tokens a round of this depth gives; None where acceptance by depth is not known."""
+    """Bounds of the tokens per round at this depth; None if acceptance by depth is unknown."""
     deep = [each for each in rounds if each.depth >= depth]
     seen = (min(deep, key=lambda each: each.depth) if deep else max(rounds, key=lambda each: each.depth)).acceptance
     if seen.reached is None or seen.covered is None:
@@ -74,7 +73,7 @@ def token_bounds(depth: int, rounds: Sequence[RoundEconomy]) -> tuple[float, flo
 
 
 def speed_up_bounds(depth: int, rounds: Sequence[RoundEconomy]) -> tuple[float, float] | None:
-    """Between what speed-ups a depth lies, by the rounds of one repetition; None where these do not say."""
+    """Bounds of the speed-up at a depth from one repetition; None if unknown."""
     measured = [each.speed_up for each in rounds if each.depth == depth]
     if measured:
         return measured[0], measured[0]
@@ -86,7 +85,7 @@ def speed_up_bounds(depth: int, rounds: Sequence[RoundEconomy]) -> tuple[float, 
 
 
 def likely_range(lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float]:
-    """From the lower ends of all repetitions down, and from the upper ones up, as far as their means may be off."""
+    """A confidence interval from the lower and upper bounds of all repetitions."""
 
     def end(values: Sequence[float], sign: int) -> float:
         logs = [math.log(value) for value in values]
@@ -100,7 +99,7 @@ def likely_range(lows: Sequence[float], highs: Sequence[float]) -> tuple[float, 
 
 
 def depth_ranges(repetitions: Sequence[Sequence[RoundEconomy]]) -> tuple[DepthRange, ...]:
-    """All depths from 0 to twice the deepest that was served, as far as repetitions, none of them empty, say."""
+    """The intervals of all depths from 0 to twice the deepest measured one, as far as they are known."""
     known = {each.depth for rounds in repetitions for each in rounds}
     if not known:
         return ()

@@ -1,7 +1,7 @@
-"""Dialects: what differs between the engines behind an OpenAI-compatible interface, as one table.
+"""Dialects: a table of the differences between engines with an OpenAI-compatible interface.
 
-This file alone names the engines. It decides how one is recognised, under which names it counts guesses, which fields
-of a request leave sampling to the temperature alone, and which options set the depth when the server is started.
+An entry says how an engine is recognised, the prefix of its metrics, the request fields that switch off sampling
+filters, and the options that set the draft depth.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ UNFILTERED: Mapping[str, Any] = {"top_p": 1.0, "min_p": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One engine. `owner` is what its list of models says, `prefix` begins the names of its metrics.
+    """One engine. `owner`: `owned_by` in its list of models; `prefix`: of its metrics' names.
 
-    `unfiltered` are the fields that switch off every filter of the law, those that a server sets by itself among them.
-    `exact_tokens` make tokens unmistakable where log-probabilities name them. `depth_options` says what to start the
-    server with for so many guesses a round, 0 being plain decoding; None where that is not known.
+    `unfiltered`: request fields that switch off all sampling filters, including the server's defaults. `exact_tokens`:
+    fields that make log-probabilities identify tokens unambiguously. `depth_options`: the server options for a depth
+    (0: plain decoding); None if unknown.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Dialect:
 
 
 def forerun_options(depth: int) -> str:
-    """The options of `forerun serve`, and of a request, that set the depth of drafts."""
+    """The options of `forerun serve`, or of a request, for a depth."""
     return f'forerun serve --depth {depth}, or "speculation": {depth} in a request'
 
 
 def vllm_options(depth: int) -> str:
-    """The options of `vllm serve` that set the depth of drafts; method and model stay as they are."""
+    """The options of `vllm serve` for a depth, with method and model unchanged."""
     if depth == 0:
         return "vllm serve without --speculative-config"
     config = json.dumps({"num_speculative_tokens": depth})
@@ -46,7 +46,7 @@ def vllm_options(depth: int) -> str:
 
 
 def sglang_options(depth: int) -> str:
-    """The options of SGLang that set the depth of drafts; a chain needs one draft token more than steps."""
+    """The options of SGLang for a depth; a chain needs one more draft token than steps."""
     if depth == 0:
         return "without --speculative-algorithm"
     chain = f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
@@ -54,7 +54,7 @@ def sglang_options(depth: int) -> str:
 
 
 def llama_cpp_options(depth: int) -> str:
-    """The options of llama-server that set the depth of drafts."""
+    """The options of llama-server for a depth."""
     if depth == 0:
         return "llama-server --spec-type none, without a draft model"
     return (
@@ -99,7 +99,7 @@ UNKNOWN = Dialect("an engine that is not known", "", "", counters_advice="name a
 
 
 def dialect_of(owner: str, metrics: str | None) -> Dialect:
-    """The engine, by what its list of models says, or else, behind a gateway, by the names of its metrics."""
+    """The engine, by the owner of its models or, behind a gateway, by the names of its metrics."""
     by_owner = next((each for each in DIALECTS if each.owner == owner), None)
     by_metrics = (each for each in DIALECTS if metrics and f"\n{each.prefix}" in f"\n{metrics}")
     return by_owner or next(by_metrics, UNKNOWN)

@@ -1,7 +1,7 @@
-"""Equality of answers at temperature 0: a server with speculation against one without, and that one against itself.
+"""Equality of answers at temperature 0: a server with speculation against a plain one, and the plain one with itself.
 
-This file decides what is asked, where two answers part, and what a difference means. Two engines compute with other
-rounding, so a difference where the plain server itself found two tokens nearly as likely is no proof of a fault.
+This file finds the first difference of two answers and decides what it means. Two engines round differently, so a
+difference at a near tie of the plain server's log-probabilities is no proof of a fault.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChanc
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 
 Meaning = Literal["fault", "near tie", "unsteady", "undecided"]
-NEAR_TIE = 0.25  # of a logit: two steps of bfloat16 where logits are between 16 and 32
-CONTEXT = 30  # characters before a difference that are shown
+NEAR_TIE = 0.25  # logits: two steps of bfloat16 between 16 and 32
+CONTEXT = 30  # characters shown before a difference
 
 
 @dataclass(frozen=True, slots=True)
 class TextDifference:
-    """The first place where an answer parts from the plain one; `position` counts tokens, or else characters, from 0.
+    """The first difference of an answer from the plain one; `position` counts tokens, or else characters, from 0.
 
-    `gap` is by how much the plain server preferred its own token, in units of logits; where the other token was not
-    among those that it told of, the gap is at least that. `meaning` says whether that proves a fault: a "near tie"
-    does not, nor does an "unsteady" place, at which the plain server's second answer had parted from its first.
+    `gap`: by how much the plain server preferred its own token, in logits; with `at_least` a lower bound, since the
+    other token was not among the top log-probabilities. `meaning`: whether it proves a fault; a "near tie" does not,
+    and "unsteady" means that the plain server's own second answer differs from its first at this position or before.
     """
 
     prompt: int
@@ -44,12 +44,12 @@ class TextDifference:
 
 @dataclass(frozen=True, slots=True)
 class TextEquality:
-    """What was compared: `num_answers` in all, after `num_prompts` prompts, each alone and with others at once.
+    """The comparison: `num_answers` answers to `num_prompts` prompts, each sent alone and concurrently with others.
 
-    `num_asked` is how many prompts were to be compared: more, where the time did not do.
-    `num_unsteady` plain answers were not those that the same server gave alone. `noise` is the largest difference of
-    log-probabilities between these two where their texts agree; None where none are told. Gaps up to `tolerance` are
-    near ties. `num_drafted` guesses were judged meanwhile; None where the server does not count.
+    `num_asked`: requested prompts; more than `num_prompts` if the time limit was reached. `num_unsteady`: plain answers
+    that differ from the same server's answer alone. `noise`: the largest difference of log-probabilities between these
+    two while their texts agree; None if unknown. Gaps up to `tolerance` are near ties. `num_drafted`: drafted tokens
+    meanwhile; None if not counted.
     """
 
     num_asked: int
@@ -62,7 +62,7 @@ class TextEquality:
     differences: tuple[TextDifference, ...]
 
     def count(self, meaning: Meaning) -> int:
-        """How many differences mean that."""
+        """The number of differences with this meaning."""
         return sum(each.meaning == meaning for each in self.differences)
 
 
@@ -74,9 +74,9 @@ async def compare_texts(
     report: ProgressCallback,
     limit: TimeLimit = NO_LIMIT,
 ) -> TextEquality:
-    """Ask both servers for every prompt, one at a time and several at once, and compare.
+    """Send every prompt to both servers, one at a time and concurrently, and compare the answers.
 
-    Every part may take as long as those behind it; prompts that one of them did not come to are left out.
+    The remaining time is divided evenly among the remaining parts; prompts without all answers are left out.
     """
     seeds = [workload.seed + index for index in range(len(prompts))]
     likely = plain.most_likely or 0
@@ -121,10 +121,10 @@ async def compare_texts(
 async def names_of(
     who: Questioner, prompt: Passage, seed: int, max_tokens: int, answer: RemoteAnswer, limit: TimeLimit
 ) -> tuple[TokenChance, ...]:
-    """The tokens of an answer, by asking for it again with log-probabilities; none where it is another one then, or the
-    time is over.
+    """The tokens of an answer, from a repeated request with log-probabilities; () if the answer differs, or the time is
+    over.
 
-    Answers are compared as they come without log-probabilities, since these keep some engines from guessing.
+    The compared answers are requested without log-probabilities, since some engines do not speculate with them.
     """
     if not who.most_likely:
         return ()
@@ -133,7 +133,7 @@ async def names_of(
 
 
 def largest_drift(first: Sequence[RemoteAnswer], second: Sequence[RemoteAnswer]) -> float | None:
-    """The largest difference of the same token's log-probability, as far as texts agree; None where none are told."""
+    """The largest difference of a token's log-probability while the texts agree; None if unknown."""
     drifts = []
     for one, other in zip(first, second, strict=True):
         for here, there in zip(one.tokens, other.tokens, strict=False):
@@ -146,9 +146,9 @@ def largest_drift(first: Sequence[RemoteAnswer], second: Sequence[RemoteAnswer])
 
 
 def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
-    """The number of the first token at which two answers differ, or character where tokens are not named.
+    """The index of the first token (or character, without tokens) at which two answers differ.
 
-    None where they do not differ.
+    None if they do not differ.
     """
     if one.text == other.text:
         return None
@@ -159,7 +159,7 @@ def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlace:
-    """Which answer it is, and at which position the plain server's own second answer parted from its first, if so."""
+    """The prompt and concurrency of an answer, and where the plain server's own two answers differ, if they do."""
 
     prompt: int
     at_once: int
@@ -167,7 +167,7 @@ class AnswerPlace:
 
 
 def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, tolerance: float) -> TextDifference:
-    """The first difference of two answers that differ, and what it means."""
+    """The first difference of two differing answers, and its meaning."""
     position = parting(plain, other)
     assert position is not None, "the texts differ"
     counts_tokens = bool(plain.tokens)
@@ -196,13 +196,12 @@ def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, 
 
 
 def shared_length(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common prefix of two texts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
-    """The number of the token that holds a character, and where it begins; None where tokens up to it are not the
-    text."""
+    """(index, start) of the token that contains a character; None if the tokens do not add up to the text."""
     begin = 0
     for number, name in enumerate(answer.names):
         if not answer.text.startswith(name, begin):
@@ -214,9 +213,9 @@ def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
 
 
 def alternative(plain: RemoteAnswer, text: str, number: int, begin: int) -> str | None:
-    """Of the tokens with which another text may go on, the one that the plain server found likeliest; None of none.
+    """The most likely token, by the plain server, with which the other text may continue; None if there is none.
 
-    A longer one may fit too, but nothing says which of them it was, and a fault needs a proof.
+    Several tokens may fit; the most likely one gives the smallest gap, since a fault needs a proof.
     """
     rest, likely = text[begin:], plain.tokens[number].likely
     fitting = [name for name in likely if name and rest.startswith(name)]
@@ -225,10 +224,9 @@ def alternative(plain: RemoteAnswer, text: str, number: int, begin: int) -> str 
 
 
 def gap_of(likely: dict[str, float], chosen: str, other: str | None) -> tuple[float | None, bool]:
-    """How much likelier the chosen token was than the other one, and whether that is only a lower bound.
+    """(the difference of log-probabilities of the chosen token and the other one, whether it is a lower bound).
 
-    Of a token that is not known, any of the others may be it; of one that is not among the likely, none is likelier
-    than the last of these.
+    An unknown token may be any of the others; one that is not among the top is at most as likely as the last of them.
     """
     if chosen not in likely:
         return None, False
@@ -242,7 +240,7 @@ def gap_of(likely: dict[str, float], chosen: str, other: str | None) -> tuple[fl
 
 
 def meaning_of(gap: float | None, at_least: bool, tolerance: float, unsteady: bool) -> Meaning:
-    """What a difference with this gap means."""
+    """The meaning of a difference with this gap."""
     if unsteady:
         return "unsteady"
     if gap is None:

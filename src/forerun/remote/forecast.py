@@ -1,4 +1,4 @@
-"""What measured blocks say of each load: speed-ups, acceptance, and from where on speculation hurts."""
+"""Figures of each load from measured blocks: speed-up, acceptance, and the load from which on speculation hurts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from forerun.remote.counters import ServedAcceptance, acceptance_of
 from forerun.remote.depths import DepthRange, RoundEconomy, depth_ranges, likely_range
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock
 
-FARTHEST = 4  # times the heaviest load, beyond which the line through costs is not drawn
+FARTHEST = 4  # maximum extrapolation, as a multiple of the heaviest load
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFigures:
-    """One contender at one load: tokens a second of all clients together, and seconds between tokens of one."""
+    """One contender at one load: tokens per second of all clients together, and seconds between tokens of one."""
 
     tokens_per_s: Spread | None
     token_s: Spread | None
@@ -28,11 +28,11 @@ class ServedFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServedCell:
-    """One load. `plain` and `speed_up` are None where there is nothing to compare with.
+    """The figures of one load. `plain` and `speed_up` are None without a plain server.
 
-    The speed-up is that of decoding, as it is served, and `likely` the range that holds it nine times in ten; `cost`
-    is how many plain rounds a round takes; `by_depth` has the depths of which something is known. `num_differing`
-    answers of `num_compared` were not those without speculation.
+    `speed_up`: of decoding with the server's setting; `likely`: its 90 % confidence interval; `cost`: duration of a
+    round in plain rounds; `by_depth`: depths with a known interval. `num_differing` of `num_compared` answers differ
+    from those without speculation.
     """
 
     clients: int
@@ -48,12 +48,12 @@ class ServedCell:
 
     @property
     def served_depth(self) -> int | None:
-        """The guesses of a draft as it was served; None where the server does not tell."""
+        """The draft length of the server's setting; None if unknown."""
         return None if self.speculating.acceptance is None else self.speculating.acceptance.whole_depth
 
 
 def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
-    """What the blocks of one load say."""
+    """The figures of one load from its blocks."""
     plain = {block.block.turn.repetition: block for block in blocks if block.contender == PLAIN}
     drafting = [block for block in blocks if block.contender != PLAIN]
     pairs = [(block, plain[r]) for block in drafting if (r := block.block.turn.repetition) in plain]
@@ -75,30 +75,30 @@ def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
 
 
 def economy(block: ServedBlock, plain: ServedBlock) -> RoundEconomy | None:
-    """What the rounds of a block gave and cost; None where the server does not tell, or nothing came."""
+    """The speed-up and acceptance of a block; None if unknown."""
     seen, ratio = acceptance_of(block.counts, block.num_tokens), over(plain.token_s, block.token_s)
     depth = block.asked_depth or (seen.whole_depth if seen else None)
     return RoundEconomy(depth, ratio, seen) if seen and ratio and depth else None
 
 
 def by_repetition(pairs: Sequence[tuple[ServedBlock, ServedBlock]]) -> list[list[RoundEconomy]]:
-    """Each repetition's rounds: those of depths that were asked for, or else of the one that is served."""
-    asked = any(block.asked_depth for block, _ in pairs)
+    """The economies of each repetition: of requested depths if there are any, else of the server's setting."""
+    any_asked = any(block.asked_depth for block, _ in pairs)
     economies: dict[int, list[RoundEconomy]] = {}
     for block, plain in pairs:
-        if (each := economy(block, plain)) and bool(block.asked_depth) == asked:
+        if (each := economy(block, plain)) and bool(block.asked_depth) == any_asked:
             economies.setdefault(block.block.turn.repetition, []).append(each)
     return list(economies.values())
 
 
 def same_answers(block: ServedBlock, other: ServedBlock) -> list[bool]:
-    """For each request that both answered, whether the texts are the same."""
+    """For each request that both answered, whether the texts are equal."""
     texts = {answer.index: answer.digest for answer in other.block.complete}
     return [texts[answer.index] == answer.digest for answer in block.block.complete if answer.index in texts]
 
 
 def figures_of(blocks: Sequence[ServedBlock]) -> ServedFigures:
-    """One contender at one load, over its repetitions."""
+    """The figures of one contender at one load, over its repetitions."""
     answers = [answer for block in blocks for answer in block.block.answers]
     counts = [acceptance_of(block.counts, block.num_tokens) for block in blocks]
     known = [each for each in counts if each is not None]
@@ -113,7 +113,7 @@ def figures_of(blocks: Sequence[ServedBlock]) -> ServedFigures:
 
 
 def hurts_from(cells: Sequence[ServedCell]) -> ServedCell | None:
-    """The smallest load from which on speculation was slower than none, at every load; None where it never was."""
+    """The smallest load from which on speculation was slower than plain decoding; None if it never was."""
     smallest = None
     for cell in sorted(cells, key=lambda cell: cell.clients, reverse=True):
         if cell.speed_up is None or cell.speed_up.median >= 1:
@@ -123,9 +123,9 @@ def hurts_from(cells: Sequence[ServedCell]) -> ServedCell | None:
 
 
 def expected_to_hurt_from(cells: Sequence[ServedCell]) -> float | None:
-    """Where the line through the costs of rounds, by load, crosses what they give; None where that is too far to say.
+    """The load at which the linearly extrapolated cost of rounds reaches their tokens; None if it is too far away.
 
-    Loads that were measured come from there: it is only asked where speculation helped at all of them.
+    Only defined if speculation helped at all measured loads.
     """
     known = [(cell.clients, cell.cost.median, cell.speed_up) for cell in cells if cell.cost and cell.speed_up]
     if len(known) < 2 or not all(speed_up.median > 1 for *_, speed_up in known):

@@ -1,10 +1,10 @@
-"""The law of a server with speculation at temperature 1, by counts of short texts.
+"""A test of a server's output distribution at temperature 1, by counts of short texts.
 
-Texts of the plain server bring the log-probabilities from which the exact law follows, without a word of tokenizers:
-the contexts that matter are those that it writes often. Its own counts against that law are the control. A server need
-not draw by just what it tells, so no fault is found by that law alone: where counts of one of the servers do not fit
-it, as many texts again are drawn from both, and all counts are compared with each other. So are they where no
-log-probabilities are told. Every fault is then one of a test that holds its level whatever the server tells.
+The exact law follows from the log-probabilities in the plain server's own texts, without knowing its tokenizer: the
+contexts that matter occur often in them. The plain server's counts against that law are the control. A server may not
+sample exactly by the log-probabilities that it reports, so a deviation from the law alone is no fault: then as many
+texts again are drawn from both servers, and their counts are compared with each other. The same is done if there are no
+log-probabilities. So every reported fault comes from a test that holds its level whatever the server reports.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import AT_ONCE, UNREADABLE, Questioner, RemoteAnswer
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 
-TEMPERATURE = 1.0  # the only one whose law log-probabilities tell
-FURTHER = 2  # tokens behind those that are counted, so that guesses are drafted at the last of these too
+TEMPERATURE = 1.0  # the one that reported log-probabilities refer to
+FURTHER = 2  # tokens after the counted ones, so that the last of those can be drafted too
 PILOT_TEXTS, MOST_OPENINGS = 48, 8
-BATCH_TEXTS = 64  # drawn of one server before it is the other's turn
-TEXTS_AT_ONCE = 64  # requests under way, or AT_ONCE where a server guesses nothing beside so many
-MOST_TEXTS = 2**20  # of an opening and both servers: each has a seed of its own
-PILOT_SHARE = 0.15  # of the time, for the choice of openings
-TWICE_Z = 1.96  # both of two tests find it in 95 of 100 runs
-LETTERS = (24, 16, 12, 8, 4)  # beginnings of texts that are counted where tokens are not named
+BATCH_TEXTS = 64  # drawn from one server before the other one's turn
+TEXTS_AT_ONCE = 64  # concurrent requests; AT_ONCE if the server does not speculate at this load
+MOST_TEXTS = 2**20  # of an opening and both servers: each has its own seed
+PILOT_SHARE = 0.15  # share of the time for the choice of openings
+TWICE_Z = 1.96  # two tests both find it in 95 of 100 runs
+LETTERS = (24, 16, 12, 8, 4)  # lengths of prefixes that are counted without tokens
 ENOUGH_CELLS = 8
-UNNAMED = -1  # stands for a token that cannot be told from others
+UNNAMED = -1  # a token that cannot be identified
 
 
 @dataclass(frozen=True, slots=True)
 class ServedLaw:
-    """One test: `num_texts` texts of each server after one opening, their first `counted`.
+    """One test: `num_texts` texts of each server after one opening, compared by their first `counted`.
 
-    With `exact` they were compared with the law by log-probabilities, otherwise with the plain server's own counts.
-    `control_p` is the p-value of the plain server's first counts against the law, and `law_p` that of the other's; None
-    where that is not known. `num_asked` texts were to be drawn at first: more, where the time did not do. `adjusted_p`
-    is corrected for the number of tests. Chances off by the share `smallest_bias` (root mean square) would have been
-    found in 95 of 100 runs. `problem` says why there was no test.
+    With `exact` the reference is the law by log-probabilities, otherwise the plain server's counts. `control_p` and
+    `law_p` are the p-values of the plain and the other server's first counts against that law; None if unknown.
+    `num_asked`: requested texts; more than `num_texts` if the time limit was reached. `adjusted_p` is corrected for the
+    number of tests. Probabilities with a relative error of `smallest_bias` (root mean square) would have been found in
+    95 of 100 runs. `problem`: why there was no test.
     """
 
     opening: str
@@ -66,18 +66,18 @@ class ServedLaw:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the exact law is known and the counts of one of the servers do not fit it."""
+        """Whether the counts of one of the servers do not fit the exact law."""
         return any(p is not None and p < LEVEL for p in (self.control_p, self.law_p))
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether the other server's counts alone do not fit the law, and the time did not do to see if that lasts."""
+        """Whether only the other server does not fit the law, and there was no time for the second test."""
         fits = self.control_p is None or self.control_p >= LEVEL
         return self.doubtful and fits and self.holds and self.num_texts < 2 * self.num_asked
 
     @property
     def cut_short(self) -> bool:
-        """Whether the time did not do for all texts."""
+        """Whether the time limit was reached before all texts were drawn."""
         return self.num_texts < self.num_asked
 
     @property
@@ -87,25 +87,25 @@ class ServedLaw:
 
 
 class TokenNumbers:
-    """Numbers for the names of tokens, in the order in which they come."""
+    """Numbers the names of tokens in order of appearance."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
 
     def of(self, name: str) -> int:
-        """The number of a token; of one whose name others share it is not known which it was."""
+        """The number of a token; UNNAMED if its name is ambiguous."""
         return UNNAMED if UNREADABLE in name else self.numbers.setdefault(name, len(self.numbers))
 
     def text(self, answer: RemoteAnswer) -> TokenIds:
-        """The tokens of an answer."""
+        """The numbers of an answer's tokens."""
         return tuple(self.of(name) for name in answer.names)
 
 
 def cells_of(texts: Sequence[RemoteAnswer], num_texts: int, numbers: TokenNumbers) -> Cells:
-    """The cells for so many texts, by the log-probabilities that these texts came with.
+    """The cells for `num_texts` texts, by the log-probabilities of these texts.
 
-    Where a text ended without a token that says so, the token that ends texts has no name. Of what is likely there,
-    only tokens that did follow in another text get cells: none of them is that one.
+    If a text ended without an end token, that token's name is unknown. Then only tokens that followed the same prefix
+    in another text get cells, since none of them is the end token.
     """
     laws: dict[TokenIds, dict[int, float]] = {}
     ended, following = set[TokenIds](), dict[TokenIds, set[int]]()
@@ -135,7 +135,7 @@ def cells_of(texts: Sequence[RemoteAnswer], num_texts: int, numbers: TokenNumber
 
 
 def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> ServedLaw:
-    """Test the second server's texts by the first one's law if both fit it, or else by the first one's counts."""
+    """Test the second server's texts against the first one's exact law or, if one does not fit it, its counts."""
     numbers = TokenNumbers()
     cells = cells_of(plain, len(speculating), numbers) if speculating else None
     if cells is None or not cells.enough or not any(answer.tokens for answer in speculating):
@@ -155,12 +155,12 @@ def counts_test(
     speculating: Sequence[RemoteAnswer],
     first: ServedLaw | None = None,
 ) -> ServedLaw:
-    """Test the texts of both servers against each other; `first` is what a test by the exact law had shown of them."""
+    """Test the texts of both servers against each other; `first`: the result of the test against the exact law."""
     control_p, law_p = (first.control_p, first.law_p) if first else (None, None)
     num_texts = len(speculating)
     beginnings = beginnings_of(plain, speculating) if speculating else None
     if beginnings is None:
-        problem = "hardly two beginnings of texts came often enough: ask for more texts, or give other prompts"
+        problem = "fewer than two prefixes of texts occurred often enough: ask for more texts, or give other prompts"
         return ServedLaw(
             opening, False, num_texts, "", 0.0, 0, 1.0, 1.0, 0.0, control_p, law_p, num_texts, None, problem
         )
@@ -177,7 +177,7 @@ Beginnings = tuple[str, list[Hashable], list[Hashable]]
 
 
 def beginnings_of(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> Beginnings | None:
-    """What is counted of both servers' texts: as much as leaves enough cells, by counts of both together."""
+    """The prefixes of both servers' texts to count: the longest with enough cells."""
     best: tuple[int, Beginnings] | None = None
     for counted, one, other in candidates(plain, speculating):
         result = two_samples(one, other)
@@ -190,7 +190,7 @@ def beginnings_of(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAns
 
 
 def candidates(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> Iterator[Beginnings]:
-    """What could be counted, the longest first."""
+    """Prefixes that could be counted, the longest first."""
     if all(any(answer.tokens for answer in side) for side in (plain, speculating)):
         for length in range(MOST_TOKENS, 1, -1):
             yield f"{length} tokens", *([answer.names[:length] for answer in side] for side in (plain, speculating))  # type: ignore[misc]
@@ -200,9 +200,9 @@ def candidates(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer
 
 
 def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare | None:
-    """Pearson's test that two samples come from one law; None where there are not two cells.
+    """Pearson's test that two samples have the same distribution; None with fewer than two cells.
 
-    Cells are chosen by the counts of both together, given which the split is as chance makes it.
+    Cells are chosen by the pooled counts, so the choice does not bias the test.
     """
     counts = Counter(one), Counter(other)
     together, total = counts[0] + counts[1], len(one) + len(other)
@@ -234,17 +234,17 @@ async def compare_laws(
     report: ProgressCallback,
     limit: TimeLimit = NO_LIMIT,
 ) -> tuple[ServedLaw, ...]:
-    """One test for each opening, corrected for their number; where the time does not do, of fewer texts."""
+    """One test for each opening, corrected for their number; with fewer texts if the time limit is reached."""
     openings = await choose_openings(plain, prompts, workload, limit.part(PILOT_SHARE))
     results = []
     for number, opening in enumerate(openings):
 
-        def told(done: int, number: int = number) -> None:
+        def progress(done: int, number: int = number) -> None:
             drawn = done / workload.num_texts
             report(f"{done} of {workload.num_texts} texts", min(1.0, (number + drawn) / len(openings)))
 
         within = limit.part(1 / (len(openings) - number))
-        sampler = PairSampler(plain, speculating, opening, workload.seed + (number + 1) * MOST_TEXTS, told)
+        sampler = PairSampler(plain, speculating, opening, workload.seed + (number + 1) * MOST_TEXTS, progress)
         plain_texts, texts = await sampler.draw(workload.num_texts, within)
         result = law_test(shown_opening(opening), plain_texts, texts)
         if result.doubtful:
@@ -257,9 +257,9 @@ async def compare_laws(
 
 
 def corrected(result: ServedLaw, adjusted_p: float, num_tests: int) -> ServedLaw:
-    """A result with what follows from the number of tests; counts of two samples are worth half as many.
+    """A result with corrected p-value and smallest bias; in a two-sample test, texts count half.
 
-    By the exact law a fault must be found twice, the second time by twice as many counts of both servers.
+    With the exact law a fault must be found twice, the second time with twice the texts.
     """
     num_texts = result.num_texts if result.exact else result.num_texts // 2
     bias = smallest_bias(result.freedom, num_texts, num_tests, TWICE_Z if result.exact else POWER_Z)
@@ -269,7 +269,7 @@ def corrected(result: ServedLaw, adjusted_p: float, num_tests: int) -> ServedLaw
 async def choose_openings(
     plain: Questioner, prompts: Sequence[Passage], workload: ProofWorkload, limit: TimeLimit = NO_LIMIT
 ) -> list[Passage]:
-    """The prompts whose continuations have the most cells, by a few texts of the plain server, if there is time."""
+    """The prompts whose continuations have the most cells, by a few texts of the plain server."""
     few = prompts[:MOST_OPENINGS]
     if not plain.most_likely or len(few) <= workload.num_openings:
         return list(few[: workload.num_openings])
@@ -285,7 +285,7 @@ async def choose_openings(
 async def sample(
     who: Questioner, opening: Passage, seeds: Sequence[int], likely: int, limit: TimeLimit, at_once: int = TEXTS_AT_ONCE
 ) -> list[RemoteAnswer]:
-    """A text after one opening for each seed; with `likely` tokens at each place, if any."""
+    """A text after one opening for each seed, with `likely` top log-probabilities."""
     extra = who.server.dialect.exact_tokens if likely else {}
     length, silent = MOST_TOKENS + FURTHER, lambda *_: None
     return await who.ask([opening] * len(seeds), seeds, TEMPERATURE, length, at_once, likely, silent, extra, limit)
@@ -293,9 +293,9 @@ async def sample(
 
 @dataclass(slots=True)
 class PairSampler:
-    """Draws texts of both servers after one opening, in batches by turns, each text with a seed of its own.
+    """Draws texts of both servers after one opening, in alternating batches, each text with its own seed.
 
-    A batch that the time does not do for is left out as a whole: texts that come early would be too short on average.
+    A batch that does not finish in time is discarded, since its first texts would be too short on average.
     """
 
     plain: Questioner
@@ -308,7 +308,7 @@ class PairSampler:
     at_once: int = TEXTS_AT_ONCE
 
     async def draw(self, num_texts: int, limit: TimeLimit) -> tuple[list[RemoteAnswer], list[RemoteAnswer]]:
-        """So many texts of each, or fewer."""
+        """Draw `num_texts` texts from each server, fewer at the time limit."""
         drawn: tuple[list[RemoteAnswer], list[RemoteAnswer]] = [], []
         sides = (self.plain, self.plain.most_likely or 0), (self.speculating, min(self.speculating.most_likely or 0, 1))
         while len(drawn[0]) < num_texts and limit.left_s:
@@ -328,7 +328,7 @@ class PairSampler:
         return drawn
 
     def count(self, num_drafted: float | None) -> None:
-        """Note the guesses of a batch; where there were none, fewer requests are under way from now on."""
+        """Count the drafted tokens of a batch; if there were none, reduce concurrency."""
         both = self.num_drafted, num_drafted
         self.num_drafted = None if None in both else sum(each or 0.0 for each in both)
         if num_drafted == 0:
@@ -336,6 +336,6 @@ class PairSampler:
 
 
 def shown_opening(opening: Passage) -> str:
-    """An opening for a reader: its end."""
+    """The end of an opening, for display."""
     talk = opening.conversation
     return str(talk[-1].get("content", "") if talk else opening.prompt)[-40:]

@@ -1,8 +1,8 @@
-"""The measurement of servers: blocks of requests at several numbers of clients, with and without speculation by turns.
+"""Measurement of servers: blocks of requests at several numbers of clients, alternating with and without speculation.
 
-This file decides which contenders there are, what is sent to whom and in which order, and what is read beside it: the
-server's counters of guesses, and, where it runs on this machine, what other programs took of its cores. These are
-looked at while no request is under way, since the server itself is another program.
+This file decides the contenders and the order of blocks, and reads the server's speculation counters around each block
+and, if it runs on this machine, the load of other programs. That load is measured while no request is open, since the
+server itself is another program.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from forerun.traffic.plan import OFF, ServerLoad, SpeculationMode, TrafficPlan, 
 from forerun.traffic.run import Sender, asked_of
 
 SPECULATING, PLAIN = "speculating", "plain"
-REST_S = 1.25 * LEAST_S  # in which a server comes to rest, its counters too, and the machine is looked at
-LEAST_BLOCK = 2  # requests of each client in a block: the first ones of all begin together
+REST_S = 1.25 * LEAST_S  # pause before a block: counters settle, and the machine's load is measured
+LEAST_BLOCK = 2  # minimum requests per client and block, since all first ones start together
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteServer:
-    """A server as it presents itself, and the client that asks it."""
+    """A server's model and dialect, and a client for it."""
 
     client: TrafficClient
     model: ServedModel
@@ -46,17 +46,17 @@ class RemoteServer:
 
     @classmethod
     async def reached(cls, client: TrafficClient) -> RemoteServer:
-        """Ask who is there. Raises InvalidRequest, naming the option, where nobody is."""
+        """Query the model and dialect. Raises InvalidRequest, naming the option, if the server does not answer."""
         model, metrics = await client.served_model(), await client.metrics()
         return cls(client, model, dialect_of(model.owner, metrics))
 
     async def counts(self) -> SpeculationCounts:
-        """The counters of guesses at this moment."""
+        """Read the speculation counters."""
         return counts_of(await self.client.metrics(), self.dialect.prefix)
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on this machine, as far as its address tells."""
+        """Whether its address is a loopback one."""
         host = urlsplit(self.client.address.base).hostname or ""
         try:
             return ip_address(host).is_loopback
@@ -65,7 +65,7 @@ class RemoteServer:
 
 
 def same_model(server: RemoteServer, other: RemoteServer) -> None:
-    """Raise InvalidRequest where the second server has another model than the first."""
+    """Raise InvalidRequest if the servers have different models."""
     first, second = server.model, other.model
     address = other.client.address
     prints = first.fingerprint, second.fingerprint
@@ -85,7 +85,7 @@ def same_model(server: RemoteServer, other: RemoteServer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServedContender:
-    """One way to serve: a server, and what requests to it say about speculation."""
+    """A server with a mode of speculation."""
 
     name: str
     server: RemoteServer
@@ -94,7 +94,7 @@ class ServedContender:
 
 @dataclass(frozen=True, slots=True)
 class ServedBlock:
-    """One block of requests as it ran, with the counts of its guesses and the cores that others kept busy before it."""
+    """One finished block of requests, with its speculation counts and the cores that other programs used before it."""
 
     contender: str
     block: TrafficBlock
@@ -103,33 +103,33 @@ class ServedBlock:
 
     @property
     def served(self) -> bool:
-        """Whether it speculated as the server does unless told."""
+        """Whether it used the server's own speculation setting."""
         return self.contender == SPECULATING
 
     @property
     def asked_depth(self) -> int | None:
-        """The depth that its requests asked for; None where they asked for none."""
+        """The depth in its requests; None without one."""
         name = self.block.turn.mode.name
         return int(name) if name.isdecimal() else None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens behind the first of each answer: those that rounds wrote."""
+        """Tokens after the first of each answer, which decoding rounds emitted."""
         return sum(answer.num_tokens - 1 for answer in self.block.complete)
 
     @property
     def token_s(self) -> float | None:
-        """Seconds from one token of an answer to the next, over all of them; None where nothing came."""
+        """Mean seconds between tokens of an answer; None without tokens."""
         taken_s = sum(answer.last_s - answer.first_s for answer in self.block.complete)
         return taken_s / self.num_tokens if self.num_tokens > 0 and taken_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What is sent: `num_requests` of `max_tokens` tokens in each block, two a client at least, `repeats` times.
+    """What is sent: `num_requests` of `max_tokens` tokens in each block, at least two per client, `repeats` times.
 
-    `depths` are measured besides what is served, where requests can choose theirs. No repetition but the first of a
-    load is begun that may not end within `time_limit_s`, of which every load has an equal part.
+    `depths` are measured besides the server's setting, if requests can choose the depth. After the first repetition of
+    a load, none is started that may exceed the load's equal share of `time_limit_s`.
     """
 
     clients: tuple[int, ...] = (1, 4, 16)
@@ -151,7 +151,7 @@ class ServerPlan:
             raise InvalidRequest("clients", f"{list(self.clients)} must be numbers of clients, each of them once.")
 
     def traffic(self, clients: int) -> TrafficPlan:
-        """The plan of the load of so many clients."""
+        """The traffic plan for this number of clients."""
         load = ServerLoad("concurrency", float(clients))
         number = max(self.num_requests, LEAST_BLOCK * clients)
         return TrafficPlan(
@@ -167,7 +167,7 @@ class ServerPlan:
 
 @dataclass(slots=True)
 class ServerMeasurement:
-    """Sends all blocks of a plan to the contenders by turns."""
+    """Sends all blocks of a plan to the contenders, alternating."""
 
     contenders: Sequence[ServedContender]
     plan: ServerPlan
@@ -175,7 +175,7 @@ class ServerMeasurement:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     async def run(self, report: ProgressCallback) -> list[ServedBlock]:
-        """All blocks, in the order in which they ran. Raises InvalidRequest where a first request is refused."""
+        """Run all blocks, in order. Raises InvalidRequest if a first request is refused."""
         blocks: list[ServedBlock] = []
         num_steps = len(self.plan.clients) * self.plan.repeats * len(self.contenders)
         limit = TimeLimit.of(self.plan.time_limit_s) if self.plan.time_limit_s else NO_LIMIT
@@ -195,14 +195,14 @@ class ServerMeasurement:
         return blocks
 
     async def warm_up(self, contender: ServedContender, traffic: TrafficPlan) -> None:
-        """Some requests that do not count."""
+        """Send some requests that are not counted."""
         for answer in await self.sender(contender, traffic).warm_up(traffic.loads[0], contender.mode):
             if answer.error:
                 address = contender.server.client.address
                 raise InvalidRequest(address.url_option, f"{address.base} failed a first request: {answer.error}.")
 
     async def block(self, contender: ServedContender, traffic: TrafficPlan, repetition: int) -> ServedBlock:
-        """One block, between two readings of the counters."""
+        """Run one block between two readings of the counters."""
         num_busy = await self.rest()
         before = await contender.server.counts()
         turn = TrafficTurn(traffic.loads[0], repetition, contender.mode)
@@ -214,14 +214,14 @@ class ServerMeasurement:
         return ServedBlock(contender.name, block, counts, num_busy)
 
     async def rest(self) -> float | None:
-        """Wait, and say how many cores other programs kept busy meanwhile; None where the servers are elsewhere."""
+        """Wait, and return the number of cores that other programs used meanwhile; None for remote servers."""
         neighbours = Neighbours()
         await asyncio.sleep(REST_S)
         local = all(contender.server.is_local for contender in self.contenders)
         return neighbours.num_busy() if local else None
 
     def sender(self, contender: ServedContender, traffic: TrafficPlan) -> Sender:
-        """What sends the requests of a plan to a contender."""
+        """A sender of the plan's requests to a contender."""
         server = contender.server
         return Sender(server.client, server.model, traffic, self.passages, self.extra)
 
@@ -229,7 +229,7 @@ class ServerMeasurement:
 def contenders_of(
     server: RemoteServer, against: RemoteServer | None, depths: Sequence[int] = ()
 ) -> list[ServedContender]:
-    """The ways to serve that can be compared: a server of forerun's has plain decoding and depths too, by request."""
+    """The contenders: forerun's server also offers plain decoding and depths, by request."""
     contenders = [ServedContender(SPECULATING, server, SpeculationMode())]
     if server.model.forerun:
         contenders += [ServedContender(f"depth {depth}", server, SpeculationMode(str(depth))) for depth in depths]
@@ -243,7 +243,7 @@ def contenders_of(
 async def reach(
     stack: AsyncExitStack, address: ServerAddress, other: ServerAddress | None
 ) -> tuple[RemoteServer, RemoteServer | None]:
-    """Both servers, which serve the same model. Raises InvalidRequest where they do not, or one does not answer."""
+    """Connect to both servers. Raises InvalidRequest if one does not answer, or their models differ."""
     server = await RemoteServer.reached(await stack.enter_async_context(TrafficClient(address)))
     if other is None:
         return server, None
@@ -260,9 +260,9 @@ async def measure_servers(
     report: ProgressCallback,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[list[ServedContender], list[ServedBlock]]:
-    """Measure a server, against the one without speculation if there is one.
+    """Measure a server, against a plain one if available.
 
-    Raises InvalidRequest where a server does not answer, has another model, or refuses the requests.
+    Raises InvalidRequest if a server does not answer, has another model, or refuses the requests.
     """
     for passage in passages:
         asked_of(passage, address.chat)

@@ -1,6 +1,6 @@
-"""The proof of a server: whether its speculation changes answers, as far as two servers let one see.
+"""The proof of a server: tests whether its speculation changes answers, in comparison with a plain server.
 
-This file decides the order of the parts, what counts as a fault, and which sentences say what was shown and what could
+This file decides the order of the tests, what counts as a fault, and the sentences for what was shown and what could
 not be decided.
 """
 
@@ -25,15 +25,12 @@ from forerun.remote.time_limit import TimeLimit
 from forerun.traffic.client import ServerAddress
 from forerun.traffic.run import asked_of
 
-LIMIT_S = 300.0  # unless told
+LIMIT_S = 300.0  # default
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProof:
-    """What was found; `most_likely` is of how many tokens the plain server told the chance, 0 where of none.
-
-    `limit_s` are the seconds that it might take.
-    """
+    """The results; `most_likely`: how many top log-probabilities the plain server returned; `limit_s`: the time limit."""
 
     url: str
     plain_url: str
@@ -46,17 +43,17 @@ class ServerProof:
 
     @property
     def faulty(self) -> bool:
-        """Whether something was found that rounding and chance do not explain."""
+        """Whether there is a difference that neither rounding nor chance explains."""
         return bool(self.equality.count("fault")) or not all(law.holds for law in self.laws)
 
     @property
     def holds(self) -> bool:
-        """Whether there is neither a fault nor a difference of which nothing is known, nor a part without time."""
+        """Whether there is no fault, no undecided difference, and no test without time."""
         return not self.faulty and not self.equality.count("undecided") and not self.parts_without_time
 
     @property
     def parts_without_time(self) -> list[str]:
-        """The parts of which the time left nothing to judge."""
+        """The tests for which there was no time."""
         left = [] if self.equality.num_prompts else ["the answers at temperature 0"]
         return left + [
             f"the law after {law.opening!r}" for law in self.laws if law.unconfirmed or (law.problem and law.cut_short)
@@ -64,7 +61,7 @@ class ServerProof:
 
     @property
     def proven(self) -> list[str]:
-        """What was shown, in sentences."""
+        """What was shown, as sentences."""
         sentences, e = list[str](), self.equality
         if e.num_prompts and not e.differences:
             sentences.append("at temperature 0 the same answers as plain decoding, for the requests that were sent")
@@ -81,7 +78,7 @@ class ServerProof:
 
     @property
     def undecided(self) -> list[str]:
-        """What could not be decided, and why, in sentences."""
+        """What could not be decided, and why, as sentences."""
         e, left = self.equality, list[str]()
         cut = [law for law in self.laws if law.cut_short]
         if e.num_prompts < e.num_asked or cut:
@@ -124,7 +121,7 @@ class ServerProof:
         return left
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON: shares between 0 and 1, and null for what is not known."""
+        """The proof as JSON: shares between 0 and 1, and null for unknown values."""
         values: dict[str, Any] = jsonable(
             {
                 "holds": self.holds,
@@ -148,12 +145,12 @@ async def prove_server(
     report: ProgressCallback,
     limit_s: float = LIMIT_S,
 ) -> ServerProof:
-    """Compare a server with the same model without speculation; one of forerun's is both, by request.
+    """Compare a server with a plain one of the same model; forerun's server can be both, by request.
 
-    Of the workload temperatures, batches and shapes are not asked for: a server has those that it has. After `limit_s`
-    seconds it ends with what was answered by then: half of them, at most, are for equality.
+    The workload's temperatures, batches and shapes are not used. After `limit_s` seconds it ends with the answers so
+    far; at most half of the time is for equality.
 
-    Raises InvalidRequest where a server does not answer, has another model, or nothing is there to compare with.
+    Raises InvalidRequest if a server does not answer, has another model, or there is no plain server.
     """
     limit = TimeLimit.of(limit_s)
     for prompt in prompts:

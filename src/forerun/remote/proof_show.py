@@ -1,4 +1,4 @@
-"""A server's proof for people to read. This file decides wording and layout; every fact comes from a ServerProof."""
+"""The terminal report of a server's proof; every fact comes from a ServerProof."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEANINGS: dict[Meaning, str] = {
 
 
 def server_proof_card(proof: ServerProof) -> RenderableType:
-    """The whole report as a table of two columns, and the verdict below it."""
+    """The report as a two-column table with the verdict below."""
     card = fact_table()
     card.add_row("model", Text(proof.model))
     card.add_row("server", f"{proof.url} ({proof.engine})")
@@ -46,7 +46,7 @@ def server_proof_card(proof: ServerProof) -> RenderableType:
 
 
 def verdict(proof: ServerProof) -> Text:
-    """The one line that counts."""
+    """The verdict in one line."""
     if proof.faulty:
         return Text("FAULT: speculation changed what the model says; the lines marked ✗ say where.", "bold red")
     if proof.parts_without_time:
@@ -62,7 +62,7 @@ def verdict(proof: ServerProof) -> Text:
 
 
 def equality_line(e: TextEquality) -> str:
-    """What the answers at temperature 0 showed."""
+    """The result of the comparison at temperature 0."""
     guesses = "" if e.num_drafted is None else f"; {counted(round(e.num_drafted), 'guess')}"
     if not e.num_prompts:
         return "not compared: no prompt was answered in time by both servers, alone and beside others"
@@ -74,7 +74,7 @@ def equality_line(e: TextEquality) -> str:
 
 
 def kinds_of(e: TextEquality) -> Iterator[tuple[Meaning, str]]:
-    """The kinds of differences that there are."""
+    """(meaning, name) of the differences that occurred."""
     names: dict[Meaning, str] = {
         "fault": "by more than rounding",
         "near tie": "by a near tie",
@@ -85,7 +85,7 @@ def kinds_of(e: TextEquality) -> Iterator[tuple[Meaning, str]]:
 
 
 def control_line(e: TextEquality) -> str:
-    """What the plain server said to the same twice."""
+    """The comparison of the plain server with itself."""
     twice = (
         f"the plain server against itself, alone and beside others: {e.num_unsteady} of {e.num_prompts} answers differ"
     )
@@ -95,7 +95,7 @@ def control_line(e: TextEquality) -> str:
 
 
 def difference_lines(d: TextDifference) -> Iterator[str]:
-    """Where a difference is, what was chosen, and what it means."""
+    """The lines of a difference: position, tokens, meaning."""
     others = "alone" if d.at_once == 1 else f"beside others, {d.at_once} at once"
     yield f"prompt {d.prompt + 1}, {others}, position {d.position} of the answer, after {d.before!r}:"
     gap = "" if d.gap is None else f", preferred by {'at least ' if d.at_least else ''}{d.gap:.3g}"
@@ -104,7 +104,7 @@ def difference_lines(d: TextDifference) -> Iterator[str]:
 
 
 def law_line(law: ServedLaw) -> str:
-    """What a test of the law showed."""
+    """The result of a test of the law."""
     if law.problem:
         return f"after {law.opening!r}: not tested"
     how = "against the exact law" if law.exact else "against the plain server's counts"

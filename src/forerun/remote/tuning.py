@@ -1,4 +1,4 @@
-"""The tuning of a server: what was measured, what follows, what cannot be known, and its form as JSON."""
+"""The tuning of a server: measurements, conclusions, unknowns, and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPl
 
 @dataclass(frozen=True, slots=True)
 class ServerTuning:
-    """Everything that a tuning of a server found, one cell for each number of clients."""
+    """The results of tuning a server, a cell for each number of clients."""
 
     url: str
     model: str
@@ -29,7 +29,7 @@ class ServerTuning:
 
     @classmethod
     def of(cls, contenders: Sequence[ServedContender], plan: ServerPlan, blocks: Sequence[ServedBlock]) -> ServerTuning:
-        """What blocks of these contenders say."""
+        """The results from the contenders' blocks."""
         server = contenders[0].server
         against = next((each.server.client.address.base for each in contenders if each.name == PLAIN), None)
         by_load = {n: [b for b in blocks if b.block.turn.load.value == n] for n in plan.clients}
@@ -45,12 +45,12 @@ class ServerTuning:
 
     @property
     def acceptance(self) -> ServedAcceptance | None:
-        """What guesses were worth at the first load; None where the server does not tell."""
+        """The acceptance at the first load; None if unknown."""
         return self.cells[0].speculating.acceptance
 
     @property
     def unknown(self) -> list[str]:
-        """What cannot be known from these servers, in sentences."""
+        """What cannot be known from these servers, as sentences."""
         left, seen = [], self.acceptance
         if self.against is None:
             left.append("whether speculation helps: give a server of the same model without it, with --against URL")
@@ -69,11 +69,11 @@ class ServerTuning:
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs were so busy that figures are not to be trusted."""
+        """Whether other programs were so busy that the figures are unreliable."""
         return disturbs(self.num_busy)
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON: seconds, shares between 0 and 1, and null for what is not known."""
+        """The tuning as JSON: seconds, shares between 0 and 1, and null for unknown values."""
         hurts = hurts_from(self.cells)
         values: dict[str, Any] = jsonable(
             {
@@ -93,7 +93,7 @@ class ServerTuning:
         return values
 
     def cell_object(self, cell: ServedCell) -> dict[str, Any]:
-        """One load, with the depth to serve, null being as it is served, and the options that set it."""
+        """One load as JSON, with the advised depth (null: the current setting) and its options."""
         advice, options = advice_of(cell), self.dialect.depth_options
         depth = advice.depth if advice else None
         return {

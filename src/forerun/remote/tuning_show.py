@@ -1,7 +1,4 @@
-"""A server's tuning for people to read: a table of loads, what follows, and what cannot be known.
-
-This file decides wording and layout. Every number comes from a ServerTuning.
-"""
+"""The terminal report of a server's tuning; every number comes from a ServerTuning."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ ONCE = "Speed-up by depth, × where measured; one repetition does not tell how f
 
 
 def server_card(tuning: ServerTuning) -> RenderableType:
-    """The tables, facts and conclusions of a tuning, for a terminal."""
+    """The report as a renderable card."""
     parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads(tuning), Text()]
     if any(cell.by_depth for cell in tuning.cells):
         parts += [
@@ -46,13 +43,13 @@ def server_card(tuning: ServerTuning) -> RenderableType:
 
 
 def loads(tuning: ServerTuning) -> FigureTable:
-    """One line for each number of clients."""
+    """The table of loads."""
     rows = [list(load_row(tuning, cell)) for cell in tuning.cells]
     return FigureTable(HEADS, rows)
 
 
 def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
-    """The measured figures of a load."""
+    """The cells of a load."""
     seen = cell.speculating.acceptance
     yield str(cell.clients)
     yield number(cell.speculating.tokens_per_s, ".1f")
@@ -63,25 +60,25 @@ def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
 
 
 def depths(tuning: ServerTuning) -> FigureTable:
-    """One line for each depth, one column for each load."""
+    """The table of speed-ups: a row for each depth, a column for each load."""
     heads = ("guesses\na round", *(counted(cell.clients, "client") for cell in tuning.cells))
     known = [{each.depth: each for each in cell.by_depth} for cell in tuning.cells]
     rows = [[str(depth), *(depth_cell(each.get(depth)) for each in known)] for depth in sorted(set().union(*known))]
     return FigureTable(heads, rows)
 
 
-def depth_cell(found: DepthRange | None) -> str:
-    """A measured speed-up with its range, or the range alone."""
-    if found is None:
+def depth_cell(each: DepthRange | None) -> str:
+    """A measured speed-up with its interval, or the interval alone."""
+    if each is None:
         return ""
-    if found.depth == 0:
+    if each.depth == 0:
         return "×1.00"
-    ends = f"{found.low:.2f}–{found.high:.2f}"
-    return f"×{found.measured.median:.2f} ({ends})" if found.measured else ends
+    ends = f"{each.low:.2f}–{each.high:.2f}"
+    return f"×{each.measured.median:.2f} ({ends})" if each.measured else ends
 
 
 def facts(tuning: ServerTuning) -> Iterator[tuple[str, str]]:
-    """What lies behind the tables."""
+    """(name, value) facts below the tables."""
     plan, seen = tuning.plan, tuning.acceptance
     yield "engine", tuning.dialect.name
     yield "against", tuning.against or "nothing"
@@ -100,9 +97,9 @@ def facts(tuning: ServerTuning) -> Iterator[tuple[str, str]]:
 
 
 def acceptance_line(tuning: ServerTuning) -> str:
-    """What the server's counters say at the first load."""
+    """The server's acceptance at the first load."""
     seen = tuning.acceptance
-    assert seen is not None, "it is asked for where the server counts"
+    assert seen is not None, "only called if the server counts"
     parts = [] if seen.acceptance_rate is None else [f"{seen.acceptance_rate:.0%} accepted"]
     if seen.depth is not None and seen.covered is not None:
         parts.append(f"{seen.depth:.1f} a draft, in {seen.covered:.0%} of rounds")
@@ -112,7 +109,7 @@ def acceptance_line(tuning: ServerTuning) -> str:
 
 
 def verdict(tuning: ServerTuning) -> Iterator[Text]:
-    """What it means: whether speculation helps, from where it hurts, and which depth would pay."""
+    """The conclusions: whether speculation helps, from which load on it hurts, and the best depth."""
     for cell in tuning.cells:
         figures = [each for each in (cell.speculating, cell.plain) if each is not None]
         failed, errors = sum(each.num_failed for each in figures), [error for each in figures for error in each.errors]
@@ -128,7 +125,7 @@ def verdict(tuning: ServerTuning) -> Iterator[Text]:
 
 
 def alone(tuning: ServerTuning) -> Iterator[Text]:
-    """What one server by itself lets one say."""
+    """The conclusions without a plain server."""
     seen = tuning.acceptance
     if seen is None:
         yield Text(
@@ -148,7 +145,7 @@ def alone(tuning: ServerTuning) -> Iterator[Text]:
 
 
 def compared(tuning: ServerTuning) -> Iterator[Text]:
-    """What two ways to serve let one say."""
+    """The conclusions with a plain server."""
     for cell in tuning.cells:
         if cell.speed_up is not None:
             yield Text(*gain_line(cell))
@@ -168,7 +165,7 @@ def compared(tuning: ServerTuning) -> Iterator[Text]:
 
 
 def gain_line(cell: ServedCell) -> tuple[str, str]:
-    """Whether speculation helps at a load, and the line's style."""
+    """(line, style): whether speculation helps at a load."""
     spread, likely = cell.speed_up, cell.likely
     assert spread is not None, "both ways were measured"
     assert likely is not None, "both ways were measured"
@@ -183,7 +180,7 @@ def gain_line(cell: ServedCell) -> tuple[str, str]:
 
 
 def advice_lines(tuning: ServerTuning, cell: ServedCell, advice: DepthAdvice) -> Iterator[Text]:
-    """What to serve at a load, what else may be worth a measurement, and how a depth is set."""
+    """The advised depth at a load, depths worth measuring, and the options that set them."""
     at, options = f"at {counted(cell.clients, 'client')}", tuning.dialect.depth_options
     if not advice.clear:
         line, style = f"Nothing that was measured is clearly faster than plain decoding {at}", "yellow"

@@ -23,11 +23,7 @@ from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, exp
 from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime, Trial
 
 NOT_REACHED = "not reached within --time-limit"
-COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = (
-    3,
-    2,
-    2,
-)  # repetitions of: the coarse sizes, sizes of good depths, sizes of the best depth
+COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # for coarse sizes, sizes of good depths, of the best depth
 CLOSE = 0.92  # depths with at least this share of the best coarse prediction are measured at all their sizes
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # measured sizes: maximum number, minimum share of rounds
 Jobs = Mapping[str, DecodingJob]  # the job of a cell by drafter
