@@ -1,7 +1,7 @@
-"""Cells: the short texts that are counted separately, chosen from the exact law before anything is drawn.
+"""Cells of the chi-square test: short texts that are counted separately, chosen by the exact law before sampling.
 
-This file decides how many tokens of a text count and which texts get a cell of their own; all others share one cell.
-The law of the next token is passed in as a callback.
+This file decides how many tokens of a text count and which texts get their own cell; all others share one. The law of
+the next token is a callback.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LEAST_TOKENS, MOST_TOKENS = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """`chances[text]` for the texts with a cell of their own: `num_tokens` long, or shorter and ended by an end token.
+    """`chances[text]`: the probabilities of texts with their own cell, `num_tokens` long or ended by an end token.
 
-    `laws` are the laws of the next token after the beginnings that were looked at.
+    `laws`: the laws of the next token after the prefixes that were evaluated.
     """
 
     num_tokens: int
@@ -38,25 +38,25 @@ class Cells:
 
     @property
     def enough(self) -> bool:
-        """Whether there is anything to compare: two cells or more."""
+        """Whether there are at least two cells."""
         return len(self.chances) > 1
 
     def impossible(self, text: TokenIds) -> bool:
-        """Whether the law excludes its first tokens: one of chance 0, one too few, or one behind an end token."""
+        """Whether the law excludes a text: by a token of probability 0, a missing one, or one after the end."""
         for i in range(self.num_tokens):
             if ended(text[:i], self.end_ids):
                 return len(text) > i
             if len(text) == i:
                 return True
             law = self.laws.get(text[:i])
-            if law is None:  # too unlikely to be looked at
+            if law is None:  # too unlikely: not evaluated
                 return False
             if text[i] not in law:
                 return True
         return False
 
     def test(self, texts: Sequence[TokenIds]) -> ChiSquare:
-        """How well the texts' first tokens fit; a rest that is too small for a cell joins the smallest one."""
+        """Test the counts of the texts' first tokens; a rest that is too small for a cell joins the smallest one."""
         num_texts = len(texts)
         counts = Counter(text[: self.num_tokens] for text in texts)
         seen = [counts[text] for text in self.chances]
@@ -68,9 +68,9 @@ class Cells:
 
 
 def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] = ()) -> Cells:
-    """The cells for so many texts: the likeliest 200 of those expected at least 10 times, the likeliest first.
+    """The cells for `num_texts` texts: the 200 most likely of those expected at least 10 times, most likely first.
 
-    Texts are made longer, from two tokens to four, while three quarters of the law have cells of their own.
+    Texts are extended from two tokens to four while the cells cover three quarters of the probability.
     """
     least, ends = LEAST_EXPECTED / num_texts, frozenset(end_ids)
     chances: dict[TokenIds, float] = {(): 1.0}

@@ -1,7 +1,4 @@
-"""Pearson's chi-square test over cells that were chosen beforehand, with a correction for several tests.
-
-Counts and expectations are passed in; `cells.py` chooses the cells.
-"""
+"""Pearson's chi-square test, its power, and Holm's correction for several tests. `cells.py` chooses the cells."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-LEVEL = 1e-3  # a true engine is rejected once in so many runs, over all tests together
-POWER_Z = 1.645  # 95 of 100
+LEVEL = 1e-3  # false alarm rate of a run, over all tests together
+POWER_Z = 1.645  # power of 95 %
 
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
-    """Pearson's statistic, its degrees of freedom, and how likely so large a one is under the expected law."""
+    """Pearson's statistic, its degrees of freedom, and the p-value."""
 
     statistic: float
     freedom: int
@@ -25,7 +22,7 @@ class ChiSquare:
 
 
 def chi_square(seen: Sequence[int], expected: Sequence[float]) -> ChiSquare:
-    """The test of counts against expected counts above 0, which have the same total."""
+    """Test counts against positive expected counts with the same total."""
     assert len(seen) == len(expected) > 1, f"{len(seen)} counts for {len(expected)} cells: a test needs two or more"
     statistic = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
     freedom = len(seen) - 1
@@ -39,7 +36,7 @@ def upper_tail(statistic: float, freedom: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p-value corrected for the number of tests, after Holm: the least of them is what Bonferroni makes of it."""
+    """P-values with Holm's correction for the number of tests."""
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         highest = max(highest, min(1.0, p_values[index] * (len(p_values) - rank)))
@@ -48,10 +45,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def smallest_bias(freedom: int, num_samples: int, num_tests: int, power_z: float = POWER_Z) -> float:
-    """How far off chances must be for 95 of 100 runs to show it, as a share of them (root mean square).
+    """The relative error of probabilities (root mean square) that 95 of 100 runs would detect.
 
-    A law p' instead of p shifts the statistic by N sum (p' - p)^2 / p; the shift that clears the critical value by
-    `power_z` standard deviations, its law taken as normal.
+    A law p' instead of p shifts the statistic by N sum (p' - p)^2 / p; the shift must exceed the critical value by
+    `power_z` standard deviations, in the normal approximation.
     """
     critical = critical_value(LEVEL / num_tests, freedom)
     # freedom + shift - z sqrt(2 (freedom + 2 shift)) = critical, a quadratic in the root
@@ -61,7 +58,7 @@ def smallest_bias(freedom: int, num_samples: int, num_tests: int, power_z: float
 
 
 def critical_value(level: float, freedom: int) -> float:
-    """The statistic that is exceeded with probability `level`, by bisection."""
+    """The value that the statistic exceeds with probability `level`, by bisection."""
     low, high = 0.0, freedom + 100.0 * math.sqrt(freedom) - 10 * math.log(level)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
 """Equality: with and without speculation, the same seeds must give the same tokens and log-probabilities.
 
-This file decides what is run. Every drafted run is compared with one plain run per temperature, which answers one
-request at a time. At the first place where two answers differ it is asked whether rounding can explain that.
+Every drafted run is compared with one plain run per temperature, which runs one request at a time. At the first
+difference of two answers it is determined whether rounding can explain it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOISE_TEXTS, NOISE_TOKENS = 2, 96
 
 @dataclass(frozen=True, slots=True)
 class ProofRequest:
-    """One prompt with its parameters, as it is asked plain and drafted; `number` counts from 0."""
+    """A prompt with its sampling parameters; `number` counts from 0."""
 
     number: int
     prompt: TokenIds
@@ -35,7 +35,7 @@ class ProofRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """A token that one of the runs chose, and the target's logit for it in the plain run; None where it had ended."""
+    """A token chosen by a run, and its logit in the plain run; None if the answer had ended."""
 
     token_id: int | None
     text: str | None
@@ -44,12 +44,12 @@ class ChosenToken:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a drafted answer is not the plain one; `position` counts new tokens from 0.
+    """The first difference of a drafted answer from the plain one; `position` counts new tokens from 0.
 
-    `gap` is by how much the plain run preferred its own choice, in units of logits, the draw's noise included; None
-    where one answer had ended or could not choose the other's token. `drift` is the largest difference of
-    log-probabilities of the tokens before, and `drift_from` where it begins: None if they are the same to the bit.
-    Where only log-probabilities differ, both choices are the same.
+    `gap`: by how much the plain run preferred its own token, in logits, including the sampling noise; None if an answer
+    had ended or could not choose the other's token. `drift`: the largest difference of log-probabilities before this
+    position, and `drift_from` where it starts: None if they are bit-equal. If only log-probabilities differ, both
+    tokens are the same.
     """
 
     request: int
@@ -75,7 +75,7 @@ def find_difference(
     drafted: CompletionOutput,
     tolerance: float,
 ) -> Divergence | None:
-    """What differs, looked into; None where nothing does. Logits closer than `tolerance` count as equal."""
+    """The first difference, analysed; None if there is none. Logits within `tolerance` count as equal."""
     pairs = enumerate(zip_longest(plain.token_ids, drafted.token_ids))
     parting = next((i for i, (one, other) in pairs if one != other), None)
     both = zip(plain.logprobs[:parting], drafted.logprobs[:parting], strict=True)
@@ -88,7 +88,7 @@ def find_difference(
     text = request.prompt + plain.token_ids[:position]
     logits = last_logits(llm, [text]).float()
     ours, theirs = (answer.token_ids[position : position + 1] for answer in (plain, drafted))
-    if drift_from is None and theirs:  # all agrees before: does it where the choice was made?
+    if drift_from is None and theirs:  # nothing differs before: does this position?
         off = drafted.logprobs[position].logprob - float(logits[0].log_softmax(0)[theirs[0]])
         drift_from = position if abs(off) > 2 * tolerance else None
     gap = None
@@ -113,7 +113,7 @@ def find_difference(
 
 
 def choice(llm: LLM, token: TokenIds, logits: list[float]) -> ChosenToken:
-    """A chosen token, or none."""
+    """The chosen token with its logit; empty if the answer had ended."""
     if not token:
         return ChosenToken(None, None, None)
     return ChosenToken(token[0], llm.tokenizer.surface(token[0]), logits[token[0]])
@@ -121,10 +121,10 @@ def choice(llm: LLM, token: TokenIds, logits: list[float]) -> ChosenToken:
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """What the runs showed: `num_runs` drafted ones, of `num_requests` requests each, `num_tokens` in all.
+    """The result of `num_runs` drafted runs of `num_requests` requests each, `num_tokens` tokens in all.
 
-    `rounding_noise` is how far the target's logits of one position differ with how a text is read: 0 on an
-    `exact_backend`, where it would be a fault, and where a difference is one however small.
+    `rounding_noise`: how much the logits of a position depend on how a text is chunked and batched. On an
+    `exact_backend` it must be 0, and any difference is a fault.
     """
 
     num_runs: int
@@ -138,19 +138,19 @@ class Equality:
 
     @property
     def same_logits(self) -> bool:
-        """Whether reading in other chunks or batches changes logits by no more than is allowed."""
+        """Whether logits are independent of chunks and batches, if the backend promises it."""
         return not (self.exact_backend and self.rounding_noise > 0)
 
     @property
     def same_tokens(self) -> bool:
-        """Whether there is no difference but what rounding explains."""
+        """Whether rounding explains all differences."""
         return all(difference.explained for difference in self.differences)
 
 
 def prove_equality(
     llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
 ) -> Equality:
-    """Run every temperature plain, and drafted with every batch size and shape, and compare the answers."""
+    """Run every temperature plain, and drafted in every batch size and shape, and compare the answers."""
     exact = llm.engine.runner.device.type == "cpu"
     before = llm.stats.num_drafted, llm.stats.num_accepted
     drafted_runs = list(product(workload.batches, workload.shapes))
@@ -183,7 +183,7 @@ def prove_equality(
     if num_drafted == 0:
         raise InvalidRequest(
             "draft",
-            "it guessed nothing on these prompts, so nothing would be proven: give longer prompts or answers,"
+            "it drafted nothing on these prompts, so nothing would be proven: give longer prompts or answers,"
             " or another drafter",
         )
     return Equality(
@@ -201,7 +201,7 @@ def prove_equality(
 def answers(
     llm: LLM, requests: Sequence[ProofRequest], batch: int, shape: Speculation, progress: ProgressCallback
 ) -> list[CompletionOutput]:
-    """Every request's answer, `batch` of them generated at once."""
+    """The answers to all requests, at this batch size."""
     with engine_as(llm.engine, "coupled", batch):
         prompts = [list(request.prompt) for request in requests]
         results = llm.generate(prompts, [request.params for request in requests], speculation=shape, progress=progress)

@@ -1,7 +1,7 @@
-"""The law that `token` and `block` verification emit, compared with the target's own by a chi-square test.
+"""A chi-square test of the law that `token` and `block` verification emit against the target's own.
 
-This file decides which contexts are tested, how the engine draws texts in them, and what is reported. The exact law
-comes from plain passes over enumerated beginnings of texts; the cells are chosen from it before anything is drawn.
+This file decides which contexts are tested, how the engine samples texts in them, and what is reported. The exact law
+comes from plain passes over enumerated prefixes of texts; the cells are chosen from it before sampling.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from forerun.prove.workload import ProofWorkload, engine_as
 from forerun.sampling.params import MOST_SAMPLES, SamplingParams
 
 TOP_K = 8
-TEMPERATURES = (1.0, 1.5, 2.0)  # the first at which texts vary enough
+TEMPERATURES = (1.0, 1.5, 2.0)  # the first one at which texts vary enough is used
 ENOUGH_CELLS = 16
 OPENING_TOKENS = 24
-SEED_STEP = 2**32  # between requests for texts of one test; the seeds of tests are next to each other
-MOST_OPENINGS = 8  # that are looked at to choose from
+SEED_STEP = 2**32  # between the requests of one test; tests have consecutive seeds
+MOST_OPENINGS = 8  # prompts evaluated for the choice
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A logits processor that fixes the token behind the prompt, the one token that an engine never drafts."""
+    """A logits processor that fixes the first token after the prompt, which the engine never drafts."""
 
     num_prompt: int
     token: int
@@ -48,7 +48,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A context whose continuations are counted: the beginning of a prompt, and the token fixed behind it."""
+    """A context whose continuations are counted: the start of a prompt, and the fixed token after it."""
 
     prompt: TokenIds
     token: int
@@ -56,7 +56,7 @@ class Opening:
     cells: Cells
 
     def params(self, num_texts: int, seed: int) -> list[SamplingParams]:
-        """Requests for that many texts: the fixed token, those that are counted, and one for drafts to reach."""
+        """Parameters for `num_texts` texts: the fixed token, the counted ones, and one more that drafts can reach."""
         params = SamplingParams(
             temperature=self.temperature,
             top_k=TOP_K,
@@ -69,10 +69,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class LawResult:
-    """One test: `num_texts` texts drawn under a rule, their first `num_tokens` drafted tokens against the exact law.
+    """One test: `num_texts` texts sampled under a rule, their first `num_tokens` drafted tokens against the exact law.
 
-    `p_value` is 0 where a text was drawn that the law excludes; `adjusted_p` is corrected for the number of tests.
-    Chances off by the share `smallest_bias` (root mean square) would have been found in 95 of 100 runs.
+    `p_value` is 0 if a text of probability 0 was sampled; `adjusted_p` is corrected for the number of tests.
+    Probabilities with a relative error of `smallest_bias` (root mean square) would have been found in 95 of 100 runs.
     """
 
     verification: Verification
@@ -127,7 +127,7 @@ def prove_law(
     params: Sequence[SamplingParams],
     progress: ProgressCallback,
 ) -> LawResult:
-    """Draw the texts through the engine and count them."""
+    """Sample the texts with the engine and test their counts."""
     before = llm.stats.num_drafted, llm.stats.num_accepted
     with engine_as(llm.engine, rule, llm.engine.scheduler.max_num_seqs):
         prompts = [list(opening.prompt) for _ in params]
@@ -157,7 +157,7 @@ def prove_law(
 
 
 def choose_openings(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload) -> list[Opening]:
-    """The prompts whose continuations vary most, by their exact law, at the lowest temperature that is enough."""
+    """The prompts whose continuations vary most, by their exact law, at the lowest sufficient temperature."""
     best: list[Opening] = []
     for temperature in TEMPERATURES:
         at_this = sorted(openings_at(llm, prompts, workload, temperature), key=num_cells, reverse=True)
@@ -166,21 +166,21 @@ def choose_openings(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorklo
             break
     if not best:
         message = (
-            f"among {workload.num_texts} texts hardly one would come ten times: ask for more, or for other prompts"
+            f"{workload.num_texts} texts are too few for ten of the same kind: ask for more, or give other prompts"
         )
         raise InvalidRequest("num_texts", message)
     return best[: workload.num_openings]
 
 
 def num_cells(opening: Opening) -> int:
-    """How finely its law is looked at."""
+    """The number of cells of an opening."""
     return len(opening.cells.chances)
 
 
 def openings_at(
     llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, temperature: float
 ) -> Iterator[Opening]:
-    """The first prompts' beginnings as openings, where there is anything to compare."""
+    """The starts of the first prompts as openings, if they have enough cells."""
     most = min(OPENING_TOKENS, llm.requests.max_length // 2)
     params = SamplingParams(temperature=temperature, top_k=TOP_K, seed=workload.seed)
     for prompt in list(dict.fromkeys(prompt[:most] for prompt in prompts))[:MOST_OPENINGS]:

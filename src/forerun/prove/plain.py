@@ -1,7 +1,6 @@
-"""Plain passes of the target: its logits without an engine, a drafter or a draft.
+"""Plain passes of the target: its logits without the engine and drafts, as a reference for the proofs.
 
-This file decides how texts are read independently of everything that is to be proven. It also measures how much the
-logits change when a text is read together with others.
+It also measures how much logits depend on chunking and batching.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CHUNKS = (1, 2, 3, 5, 16)
 
 
 def last_logits(llm: LLM, texts: Sequence[TokenIds]) -> Float[Tensor, "texts vocab"]:
-    """The target's logits after each whole text, every text read in one go, several side by side."""
+    """The target's logits after each text, every text in one chunk, several per pass."""
     runner, rows = llm.engine.runner, []
     for group in grouped(texts, min(PASS_TOKENS, runner.cache.num_free_tokens // 2)):
         reads = [Read(next(llm.requests.seq_ids), text, judged=[len(text) - 1]) for text in group]
@@ -34,7 +33,7 @@ def last_logits(llm: LLM, texts: Sequence[TokenIds]) -> Float[Tensor, "texts voc
 
 
 def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]:
-    """Texts in order, in groups of at most so many tokens; a longer text is a group of its own."""
+    """Texts in order, in groups of at most `most_tokens` tokens; a longer text is its own group."""
     groups: list[list[TokenIds]] = []
     room = 0
     for text in texts:
@@ -49,7 +48,7 @@ def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]
 def law_after(
     llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: SamplingParams
 ) -> Float[Tensor, "texts vocab"]:
-    """The exact law of the token after each text, all transforms applied, in float64 where the device has it."""
+    """The exact law of the token after each text, with all transforms, in float64 if the device has it."""
     logits = last_logits(llm, texts)
     logits = logits.double() if has_doubles(logits.device) else logits
     draws = draws_after(llm, texts, num_prompt, params)
@@ -59,22 +58,22 @@ def law_after(
 def scores_after(
     llm: LLM, text: TokenIds, num_prompt: int, params: SamplingParams, logits: Float[Tensor, "1 vocab"]
 ) -> Float[Tensor, " vocab"]:
-    """What plain decoding takes the largest of after a text: its law's logits, and its noise unless it is greedy."""
+    """The scores whose argmax plain decoding takes after a text: transformed logits plus noise, if not greedy."""
     draws = draws_after(llm, [text], num_prompt, params)
     return draws.scores(logits, draws.roots())[0]
 
 
 def draws_after(llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: SamplingParams) -> Draws:
-    """The sampling of the token after each text, as in a round; `params` has a seed."""
+    """The Draws for the token after each text, as in a round; `params` has a seed."""
     runner, seed, eos_ids = llm.engine.runner, params.resolve_seed(), llm.requests.eos_ids
     rows = [RowSampling(0, params, seed, 0, text, num_prompt, eos_ids) for text in texts]
     return Draws(rows, runner.vocab_size, num_ids=llm.requests.num_ids, device=runner.device)
 
 
 def rounding_noise(llm: LLM, texts: Sequence[TokenIds]) -> float:
-    """The largest difference between logits of one position, computed among other numbers of rows: 0 on CPUs.
+    """The largest difference between logits of one position in different batches and chunks: 0 on CPUs.
 
-    Every text is read whole, side by side with the others, and in chunks of several sizes.
+    Every text is read whole, batched with the others, and in chunks of several sizes.
     """
     whole = [read_in_chunks(llm, text, len(text)) for text in texts]
     together = last_logits(llm, texts)

@@ -1,7 +1,6 @@
-"""The lines of a file of prompts: one JSON object per line (.jsonl) or one prompt per line (.txt).
+"""Reads files of prompts: one JSON object per line (.jsonl) or one prompt per line (.txt).
 
-This file decides which fields hold a prompt, and which error a line without one raises. `bench/material.py` reads what
-else a line may hold.
+`bench/material.py` reads other fields of a line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ FIELDS = ("prompt", "text", "turns")
 
 @contextmanager
 def at_line(place: object) -> Iterator[None]:
-    """Within it, errors of a prompt name its place, "FILE:LINE"."""
+    """Context in which errors of a prompt name its location, "FILE:LINE"."""
     try:
         yield
     except InvalidRequest as error:
@@ -30,9 +29,9 @@ def at_line(place: object) -> Iterator[None]:
 
 
 def prompt_lines(path: Path, most: int | None = None) -> Iterator[tuple[str, str]]:
-    """The first `most` lines of a file of prompts that are not empty, each behind its place; at least one.
+    """(location, text) of the first `most` non-empty lines of a file.
 
-    Raises InvalidRequest, with file and line, for a file that cannot be read or holds nothing.
+    Raises InvalidRequest, naming file and line, for a file that cannot be read or is empty.
     """
     lines = enumerate(file_lines(path, "prompts"), start=1)
     places = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
@@ -45,7 +44,7 @@ def prompt_lines(path: Path, most: int | None = None) -> Iterator[tuple[str, str
 
 
 def file_lines(path: Path, field: str) -> list[bytes]:
-    """All lines of a .jsonl or .txt file. Raises InvalidRequest, naming the field, for another or an unreadable one."""
+    """All lines of a .jsonl or .txt file. Raises InvalidRequest, naming the field, for other or unreadable files."""
     if path.suffix not in (".jsonl", ".txt"):
         raise InvalidRequest(field, f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
     try:
@@ -56,7 +55,7 @@ def file_lines(path: Path, field: str) -> list[bytes]:
 
 
 def text_of(line: bytes) -> str:
-    """A line as text."""
+    """Decode a line. Raises InvalidRequest if it is not UTF-8."""
     try:
         return line.decode("utf-8").rstrip("\r")
     except UnicodeDecodeError as error:
@@ -64,7 +63,7 @@ def text_of(line: bytes) -> str:
 
 
 def object_of(line: str) -> dict[str, Any]:
-    """The object of one JSON line."""
+    """Parse a line as a JSON object. Raises InvalidRequest."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -75,7 +74,7 @@ def object_of(line: str) -> dict[str, Any]:
 
 
 def prompt_of(entry: Mapping[str, Any]) -> str:
-    """The prompt of the object of one line."""
+    """The prompt in a line's object. Raises InvalidRequest without one."""
     name = next((name for name in FIELDS if name in entry), None)
     if name is None:
         has = ", ".join(entry) or "none"

@@ -1,8 +1,7 @@
-"""The proof: it runs a workload on a loaded model, and reports what was proven, what was not, and on which machine.
+"""`prove`: runs a workload on a loaded model, and reports what was proven, what was not, and on which machine.
 
-The caller loads the model and its drafter once; speculation is switched on and off per request. This file decides the
-order of the parts, the sentences, and the form as JSON. A report holds no times and nothing else that differs from run
-to run, so the same seed gives the same report.
+The model and its drafter are loaded once; speculation is switched on and off per request. A report has no times or
+other values that vary between runs, so the same seed gives the same report.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from forerun.request import Prompt, Request
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the proof is bound to. Equal fingerprints give equal tokens."""
+    """The model, machine and versions of a proof. Equal fingerprints give equal tokens."""
 
     model: str
     draft: str
@@ -42,7 +41,7 @@ class Environment:
 
     @classmethod
     def of(cls, llm: LLM) -> Environment:
-        """Where this model runs."""
+        """The environment of a loaded model."""
         return cls(
             model=llm.name,
             draft=llm.draft_name,
@@ -58,7 +57,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class ProofReport:
-    """The whole proof. `holds` only if every part of it does."""
+    """The results of all tests. `holds` only if every test passed."""
 
     place: Environment
     workload: ProofWorkload
@@ -67,12 +66,12 @@ class ProofReport:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing speaks against any of the promises."""
+        """Whether every test passed."""
         return self.equality.same_tokens and self.equality.same_logits and all(law.holds for law in self.laws)
 
     @property
     def proven(self) -> list[str]:
-        """What this run shows, in sentences."""
+        """What this run shows, as sentences."""
         sentences, e = [], self.equality
         if e.same_tokens:
             same = "the same tokens and log-probabilities" if not e.differences else "the same tokens up to rounding"
@@ -91,7 +90,7 @@ class ProofReport:
 
     @property
     def not_proven(self) -> list[str]:
-        """What it leaves open, in sentences."""
+        """What it leaves open, as sentences."""
         left = [
             "other prompts, lengths, sampling parameters, batch sizes and draft shapes: more of them with --thorough",
             "other machines, versions, weights and number formats: the fingerprint says which these were",
@@ -101,7 +100,7 @@ class ProofReport:
         return left + [f"the law of {rule} verification: nothing was guessed in one of its tests" for rule in idle]
 
     def as_object(self) -> dict[str, Any]:
-        """The report as JSON has it: finite numbers, lists and names only."""
+        """The report as JSON, with null for non-finite numbers."""
         values: dict[str, Any] = jsonable(
             {"holds": self.holds, "level": LEVEL, **asdict(self), "proven": self.proven, "not_proven": self.not_proven}
         )
@@ -116,9 +115,9 @@ def prove(
 ) -> ProofReport:
     """Prove on this model that speculation does not change its output.
 
-    `llm` has a drafter and nothing under way; its verification does not matter, all three are tried. Each prompt is
-    text or token ids. Takes as long as the workload asks for; `progress` is told of "equality" and "law". Raises
-    InvalidRequest where nothing would be proven.
+    `llm` has a drafter and no open requests; all three kinds of verification are tested, whatever its own. Each prompt
+    is text or token ids. `progress` is called with "equality" and "law". Raises InvalidRequest if nothing would be
+    proven.
     """
     workload = workload or ProofWorkload()
     if llm.drafter is None:
@@ -128,15 +127,15 @@ def prove(
     if not prompts:
         raise InvalidRequest("prompts", "the list is empty: give at least one prompt")
     prompt_ids = [tuple(llm.requests.prompt_tokens(Request.of(prompt))) for prompt in prompts[: workload.num_prompts]]
-    asked = [prompt_ids[i % len(prompt_ids)] for i in range(workload.num_prompts)]
+    repeated = [prompt_ids[i % len(prompt_ids)] for i in range(workload.num_prompts)]
     report = progress or (lambda _what, _done: None)
-    equality = prove_equality(llm, asked, workload, report)
+    equality = prove_equality(llm, repeated, workload, report)
     laws = prove_laws(llm, prompt_ids, workload, report)
     return ProofReport(Environment.of(llm), workload, equality, laws)
 
 
 def jsonable(value: Any) -> Any:
-    """Tuples as lists, and null for numbers that JSON does not have."""
+    """A copy for JSON, with tuples as lists and non-finite numbers as None."""
     if isinstance(value, dict):
         return {name: jsonable(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

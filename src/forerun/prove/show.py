@@ -1,7 +1,4 @@
-"""A report for people to read: the verdict, one line for each part, and what the proof does not cover.
-
-This file decides wording and marks.
-"""
+"""The terminal report of a proof: a line for each test, what it does not cover, and the verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ MOST_SHOWN = 3
 
 
 def proof_card(report: ProofReport) -> RenderableType:
-    """The whole report as a table of two columns, and the verdict below it."""
+    """The report as a two-column table with the verdict below."""
     card = fact_table()
     card.add_row("model", report.place.model)
     card.add_row("draft", report.place.draft)
@@ -42,13 +39,13 @@ def proof_card(report: ProofReport) -> RenderableType:
 
 
 def add_list(card: Table, heading: str, sentences: Sequence[str]) -> None:
-    """Some rows under one heading."""
+    """Add sentences as rows under one heading."""
     for i, sentence in enumerate(sentences):
         card.add_row("" if i else heading, sentence)
 
 
 def verdict(report: ProofReport) -> Text:
-    """The one line that counts."""
+    """The verdict in one line."""
     if report.holds:
         return Text("It holds: speculation changed nothing that was looked at.", "bold green")
     if report.equality.same_tokens and all(law.holds for law in report.laws):
@@ -57,18 +54,18 @@ def verdict(report: ProofReport) -> Text:
 
 
 def marked(holds: bool, line: str) -> Text:
-    """A line with its mark."""
+    """A line with a check mark or a cross."""
     return Text.assemble(("✓ ", "green") if holds else ("✗ ", "bold red"), line)
 
 
 def place_line(place: Environment) -> str:
-    """What the proof is bound to."""
+    """The fingerprint and versions."""
     versions = f"forerun {place.forerun}, torch {place.torch}, python {place.python}"
     return f"{place.fingerprint}: {place.dtype}, {place.device} ({place.kernels}), {versions}"
 
 
 def tokens_line(e: Equality) -> str:
-    """What the runs with and without speculation showed."""
+    """The result of the comparison with plain decoding."""
     ran = f"{e.num_runs} runs × {e.num_requests} prompts, {e.num_tokens:,} tokens"
     if not e.differences:
         return f"{ran}: identical, log-probabilities too; {e.num_accepted:,} of {e.num_drafted:,} guesses accepted"
@@ -77,13 +74,13 @@ def tokens_line(e: Equality) -> str:
 
 
 def rounding_line(e: Equality) -> str:
-    """What reading the same text in other pieces showed."""
+    """The result of reading the same text in other chunks and batches."""
     read = "the logits of two texts, read in pieces of other sizes and side by side"
     return f"{read}: " + (f"up to {e.rounding_noise:.2g} apart" if e.rounding_noise else "identical")
 
 
 def law_line(law: LawResult) -> str:
-    """What a test of a law showed."""
+    """The result of a test of a law."""
     line = (
         f"{shape_name(law.shape)}: chi-square {law.statistic:.1f} on {law.freedom} degrees of freedom, "
         f"p = {law.p_value:.2g}"
@@ -94,7 +91,7 @@ def law_line(law: LawResult) -> str:
 
 
 def opening_line(law: LawResult) -> str:
-    """How a law was tested."""
+    """The settings of a test of a law."""
     return (
         f"each from {law.num_texts:,} texts at temperature {law.temperature:g}, top-k {law.top_k}: the "
         f"{law.num_tokens} tokens after {law.opening!r}, in {law.freedom + 1} cells"
@@ -102,7 +99,7 @@ def opening_line(law: LawResult) -> str:
 
 
 def difference_lines(d: Divergence) -> Iterator[str]:
-    """Where a difference is, what was chosen, and why."""
+    """The lines of a difference: position, tokens, explanation."""
     yield (
         f"request {d.request} (seed {d.seed}, temperature {d.temperature:g}, batch {d.batch}, {shape_name(d.shape)}), "
         f"position {d.position} of the answer, from 0:"

@@ -1,7 +1,7 @@
-"""Workload: how much is run to prove that speculation changes nothing, and how long that takes.
+"""ProofWorkload: the size of a proof, and an estimate of its duration.
 
-This file decides temperatures, batches, draft shapes and sample sizes, and how the engine's verification and batching
-are changed for the duration of a run. How long a proof takes is estimated by running a short piece of the same work.
+It defines temperatures, batch sizes, draft shapes and sample sizes; `engine_as` changes the engine's verification and
+batch size during a run. The duration is estimated from a short run of the same kind.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
 READ_TOKENS, TRIED_TOKENS, TEXT_TOKENS = 24, 8, 4
-TENANT = "estimate"  # drafters that remember answers shall not draft the proof from these
-DRAFTED_SHARE = 0.7  # of a plain run's time, about, that a drafted one takes
+TENANT = "estimate"  # so that drafters do not learn from the estimate's answers
+DRAFTED_SHARE = 0.7  # assumed duration of a drafted run, relative to a plain one
 
 
 @dataclass(frozen=True, slots=True)
 class ProofWorkload:
-    """What `prove` runs; everything in it is a function of these numbers.
+    """What `prove` runs.
 
-    Equality: `num_prompts` requests of `max_tokens` tokens (the prompts given, again from the first where there are
-    fewer), at every temperature, in every batch size, drafted in every shape. Law: `num_texts` short texts per rule
-    and shape, after `num_openings` of the prompts.
+    Equality: `num_prompts` requests of `max_tokens` tokens (prompts are repeated if there are fewer), at every
+    temperature, batch size and draft shape. Law: `num_texts` short texts per rule and shape, after `num_openings` of
+    the prompts.
     """
 
     num_prompts: int = 8
@@ -56,7 +56,7 @@ class ProofWorkload:
 
     @property
     def laws(self) -> list[tuple[Verification, Speculation]]:
-        """The rules whose law is tested, each with the shapes that it judges: `block` judges chains alone."""
+        """The (rule, shape) pairs whose law is tested; `block` supports chains only."""
         chains = [shape for shape in self.shapes if shape.width == 1]
         return [("token", shape) for shape in self.shapes] + [("block", shape) for shape in chains]
 
@@ -68,7 +68,7 @@ class ProofWorkload:
 
 @contextmanager
 def engine_as(engine: Engine, verification: Verification, max_num_seqs: int) -> Iterator[None]:
-    """Let an idle engine judge by this rule, and batch so many sequences, for as long as the context lasts."""
+    """Context in which an idle engine uses this verification and batch size."""
     assert not engine.has_work, "the rule may not change under a sequence that is being generated"
     options, room = engine.options, engine.scheduler.max_num_seqs
     engine.options, engine.scheduler.max_num_seqs = replace(options, verification=verification), max_num_seqs
@@ -85,7 +85,7 @@ def shape_name(shape: Speculation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProofPace:
-    """Seconds for a token of a request that runs alone, and for one short text among as many as run at once."""
+    """Seconds per token of a single request, and per short text in a full batch."""
 
     token_s: float
     text_s: float
@@ -94,7 +94,7 @@ class ProofPace:
     def of(
         cls, llm: LLM, prompt: Sequence[int], shape: Speculation, clock: Callable[[], float] = time.perf_counter
     ) -> ProofPace:
-        """Measured on the beginning of a prompt, after a round that is not timed: the first one is slow."""
+        """Measure on the start of a prompt, after an untimed first round."""
         start, num_texts = list(prompt[:READ_TOKENS]), llm.engine.scheduler.max_num_seqs
         times = []
         for params, speculation in (
@@ -108,7 +108,7 @@ class ProofPace:
         return cls(times[1] / TRIED_TOKENS, times[2] / num_texts)
 
     def total_s(self, workload: ProofWorkload) -> float:
-        """Seconds for the whole workload, roughly."""
+        """An estimate of the seconds for a workload."""
         tokens = len(workload.temperatures) * workload.num_prompts * workload.max_tokens
         runs = 1 + DRAFTED_SHARE * len(workload.shapes) * sum(1 / batch for batch in workload.batches)
         texts = len(workload.laws) * workload.num_openings * workload.num_texts
@@ -116,7 +116,7 @@ class ProofPace:
 
 
 def spoken(seconds: float) -> str:
-    """A duration as people say it."""
+    """A rounded duration in words."""
     if seconds < 90:
         return f"{max(5, 5 * round(seconds / 5))} seconds"
     minutes = round(seconds / 60)

@@ -30,7 +30,7 @@ LIMIT_S = 300.0  # default
 
 @dataclass(frozen=True, slots=True)
 class ServerProof:
-    """The results; `most_likely`: how many top log-probabilities the plain server returned; `limit_s`: the time limit."""
+    """The results; `most_likely`: number of top log-probabilities of the plain server; `limit_s`: the time limit."""
 
     url: str
     plain_url: str

@@ -1,7 +1,7 @@
-"""ReplicaService: the server's side of several replicas.
+"""ReplicaService: a server's service whose engines are replicas.
 
-This file decides how a request reaches a replica, what becomes of it where that is lost, and how the metrics of all
-replicas become one page. The application, the gate and the answers' forms are those of a server with one engine.
+This file sends requests to replicas, repeats them on another replica after a failure, and merges the metrics of all
+replicas. The HTTP application, the gate and the answer formats are those of a server with one engine.
 """
 
 from __future__ import annotations
@@ -32,49 +32,49 @@ from forerun.serve.problems import FAULT_OF_SERVER, ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 
-MOST_LOSSES = 5  # of replicas, before a request is taken to be what ends them
-RETRY_S = 0.1  # until a request that was lost is tried again, and longer after each time
+MOST_LOSSES = 5  # lost replicas, after which the request is taken to be the cause
+RETRY_S = 0.1  # until a retry, times the number of failures
 log = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class Replicas(Protocol):
-    """The replicas of one model, which come and go."""
+    """The interface of a changing set of replicas of one model."""
 
     def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
-        """One replica's answer to a call. Raises ReplicaLost where it goes away before it is complete."""
+        """One replica's answer to a call. Raises ReplicaLost if the replica fails before it is complete."""
         ...
 
     async def readings(self) -> Mapping[str, Seq[Metric]]:
-        """The metrics of all replicas that can be asked, by their names."""
+        """The metrics of all reachable replicas, by their names."""
         ...
 
     async def num_running(self) -> int:
-        """How many replicas take requests."""
+        """The number of replicas that accept requests."""
         ...
 
 
 @dataclass(eq=False)
 class ReplicaFront:
-    """Follows requests in replicas; AsyncLLM has the like for one engine.
+    """Runs requests on replicas; the counterpart of AsyncLLM for one engine.
 
-    A request whose replica is lost is answered by another one. What its reader has is not told again.
+    If a replica is lost, its open requests are repeated on another one; deltas that were already sent are skipped.
     """
 
     replicas: Replicas
     end: BaseException | None = None
     closing: bool = False
-    outboxes: dict[int, DeltaQueue] = field(default_factory=dict)  # by the first of their requests
+    outboxes: dict[int, DeltaQueue] = field(default_factory=dict)  # by the first request id of an answer
     num_taken_over: int = 0
 
     def close(self) -> None:
-        """Take nothing more; requests under way get EngineClosed."""
+        """Accept no more requests; open ones get EngineClosed."""
         self.closing, self.end = True, EngineClosed("the server was closed while the request ran.")
         for outbox in self.outboxes.values():
             outbox.put_nowait(EngineClosed("the server was closed while the request ran."))
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
-        """Raise an error to whoever follows these sequences, which cancels them."""
+        """Raise an error in the reader of these sequences, which cancels them."""
         outbox = self.outboxes.get(sequences[0].request_id)
         if outbox is not None:
             outbox.put_nowait(error)
@@ -82,16 +82,16 @@ class ReplicaFront:
     async def follow(
         self, answers: Answers, session: str = "", on_finish: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of all requests, each of which goes to a replica; closing the generator cancels them.
+        """The deltas of all requests, each run on a replica; closing the generator cancels them.
 
-        `on_finish` is called for each sample that is finished. The fingerprint of the answers is that of the replicas.
+        `on_finish` is called for each finished sample. The fingerprint of the answers is set to the replica's.
         """
         if self.end is not None:
             raise EngineClosed("this server has shut down.") from self.end
         outbox, key, num_open = DeltaQueue(), answers.sequences[0].request_id, len(answers.sequences)
         self.outboxes[key] = outbox
 
-        def tell(task: asyncio.Task[None]) -> None:
+        def forward_error(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 outbox.put_nowait(error)
@@ -101,7 +101,7 @@ class ReplicaFront:
             for request, samples in answers.requests
         ]
         for task in tasks:
-            task.add_done_callback(tell)
+            task.add_done_callback(forward_error)
         try:
             while num_open:
                 news = await outbox.get()
@@ -120,11 +120,11 @@ class ReplicaFront:
     async def attend(
         self, request: Request, samples: Seq[Sequence], session: str, answers: Answers, outbox: DeltaQueue
     ) -> None:
-        """Put the deltas of one request into the outbox, from one replica after the other until it is answered."""
+        """Put the deltas of one request into the outbox, trying one replica after the other until it is complete."""
         first, readers = samples[0], [SampleReader(sequence) for sequence in samples]
         tokens, params = first.tokens[: first.num_prompt], replace(first.params, seed=first.seed)
-        asked = replace(request, prompt=None, prompt_token_ids=tuple(tokens), sampling_params=params)
-        call = Call(asked, Route.of(request.tenant, tokens, session, len(samples)))
+        request = replace(request, prompt=None, prompt_token_ids=tuple(tokens), sampling_params=params)
+        call = Call(request, Route.of(request.tenant, tokens, session, len(samples)))
         for num_lost in range(1, MOST_LOSSES + 1):
             try:
                 await self.read(call, readers, answers, outbox)
@@ -139,7 +139,7 @@ class ReplicaFront:
         raise ReplicaLost(f"{message} not tried again: if others are answered, change it; the server's log says more.")
 
     async def read(self, call: Call, readers: Seq[SampleReader], answers: Answers, outbox: DeltaQueue) -> None:
-        """Put what one replica has to add into the outbox. Raises ReplicaLost where that is not the whole rest."""
+        """Put the new deltas of one replica into the outbox. Raises ReplicaLost if the answer is incomplete."""
         for reader in readers:
             reader.restart()
         called_s = time.perf_counter()
@@ -161,7 +161,7 @@ class ReplicaFront:
 
 
 class ReplicaReader:
-    """The metrics of all replicas, each labelled with its replica's name, as they were when they were last read."""
+    """The last metrics of all replicas, each labelled with its replica's name."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -169,7 +169,7 @@ class ReplicaReader:
         self.num_running = self.num_taken_over = 0
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics as they were last read."""
+        """The metrics of the last reading."""
         families: dict[str, Metric] = {}
         for replica, metrics in sorted(self.readings.items()):
             for metric in metrics:
@@ -185,18 +185,18 @@ class ReplicaReader:
 
 
 class ReplicaService(Service):
-    """A service whose engines are replicas elsewhere; `llm` is a RemoteLLM of their model."""
+    """A service whose engines are replicas in other processes; `llm` is a RemoteLLM of their model."""
 
     def __init__(self, llm: LLM, settings: ServeSettings, replicas: Replicas) -> None:
         self.replicas, self.replica_front = replicas, ReplicaFront(replicas)
         super().__init__(llm, settings, self.replica_front)
 
     def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
-        """The deltas of sequences that have places, from replicas."""
+        """The deltas of admitted sequences from replicas."""
         return self.replica_front.follow(answers, entry.session_id, partial(self.gate.free, entry))
 
     def reader(self) -> ReplicaReader:
-        """What reads the metrics of the replicas."""
+        """The Prometheus collector of the replicas."""
         self.replica_reader = ReplicaReader(self.gate)
         return self.replica_reader
 
@@ -210,7 +210,7 @@ class ReplicaService(Service):
         return await super().exposition()
 
     async def require_ready(self) -> None:
-        """Raise the error for 503 where new requests are not taken, or no replica is there to answer them."""
+        """Raise an error with status 503 if new requests are not accepted, or no replica is running."""
         await super().require_ready()
         if not await self.replicas.num_running():
             message = "no replica is running: one is being started; see the server's log if that does not end."
@@ -219,26 +219,26 @@ class ReplicaService(Service):
 
 @dataclass(slots=True)
 class SampleReader:
-    """One sample's answer: as far as its reader has it, in `sequence`, and as far as the present replica gave it.
+    """One sample's answer: as sent to the client (in `sequence`), and the position in the current replica's answer.
 
-    Where a replica is lost, another one gives the same tokens again, since an answer is a function of prompt,
-    parameters and seed; what the reader has is left out. Its rounds may end elsewhere, so that may end inside a delta.
+    After a failure another replica generates the same tokens again, since an answer is a function of prompt, parameters
+    and seed; the part that was already sent is skipped. Rounds may end elsewhere, so that part may end inside a delta.
     """
 
     sequence: Sequence
     num_letters: int = 0
     finished: bool = False
-    at_token: int = 0  # of the present replica's answer
+    at_token: int = 0  # in the current replica's answer
     at_letter: int = 0
 
     def restart(self) -> None:
-        """Another replica gives the answer, from its beginning on."""
+        """Start reading the answer of another replica, from its beginning."""
         self.at_token = self.at_letter = 0
 
     def take(self, delta: Delta) -> Delta | None:
-        """What of a replica's delta is new, under the ids of the sequence, which grows by it; None for nothing.
+        """The new part of a replica's delta, with this sequence's ids, which is extended by it; None if nothing is new.
 
-        Raises AnswerDiffers where the replica gives other tokens than those that the reader has.
+        Raises AnswerDiffers if the replica generates other tokens than those already sent.
         """
         had = self.sequence.tokens[self.sequence.num_prompt + self.at_token :][: len(delta.token_ids)]
         if tuple(had) != delta.token_ids[: len(had)]:
@@ -261,7 +261,7 @@ class SampleReader:
 
 
 def without(delta: Delta, num_tokens: int, num_letters: int) -> Delta:
-    """A delta without its first tokens and letters, and without what it tells of its round."""
+    """A delta without its first tokens and characters, and without its round's outcome."""
     return delta._replace(
         token_ids=delta.token_ids[num_tokens:],
         origins=delta.origins[num_tokens:],
@@ -273,7 +273,7 @@ def without(delta: Delta, num_tokens: int, num_letters: int) -> Delta:
 
 
 def behind(segments: Seq[Segment], num_letters: int) -> Iterator[Segment]:
-    """The segments without their first letters."""
+    """The segments without their first characters."""
     for segment in segments:
         if num_letters < len(segment.text):
             yield replace(segment, text=segment.text[num_letters:])

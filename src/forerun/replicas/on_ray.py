@@ -1,8 +1,8 @@
-"""Replicas by Ray Serve: where they run, how they are chosen, and an application for clusters; the file that knows Ray.
+"""Replicas on Ray Serve: deployment, routing, and an application for clusters. Only this file imports Ray.
 
-`forerun serve --replicas` starts the replicas and answers HTTP itself, and `forerun generate` hands them the lines of a
-file. In a cluster whose Serve applications are described by a file, such as a RayService of Kubernetes, `application`
-also makes the ingress.
+`forerun serve --replicas` starts the replicas and answers HTTP itself, and `forerun generate` sends them the lines of a
+file. In a cluster whose Serve applications are configured by a file, such as a RayService of Kubernetes, `application`
+also builds the ingress.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from forerun.serve.app import application as http_application
 from forerun.serve.settings import ServeSettings, served_name
 
 log = logging.getLogger(__name__)
-NAME = "replica"  # of the deployment
-CONNECT_S = 5.0  # until nothing is taken to listen at a cluster's address
-READING_S = 5.0  # that replicas have to tell their metrics
-MOST_OPEN = 10_000  # requests that the ingress has; its gate is what bounds them
-LOSSES = (  # what Ray raises where a replica, its node or what it had sent is gone, or none takes the request
+NAME = "replica"  # the deployment's name
+CONNECT_S = 5.0  # to connect to a cluster's address
+READING_S = 5.0  # for replicas to return their metrics
+MOST_OPEN = 10_000  # requests of the ingress; its gate has the actual limit
+LOSSES = (  # Ray's errors for a lost replica, node or object, or if no replica accepts the request
     EngineClosed, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayServeException,
     WorkerCrashedError,
 )  # fmt: skip
@@ -61,7 +61,7 @@ LOST = "the replica that answered was lost ({}); Ray's log says more, and Ray st
 
 
 class RayReplica:
-    """A replica in a process of Ray's. A model that cannot be loaded is told to whoever asks what it is."""
+    """A replica in a Ray actor. If the model cannot be loaded, `described` returns the reason."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.problem: str | None = None
@@ -74,16 +74,16 @@ class RayReplica:
         self.replica = Replica(llm, serve.get_replica_context().replica_id.unique_id)
 
     async def described(self) -> dict[str, Any] | str:
-        """What a RemoteLLM is made of, or why the model cannot be loaded."""
+        """The description for RemoteLLM, or the reason why the model cannot be loaded."""
         self.asked = True
         return self.problem or self.replica.described()
 
     async def reading(self) -> tuple[str, list[Metric]]:
-        """The name, and the metrics of the moment."""
+        """The replica's name and its current metrics."""
         return self.replica.reading()
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
-        """The answer to a call."""
+        """The replica's answer to a call."""
         self.asked = True
         self.check_health()
         async with aclosing(self.replica.answer(call)) as news:
@@ -91,18 +91,18 @@ class RayReplica:
                 yield each
 
     def check_health(self) -> None:
-        """Raise if the engine does not go on; Ray then starts another replica."""
+        """Raise if the engine has stopped; Ray then starts another replica."""
         if self.problem is None:
             self.replica.check_health()
-        elif self.asked:  # before, Ray would try for ever to start what cannot be loaded
+        elif self.asked:  # before, Ray would retry loading forever
             raise EngineClosed(self.problem)
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses among Ray's replicas by a RouteTable, with what is under way by its own count."""
+    """Chooses a replica by a RouteTable, counting open requests itself."""
 
     def initialize_state(self, places: int) -> None:
-        """Begin, with replicas that answer so many samples at once."""
+        """Initialise the router; `places`: samples that a replica runs at once."""
         self.table = RouteTable(places)
         self.under_way: dict[str, tuple[str, int]] = {}  # replica and samples, by request
 
@@ -131,29 +131,29 @@ class PrefixRouter(RequestRouter):
         self.table.note(route, replica)
 
     def forget_failed(self, key: str, future: asyncio.Future[RunningReplica]) -> None:
-        """Count a request no longer for which no replica was found."""
+        """Stop counting a request for which no replica was found."""
         if future.cancelled() or future.exception() is not None:
             self.under_way.pop(key, None)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Note which replica a request went to, unless it is over already."""
+        """Record a request's replica, unless the request is already over."""
         if pending_request.metadata.internal_request_id in self.under_way:
             self.take(pending_request, replica_id.unique_id, pending_request.args[0].route)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request no longer."""
+        """Stop counting a finished request."""
         self.under_way.pop(internal_request_id, None)
 
 
 @dataclass(frozen=True)
 class RayReplicas:
-    """The replicas of one application, through Ray's handle."""
+    """The replicas of a Ray Serve application, through its handle."""
 
     handle: DeploymentHandle[Any]
     app: str
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
-        """One replica's answer to a call. Raises ReplicaLost where it goes away before it is complete."""
+        """One replica's answer to a call. Raises ReplicaLost if the replica fails before it is complete."""
         answer = self.streaming.answer.remote(call)
         try:
             async for news in answer:
@@ -166,18 +166,18 @@ class RayReplicas:
 
     @cached_property
     def streaming(self) -> DeploymentHandle[Any]:
-        """The handle for answers in pieces."""
+        """The handle for streamed answers."""
         return self.handle.options(stream=True)
 
     async def readings(self) -> dict[str, Seq[Metric]]:
-        """The metrics of all replicas that can be asked, by their names."""
+        """The metrics of all reachable replicas, by their names."""
         with suppress(TimeoutError):
             results = await self.handle.broadcast("reading").results_async(timeout_s=READING_S, return_exceptions=True)
             return dict(each for each in results if not isinstance(each, BaseException))
         return {}
 
     async def num_running(self) -> int:
-        """How many replicas take requests; none where Ray cannot say, as when its controller is started again."""
+        """The number of running replicas; 0 if Ray does not know, such as while its controller restarts."""
         with suppress(RayActorError, RayServeException, GetTimeoutError, KeyError):
             status = await asyncio.to_thread(serve.status)
             return int(status.applications[self.app].deployments[NAME].replica_states.get("RUNNING", 0))
@@ -185,7 +185,7 @@ class RayReplicas:
 
 
 def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float) -> Any:
-    """The deployment of replicas of LLM(**arguments)."""
+    """The Ray Serve deployment of replicas of LLM(**arguments)."""
     places = arguments.get("max_num_seqs", 16)
     require_whole("max_num_seqs", places, 1)
     if arguments.get("threads") is not None:
@@ -202,7 +202,7 @@ def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s:
             logging_config={"log_level": "WARNING"},
             num_replicas=settings.least if scaling is None else None,
             autoscaling_config=scaling,
-            max_ongoing_requests=2 * places,  # the gate bounds them before
+            max_ongoing_requests=2 * places,  # the gate admits fewer
             ray_actor_options=resources,
             request_router_config=RequestRouterConfig(
                 request_router_class="forerun.replicas.on_ray.PrefixRouter", request_router_kwargs={"places": places}
@@ -216,7 +216,7 @@ def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s:
 
 
 def described(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
-    """What a replica told of its model. Raises ForerunError where it could not be loaded."""
+    """Check a replica's description. Raises ForerunError if the model could not be loaded."""
     if isinstance(answer, str):
         raise ForerunError(f"the replicas cannot load the model. {answer}")
     return answer
@@ -226,11 +226,11 @@ def described(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
 def ray_replicas(
     arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s: float, owner: str
 ) -> Iterator[tuple[RemoteLLM, RayReplicas]]:
-    """Replicas of LLM(**arguments) while the context lasts, and their model.
+    """Context with replicas of LLM(**arguments), and their model.
 
-    They run in the cluster of the settings, or in one of this machine alone that ends with the context. `owner` tells
-    whose they are from others of this machine: where one with this name was killed, its replicas are replaced. Raises
-    ForerunError where the cluster is not there or the model cannot be loaded.
+    They run in the cluster of the settings, or in a new one on this machine that ends with the context. `owner`
+    distinguishes them from others of this machine; left-over replicas of a killed process with the same owner are
+    replaced. Raises ForerunError if the cluster is not reachable or the model cannot be loaded.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with in_cluster(settings.address):
@@ -242,13 +242,13 @@ def ray_replicas(
             model = RemoteLLM(described(handle.described.remote().result()), settings.most)
             yield model, RayReplicas(handle, app)
         finally:
-            if settings.address:  # another cluster ends with all that is in it
+            if settings.address:  # a local cluster ends as a whole
                 with suppress(RayServeException, RayActorError):
                     serve.delete(app)
 
 
 def require_listening(address: str) -> None:
-    """Raise InvalidRequest where nothing listens at HOST:PORT, for which Ray would wait several minutes."""
+    """Raise InvalidRequest if nothing listens at HOST:PORT; Ray would wait for several minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
@@ -261,7 +261,7 @@ def require_listening(address: str) -> None:
 
 @contextmanager
 def in_cluster(address: str) -> Iterator[None]:
-    """Within it this process is one of a Ray cluster that has Serve: of one of its own without an address."""
+    """Context in which this process is connected to a Ray cluster with Serve; without an address, a new local one."""
     quiet: dict[str, Any] = {"namespace": "forerun", "logging_level": logging.WARNING}
     require_listening(address)
     try:
@@ -280,12 +280,12 @@ def in_cluster(address: str) -> Iterator[None]:
 
 
 def ingress() -> Any:
-    """The application of the Ingress in this process; Ray asks for it once that is made."""
+    """The HTTP application of this process's Ingress; Ray calls it after creating the Ingress."""
     return Ingress.http
 
 
 class Ingress:
-    """The server's application, behind Ray's proxies; a process has one."""
+    """The HTTP server behind Ray's proxies; one per process."""
 
     http: Any = None
 
@@ -296,11 +296,11 @@ class Ingress:
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
-    """A Serve application, as `import_path: forerun.replicas.on_ray:application` names it.
+    """A Serve application, for `import_path: forerun.replicas.on_ray:application`.
 
-    The arguments are those of LLM, such as `model`; those of ServeSettings, such as `allowed_hosts`; and `replicas`,
-    as the option --replicas has it. Raises ForerunError for any other one, and where there is no model: what is raised
-    here, Ray tells at once, and what a replica raises only after many attempts.
+    The arguments are those of LLM, such as `model`, those of ServeSettings, such as `allowed_hosts`, and `replicas` as
+    in --replicas. Raises ForerunError for any other one, or without a model: Ray reports errors raised here at once,
+    and those of replicas only after many attempts.
     """
     of_server = {each.name for each in fields(ServeSettings)}
     of_model = {each.name for each in inspect.signature(LLM).parameters.values() if each.kind is not each.VAR_KEYWORD}

@@ -1,6 +1,6 @@
-"""Replica: one engine that answers for a server in another process; and what that server has to know of its model.
+"""Replica: an engine that answers calls from a server in another process, and the server's view of its model.
 
-What goes between the two processes is defined here: a Call, and the ReplicaNews of its answer.
+The messages between the two processes are a Call, and the ReplicaNews of its answer.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from forerun.serve.metrics import EngineReader
 from forerun.serve.problems import problem_of
 
 KNOWN = ("name", "draft_name", "fingerprint", "format", "kernels", "measured", "plan", "forecasts", "tokenizer")
-DRAWN = ("request_ids", "seq_ids", "matchers")  # of a RequestChecker, which each process has for itself
-PAUSE_S = 0.005  # in which deltas are gathered behind the first: each message takes half a millisecond
+DRAWN = ("request_ids", "seq_ids", "matchers")  # fields of a RequestChecker that each process creates itself
+PAUSE_S = 0.005  # deltas of this time are sent together, since each message takes half a millisecond
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request whose prompt is token ids and whose seed is there, and what it is routed by."""
+    """A request with token ids as prompt and a fixed seed, and its route."""
 
     request: Request
     route: Route
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """What is known of a sample beside its deltas; `queue_s` is how long it waited for a place in the batch."""
+    """The state of a sample besides its deltas; `queue_s`: seconds that it waited for a place in the batch."""
 
     num_cached: int | None
     queue_s: float
@@ -57,16 +57,16 @@ class SampleState:
 
     @classmethod
     def of(cls, sequence: Sequence, came_s: float) -> SampleState:
-        """The state of a sequence that came at `came_s`."""
+        """The state of a sequence that arrived at `came_s`."""
         queue_s = 0.0 if sequence.started_s is None else max(0.0, sequence.started_s - came_s)
         return cls(sequence.num_cached, queue_s, tuple(sequence.prompt_logprobs), sequence.pace)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNews:
-    """The next deltas of an answer, with the states of the samples that began or ended in them.
+    """The next deltas of an answer, with the states of samples that started or finished in them.
 
-    `problem` is what ended the request instead: the arguments of an ApiError.
+    `problem`: the arguments of the ApiError that ended the request.
     """
 
     replica: str
@@ -77,9 +77,9 @@ class ReplicaNews:
 
 
 class RemoteLLM(LLM):
-    """A model whose replicas run elsewhere: it checks requests and reads texts like an LLM, and has no weights.
+    """A model without weights whose replicas run in other processes: it checks requests and tokenizes like an LLM.
 
-    `num_replicas` of them answer at once, at most.
+    `num_replicas`: the maximum number of replicas.
     """
 
     def __init__(self, described: Mapping[str, Any], num_replicas: int) -> None:
@@ -94,15 +94,15 @@ class RemoteLLM(LLM):
 
     @property
     def options(self) -> EngineOptions:
-        """How the engines batch and verify, with the sequences of all of them together."""
+        """The engine options, with `max_num_seqs` summed over all replicas."""
         return self.of_all
 
     def close(self) -> None:
-        """Nothing: the models belong to the replicas."""
+        """No effect: the models belong to the replicas."""
 
 
 class Replica:
-    """An engine that answers calls. `name` tells it from others in metrics."""
+    """An engine that answers calls; `name` identifies it in metrics."""
 
     def __init__(self, llm: LLM, name: str) -> None:
         self.llm, self.name = llm, name
@@ -110,23 +110,23 @@ class Replica:
         self.metrics = EngineReader(llm, Gate(0, 0, 0))
 
     def described(self) -> dict[str, Any]:
-        """What a RemoteLLM is made of."""
+        """The description from which a RemoteLLM is created."""
         llm, checker = self.llm, self.llm.requests
         values = {each.name: getattr(checker, each.name) for each in fields(checker) if each.name not in DRAWN}
         known = {name: getattr(llm, name) for name in (*KNOWN, "generation_defaults", "options")}
         return known | {"checker": values}
 
     def reading(self) -> tuple[str, list[Metric]]:
-        """The name, and the metrics of the moment."""
+        """The replica's name and its current metrics."""
         return self.name, list(self.metrics.collect())
 
     def check_health(self) -> None:
-        """Raise the reason if the engine does not go on."""
+        """Raise EngineClosed if the engine has stopped."""
         if self.front.end is not None:
             raise EngineClosed(f"the engine of replica {self.name} has stopped.") from self.front.end
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
-        """The answer to a call; closing the generator cancels it. Raises EngineClosed where another has to answer."""
+        """The answer to a call; closing the generator cancels it. Raises EngineClosed if another replica has to."""
         came_s, begun = time.perf_counter(), set[int]()
         try:
             sequences = await asyncio.to_thread(self.llm.requests.sequences, call.request)
@@ -147,7 +147,7 @@ class Replica:
 
 
 async def gathered(items: AsyncGenerator[T, None]) -> AsyncGenerator[list[T], None]:
-    """The items in lists: the first as soon as it is there, and then those of PAUSE_S together."""
+    """The items in lists: the first at once, then those of each PAUSE_S together."""
     there, bell = list[T](), asyncio.Event()
 
     async def gather() -> None:

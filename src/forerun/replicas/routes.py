@@ -1,8 +1,8 @@
-"""Routes: which replica a request goes to.
+"""Routes: prefix-aware choice of a replica for each request.
 
-A replica keeps the beginnings of texts that it has read, so a request goes where the longest beginning of its prompt
-was read, unless that replica has much more to do than another one. Requests of a session stay with one replica as long
-as it is there. All others go to where the least is under way.
+A replica caches the prefixes of texts that it has read, so a request goes to the replica with the longest cached prefix
+of its prompt, unless that one has a much higher load than another. Requests of a session stay with one replica while it
+exists. All others go to the replica with the lowest load.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-KEY_TOKENS = 32  # between the places up to which a beginning is known
-MOST_KEYS = 256  # of one prompt: a beginning of 8,192 tokens
-MOST_HOMES = 1 << 17  # beginnings that are remembered, in some 20 MB
+KEY_TOKENS = 32  # granularity of prefixes
+MOST_KEYS = 256  # per prompt: prefixes of up to 8,192 tokens
+MOST_HOMES = 1 << 17  # stored prefixes, about 20 MB
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a request is routed by: its `session`, if any, and its beginnings, the shortest first.
+    """What a request is routed by: hashes of its prefixes (`keys`, shortest first), and its `session`, if any.
 
-    `num_samples` is how much it adds to the load of a replica.
+    `num_samples`: what it adds to the load of a replica.
     """
 
     keys: tuple[Hashable, ...] = ()
@@ -30,7 +30,7 @@ class Route:
 
     @classmethod
     def of(cls, tenant: str, tokens: Seq[int], session: str = "", num_samples: int = 1) -> Route:
-        """The route of a prompt. Beginnings and sessions of different tenants are different."""
+        """The route of a prompt. Prefixes and sessions of different tenants are distinct."""
         keys, key = list[int](), hash(tenant)
         for end in range(KEY_TOKENS, min(len(tokens), KEY_TOKENS * MOST_KEYS) + 1, KEY_TOKENS):
             key = hash((key, tuple(tokens[end - KEY_TOKENS : end])))
@@ -40,18 +40,18 @@ class Route:
 
 @dataclass(slots=True)
 class RouteTable:
-    """Where beginnings and sessions were last answered. `places` is how many samples a replica answers at once."""
+    """The last replica (home) of prefixes and sessions. `places`: samples that a replica runs at once."""
 
     places: int
-    homes: OrderedDict[Hashable, str] = field(default_factory=OrderedDict)  # the latest use last
+    homes: OrderedDict[Hashable, str] = field(default_factory=OrderedDict)  # least recently used first
     last_turn: dict[str, int] = field(default_factory=dict)
     num_turns: int = 0
 
     def ranked(self, route: Route, loads: Mapping[str, int]) -> list[str]:
-        """All replicas that are there, the one that should take the request first.
+        """All available replicas, the best one for the request first.
 
-        `loads` are their samples under way. A beginning does not go to its home where that has half a batch more to do
-        than the least loaded replica, which then reads the beginning too and is its home from there on.
+        `loads`: their open samples. A prefix's home is not used if its load exceeds that of the least loaded replica by
+        half a batch; that one then becomes its home.
         """
         by_load = sorted(loads, key=lambda name: (loads[name], self.last_turn.get(name, 0)))
         home = self.homes.get(route.session) if route.session is not None else None
@@ -63,7 +63,7 @@ class RouteTable:
         return by_load if home is None else sorted(by_load, key=lambda name: name != home)
 
     def note(self, route: Route, replica: str) -> None:
-        """Note that a replica took a request."""
+        """Record that a replica got a request."""
         self.num_turns += 1
         self.last_turn[replica] = self.num_turns
         for key in (*route.keys, *(() if route.session is None else (route.session,))):

@@ -1,4 +1,4 @@
-"""ReplicaSettings: how many replicas there are, where they run, and what each takes of its machine."""
+"""ReplicaSettings: the number of replicas, their cluster, and the resources of each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forerun.errors import InvalidRequest, MissingPackage
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """From `least` to `most` replicas, as many as there is work for.
+    """From `least` to `most` replicas, scaled by load.
 
-    `address` is a Ray cluster's; "auto" is that of this machine, and without one a cluster is started that has this
-    machine alone. Raises InvalidRequest naming the field.
+    `address`: of a Ray cluster; "auto" is the one running on this machine, and without one a local cluster is started.
+    Raises InvalidRequest naming the field.
     """
 
     least: int
@@ -33,7 +33,7 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, replicas: str, address: str = "") -> ReplicaSettings:
-        """The settings for N or MIN:MAX replicas."""
+        """Parse N or MIN:MAX. Raises InvalidRequest."""
         least, _, most = replicas.partition(":")
         if not (least.isdecimal() and (most or least).isdecimal()) or replicas.endswith(":"):
             raise InvalidRequest(
@@ -42,9 +42,9 @@ class ReplicaSettings:
         return cls(int(least), int(most or least), address)
 
     def resources(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> dict[str, Any]:
-        """What one replica of LLM(**arguments) takes: its threads, otherwise an even share of the cluster's processors.
+        """The Ray resources of one replica of LLM(**arguments): its threads, or an even share of the cluster's CPUs.
 
-        On a GPU it takes one.
+        On a GPU it takes one GPU.
         """
         threads = arguments.get("threads")
         share = max(0.1, cluster.get("CPU", 1.0) / self.most)
@@ -54,9 +54,9 @@ class ReplicaSettings:
         return takes
 
     def require_room(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
-        """Raise InvalidRequest where a cluster that does not grow has no room for the least number of replicas.
+        """Raise InvalidRequest if a fixed cluster has no room for `least` replicas.
 
-        Ray would wait for it for ever.
+        Ray would wait for room forever.
         """
         for name, what in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
             takes, there = self.resources(arguments, cluster).get(name, 0), cluster.get(what, 0.0)
@@ -67,8 +67,8 @@ class ReplicaSettings:
 
 
 def require_ray() -> None:
-    """Raise MissingPackage where Ray Serve is not installed. It is told what it reads when it is first imported."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # what asks once a cluster has ended must not start another
+    """Raise MissingPackage if Ray Serve is not installed; set the variables that Ray reads when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # calls after the end of a cluster must not start a new one
     if find_spec("ray") is None or find_spec("ray.serve") is None:
         raise MissingPackage("replicas need Ray Serve, which is not installed: pip install 'forerun[ray]'")

@@ -1,4 +1,4 @@
-"""SharedBatch: many requests at once, shared among replicas, for programs that have no event loop of their own."""
+"""SharedBatch: runs many requests on replicas, for callers without an event loop."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from forerun.replicas.front import ReplicaFront, Replicas
 from forerun.replicas.replica import RemoteLLM
 from forerun.request import Request
 
-STEP_S = 0.2  # that a step waits for deltas, so that Ctrl-C is noticed
+STEP_S = 0.2  # maximum time that a step waits, so that Ctrl-C is noticed
 
 
 class SharedBatch:
-    """Requests under way in replicas of a model, which is `llm`. They go on while a step waits.
+    """Open requests on replicas of the model `llm`. Deltas are received while a step waits.
 
-    A request whose replica is lost is answered by another one. Guesses and rounds are counted in the model's stats.
+    If a replica is lost, its requests are repeated on another one. Speculation is counted in the model's stats.
     """
 
     def __init__(self, llm: RemoteLLM, replicas: Replicas) -> None:
         self.llm, self.front = llm, ReplicaFront(replicas)
         self.loop = asyncio.new_event_loop()
-        self.tasks: dict[int, asyncio.Task[None]] = {}  # by request
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # by request id
         self.deltas: list[Delta] = []
         self.error: BaseException | None = None
         self.bell = asyncio.Event()
 
     def submit(self, sequence: Sequence) -> None:
-        """Begin with a request of one sample."""
+        """Start a request of one sample."""
         key, request = sequence.request_id, Request(sampling_params=sequence.params, speculation=sequence.speculation)
         task = self.tasks[key] = self.loop.create_task(self.attend(Answers([(request, [sequence])], "")))
 
@@ -44,7 +44,7 @@ class SharedBatch:
         task.add_done_callback(over)
 
     async def attend(self, answers: Answers) -> None:
-        """Gather the deltas of a request until it is answered."""
+        """Collect the deltas of a request until it is complete."""
         async with aclosing(self.front.follow(answers)) as deltas:
             async for delta in deltas:
                 if answers.fingerprint != self.llm.fingerprint:
@@ -60,7 +60,7 @@ class SharedBatch:
             self.llm.stats.pace.join(sequence.pace)
 
     def step(self) -> list[Delta]:
-        """The deltas that came since the last step, or come soon. Raises what ended a request, behind all deltas."""
+        """The deltas since the last step, waiting shortly for some. Raises the error of a request after all deltas."""
         self.loop.run_until_complete(self.wait())
         if self.error is not None and not self.deltas:
             raise self.error
@@ -68,20 +68,20 @@ class SharedBatch:
         return deltas
 
     async def wait(self) -> None:
-        """Wait until there is something to tell, and not for long."""
+        """Wait until there are deltas or an error, at most STEP_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STEP_S):
                 await self.bell.wait()
         self.bell.clear()
 
     def cancel(self, request_id: int) -> None:
-        """End a request that was submitted."""
+        """Cancel a submitted request."""
         task = self.tasks.get(request_id)
         if task is not None:
             task.cancel()
 
     def close(self) -> None:
-        """End all requests that are under way."""
+        """Cancel all open requests."""
         tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()

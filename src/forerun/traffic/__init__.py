@@ -1,1 +1,1 @@
-"""Traffic: requests sent to a running server at a known load, and what they took."""
+"""Load tests of a running server: throughput and latency at a known load."""

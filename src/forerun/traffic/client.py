@@ -1,6 +1,6 @@
-"""The client of a load test: one request as a stream, and the times of its tokens; the file that knows httpx.
+"""The HTTP client of load tests: sends a streaming request and times its tokens. Only this file imports httpx.
 
-This file decides what is timed and when a request has failed. Times are read when bytes arrive, before they are parsed.
+Times are taken when bytes arrive, before they are parsed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from forerun.errors import InvalidRequest, MissingPackage
 from forerun.limits import shown
 
 CONNECT_S = 10.0
-IDLE_S = 2.0  # after which a connection is not used again: servers end those that are idle, many after 5 seconds
+IDLE_S = 2.0  # idle connections are not reused after this time: servers close them, many after 5 seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is asked, with which key, and for which model; `chat` asks for chat completions.
+    """A server's URL, API key and model; `chat` uses chat completions.
 
-    Errors name the options by which a user gave the address and the model.
+    Errors name the options of the URL and the model (`url_option`, `model_option`).
     """
 
     url: str
@@ -37,7 +37,7 @@ class ServerAddress:
 
     @property
     def base(self) -> str:
-        """The address without `/v1` and slashes at its end."""
+        """The URL without a trailing `/v1` and slashes."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     @property
@@ -48,7 +48,7 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a server says of the model: its name, whether it is forerun's, its fingerprint if it has one, its owner."""
+    """A model of a server: its name, whether the server is forerun's, its fingerprint and owner, if any."""
 
     name: str
     forerun: bool
@@ -58,11 +58,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """One request and when its parts were there, in seconds on one clock.
+    """One request with its times, in seconds on one clock.
 
-    `due_s` is when it was to be sent, `sent_s` when it was. `num_tokens` are those of the usage, or, where the server
-    tells none, the chunks that had text. `longest_gap_s` is the longest time between two chunks. `digest` stands for
-    the text. `error` is "" for an answer that is complete; of another one, the times of what came count for nothing.
+    `due_s`: when it should be sent; `sent_s`: when it was. `num_tokens`: from the usage or, without one, the number of
+    chunks with text. `longest_gap_s`: the longest time between two chunks. `digest`: a hash of the text. `error`: ""
+    for a complete answer; the times of a failed one are not used.
     """
 
     index: int
@@ -79,29 +79,29 @@ class TimedAnswer:
 
     @property
     def first_token_s(self) -> float:
-        """From when it was due to its first token: what it waited to be sent counts."""
+        """Seconds from when it was due to its first token, including the wait before sending."""
         return self.first_s - self.due_s
 
     @property
     def between_tokens_s(self) -> float | None:
-        """The mean time from one token to the next; None for a single token."""
+        """The mean seconds between tokens; None for a single token."""
         return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
     @property
     def total_s(self) -> float:
-        """From when it was due to its last token."""
+        """Seconds from when it was due to its last token."""
         return self.last_s - self.due_s
 
 
 def require_client(command: str = "forerun bench serve", *packages: str) -> None:
-    """Raise MissingPackage where httpx, or another of the packages that a command needs, is not installed."""
+    """Raise MissingPackage if httpx, or another package that a command needs, is not installed."""
     for package in ("httpx", *packages):
         if find_spec(package) is None:
             raise MissingPackage(f"{command} needs {package}, which is not installed: pip install 'forerun[bench]'")
 
 
 class TrafficClient:
-    """Asks one server; to be used as an async context."""
+    """A client of one server; to be used as an async context."""
 
     def __init__(self, address: ServerAddress) -> None:
         import httpx
@@ -113,7 +113,7 @@ class TrafficClient:
                 base_url=address.base,
                 headers=headers,
                 timeout=httpx.Timeout(address.timeout_s, connect=CONNECT_S),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),  # a limit would hide who waits
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),  # no waiting in the client
                 trust_env=False,
             )
         except (httpx.InvalidURL, UnicodeError) as error:
@@ -126,7 +126,7 @@ class TrafficClient:
         await self.http.aclose()
 
     async def served_model(self) -> ServedModel:
-        """The model that will be asked. Raises InvalidRequest where the server does not answer or has no such model."""
+        """The model to use. Raises InvalidRequest if the server does not answer or does not have it."""
         import httpx
 
         base, option = self.address.base, self.address.url_option
@@ -158,7 +158,7 @@ class TrafficClient:
         return ServedModel(name, owner == "forerun", str(model.get("system_fingerprint") or ""), owner)
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole answer to one request. Raises InvalidRequest where there is none, with the server's own words."""
+        """Send a request that is not streamed. Raises InvalidRequest with the server's error message if it fails."""
         import httpx
 
         base, option = self.address.base, self.address.url_option
@@ -167,7 +167,7 @@ class TrafficClient:
         try:
             try:
                 response = await self.http.post(self.address.path, json=body)
-            except (httpx.RemoteProtocolError, httpx.NetworkError, httpx.ConnectTimeout):  # once may be chance
+            except (httpx.RemoteProtocolError, httpx.NetworkError, httpx.ConnectTimeout):  # retry once
                 response = await self.http.post(self.address.path, json=body)
             answer = response.json() if response.status_code == 200 else None
         except httpx.HTTPError as error:
@@ -183,7 +183,7 @@ class TrafficClient:
         return answer
 
     async def metrics(self) -> str | None:
-        """What the server tells Prometheus; None where it tells nothing."""
+        """The server's Prometheus metrics; None if it has none."""
         import httpx
 
         try:
@@ -193,7 +193,7 @@ class TrafficClient:
         return response.text if response.status_code == 200 else None
 
     async def ask(self, index: int, body: Mapping[str, Any], due_s: float) -> TimedAnswer:
-        """Send one request and read its stream to the end; a failure is an answer with an error."""
+        """Send a request and read its stream; a failure gives an answer with an error."""
         import httpx
 
         sent_s = time.perf_counter()
@@ -223,7 +223,7 @@ class TrafficClient:
 
 
 class ChunkTimes:
-    """The chunks of one stream, as they come in."""
+    """Collects the chunks of one stream with their times."""
 
     def __init__(self) -> None:
         self.first_s: float | None = None
@@ -236,7 +236,7 @@ class ChunkTimes:
         self.done = False
 
     def add(self, data: bytes) -> None:
-        """Note the data of one event."""
+        """Add the data of one event."""
         now_s = time.perf_counter()
         if data == b"[DONE]":
             self.done = True
@@ -261,7 +261,7 @@ class ChunkTimes:
                 self.arrived(now_s)
 
     def arrived(self, now_s: float) -> None:
-        """Tokens came at this time."""
+        """Record the time of a chunk with tokens."""
         if self.last_s is not None:
             self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
         self.first_s = now_s if self.first_s is None else self.first_s
@@ -269,13 +269,13 @@ class ChunkTimes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer, by the server's own count if it tells one."""
+        """Tokens of the answer, by the usage, or else the number of chunks with text."""
         counted = (self.usage or {}).get("completion_tokens")
         return counted if isinstance(counted, int) else len(self.texts)
 
     @property
     def speculation(self) -> Mapping[str, Any] | None:
-        """What became of the guesses, as forerun's usage or llama.cpp's timings tell it; None where neither does."""
+        """Speculation counts from forerun's usage or llama.cpp's timings; None without either."""
         by_usage: Mapping[str, Any] | None = (self.usage or {}).get("speculation")
         if by_usage is not None or "draft_n" not in self.timings:
             return by_usage
@@ -285,7 +285,7 @@ class ChunkTimes:
 
     @property
     def problem(self) -> str:
-        """Why the answer is not complete; empty where it is."""
+        """Why the answer is incomplete; "" if it is complete."""
         if self.error:
             return self.error
         if not self.done:
@@ -294,7 +294,7 @@ class ChunkTimes:
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events. Lines end with a line feed alone: JSON may hold other ends of lines."""
+    """The data of server-sent events. Only line feeds end lines, since JSON may contain other line separators."""
     rest = b""
     async for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -304,7 +304,7 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def refusal_of(status: int, content: bytes) -> str:
-    """A refused request on one line."""
+    """The status and message of an error response, on one line."""
     try:
         return f"status {status}: {error_text(json.loads(content))}"
     except ValueError:
@@ -312,6 +312,6 @@ def refusal_of(status: int, content: bytes) -> str:
 
 
 def error_text(body: Any) -> str:
-    """The message of an error in OpenAI's form, or in whatever form it has."""
+    """The message of an error in OpenAI's form, or any other."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return shown(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,9 +1,8 @@
-"""Figures of a load test: percentiles over requests, throughput, what keeps an agreement on times; and the report.
+"""Figures of a load test: latency percentiles, throughput, service level; and the report.
 
-This file holds every formula. A percentile is the smallest measured value that at least so many of a hundred requests
-do not exceed (nearest rank), so it is always a time that a request took. Ratios are formed within a repetition, whose
-blocks lie close together in time, and the median is taken over the ratios. In JSON times are in seconds, shares between
-0 and 1, and what is not known is null.
+This file has every formula. Percentiles are nearest-rank, so each is the time of some request. Ratios are computed
+within a repetition, whose blocks are close in time, and then the median of the ratios is taken. In JSON, times are in
+seconds, shares between 0 and 1, and unknown values null.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class TrafficBlock:
-    """One block as it ran: its answers by number of the request, and its seconds until the last of them was over.
+    """One finished block: its answers in order, and its duration until the last one.
 
-    At a rate these are never less than the time within which its requests arrive.
+    At a rate, the duration is at least the time in which its requests arrive.
     """
 
     turn: TrafficTurn
@@ -36,20 +35,20 @@ class TrafficBlock:
 
     @property
     def complete(self) -> list[TimedAnswer]:
-        """The answers that came to their ends."""
+        """The answers without an error."""
         return [answer for answer in self.answers if not answer.error]
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of complete answers over the time of the block."""
+        """Tokens of complete answers per second of the block."""
         return sum(answer.num_tokens for answer in self.complete) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """A service-level agreement: how long the first token and the time between tokens may take, for so many of 100.
+    """A service level: limits on the time to the first token and between tokens, for `percentile` % of requests.
 
-    `between_s` and `first_s` are in seconds; None is no limit.
+    `between_s` and `first_s` are in seconds; None: no limit.
     """
 
     between_s: float | None = None
@@ -69,7 +68,7 @@ class ServiceLevel:
         return self.between_s is not None or self.first_s is not None
 
     def kept_by(self, answer: TimedAnswer) -> bool:
-        """Whether one request was served within it."""
+        """Whether a request met the limits."""
         if answer.error:
             return False
         between, first = answer.between_tokens_s, answer.first_token_s
@@ -78,17 +77,17 @@ class ServiceLevel:
 
     @property
     def text(self) -> str:
-        """For a reader."""
+        """The limits in words."""
         limits = (("between tokens", self.between_s), ("to the first token", self.first_s))
         return " and ".join(f"{1000 * limit:g} ms {name}" for name, limit in limits if limit is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeFigures:
-    """Times of answers in seconds, by percentile over requests, as "p50"; None where no request has any.
+    """Percentiles of times in seconds, by name such as "p50"; None without values.
 
-    `between_tokens_s` is each request's mean time from one token to the next, `longest_gap_s` its longest wait within
-    the stream: where several tokens come at once, it says what the reader sees.
+    `between_tokens_s`: each request's mean time between tokens; `longest_gap_s`: its longest wait within the stream,
+    which is what a reader notices if several tokens arrive at once.
     """
 
     num_answers: int
@@ -99,7 +98,7 @@ class TimeFigures:
 
     @classmethod
     def of(cls, answers: Iterable[TimedAnswer]) -> TimeFigures:
-        """Of the answers that are complete."""
+        """The figures of the complete answers."""
         good = [answer for answer in answers if not answer.error]
 
         def by(value: Callable[[TimedAnswer], float | None]) -> Mapping[str, float] | None:
@@ -119,10 +118,10 @@ class TimeFigures:
 class TrafficFigures:
     """One load in one mode, over all repetitions.
 
-    `requests_per_s` and `tokens_per_s` are of complete answers, over the time of a block; `speed_up` is the second over
-    that of the baseline in the same repetition. `goodput_per_s` are the requests a second that were served within the
-    agreement, `kept` the share of all requests, failed ones included; `holds` says whether that is as many as it wants.
-    `late_s` is how late the client itself sent a request at worst.
+    `requests_per_s` and `tokens_per_s` count complete answers; `speed_up`: the ratio of `tokens_per_s` to the
+    baseline's in the same repetition. `goodput_per_s`: requests per second that met the service level; `kept`: their
+    share of all requests, including failed ones; `holds`: whether that reaches the percentile. `late_s`: the maximum
+    delay of the client itself.
     """
 
     load: ServerLoad
@@ -145,7 +144,7 @@ class TrafficFigures:
 
 @dataclass(frozen=True, slots=True)
 class OtherAnswer:
-    """A request that a mode answered otherwise than the baseline did."""
+    """A request whose answer differs from the baseline's."""
 
     load: str
     mode: str
@@ -154,7 +153,7 @@ class OtherAnswer:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least `share` of a hundred do not exceed."""
+    """The nearest-rank percentile: the smallest value that at least `share` % do not exceed."""
     ranked = sorted(values)
     return ranked[max(0, math.ceil(share / 100 * len(ranked)) - 1)]
 
@@ -165,7 +164,7 @@ def traffic_figures(
     agreement: ServiceLevel,
     category: Callable[[int, int], str] = lambda repetition, index: "",
 ) -> list[TrafficFigures]:
-    """What the blocks of a plan show, by load and mode; `category` is that of a repetition's request."""
+    """The figures by load and mode; `category(repetition, index)` is that of a request's prompt."""
     figures = []
     for load in plan.loads:
         plain = {b.turn.repetition: b for b in blocks if (b.turn.load, b.turn.mode) == (load, plan.baseline)}
@@ -181,7 +180,7 @@ def figures_of(
     agreement: ServiceLevel,
     category: Callable[[int, int], str],
 ) -> TrafficFigures:
-    """One load in one mode."""
+    """The figures of one load in one mode."""
     answers = [answer for block in blocks for answer in block.answers]
     complete = [answer for answer in answers if not answer.error]
     kinds: dict[str, list[TimedAnswer]] = {}
@@ -215,7 +214,7 @@ def figures_of(
 
 
 def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[OtherAnswer]:
-    """The complete answers that differ from the baseline's to the same request."""
+    """The complete answers that differ from the baseline's answer to the same request."""
     texts = {(b.turn, answer.index): answer.digest for b in blocks for answer in b.complete}
     others = []
     for (turn, index), digest in texts.items():
@@ -225,7 +224,7 @@ def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[Other
 
 
 def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[TrafficFigures | None, bool]:
-    """The heaviest load of a mode up to which the agreement holds, and whether a heavier one that breaks it was run."""
+    """(the heaviest load up to which the service level holds, whether a heavier load violated it) for a mode."""
     of_mode = [each for each in figures if each.mode == mode]
     kinds = [each for each in of_mode if each.load.kind == "rate"] or of_mode
     best: TrafficFigures | None = None
@@ -238,9 +237,9 @@ def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """A whole load test. `compared` says whether answers of modes had to be the same; `others` are those that were not.
+    """The results of a load test. `others`: answers that differ from the baseline's.
 
-    `num_prompts` counts the different prompts; where requests are more, some were asked again.
+    `num_prompts`: distinct prompts; with more requests, prompts are repeated.
     """
 
     url: str
@@ -254,12 +253,12 @@ class TrafficReport:
 
     @property
     def compared(self) -> bool:
-        """Whether there were modes whose answers have to be equal."""
+        """Whether there were several modes, whose answers must be equal."""
         return self.model.forerun and len(self.plan.modes) > 1
 
     @property
     def same_answers(self) -> bool | None:
-        """Whether they were; None where nothing was compared."""
+        """Whether the answers of all modes were equal; None if not compared."""
         return not self.others if self.compared else None
 
     def of(self, mode: SpeculationMode) -> list[TrafficFigures]:
@@ -267,7 +266,7 @@ class TrafficReport:
         return [each for each in self.figures if each.mode == mode]
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON; `requests` has every request with its times."""
+        """The report as JSON; `requests` has every request with its times."""
         values: dict[str, Any] = jsonable(
             {
                 "url": self.url,
@@ -285,7 +284,7 @@ class TrafficReport:
         return values
 
     def capacity_object(self, mode: SpeculationMode) -> dict[str, Any]:
-        """How heavy a load of this mode keeps the agreement."""
+        """The capacity of a mode as JSON."""
         best, broken = capacity(self.figures, mode)
         served = best.requests_per_s.median if best and best.requests_per_s else None
         load = best and asdict(best.load)
@@ -293,7 +292,7 @@ class TrafficReport:
 
 
 def requests_of_block(block: TrafficBlock) -> list[dict[str, Any]]:
-    """Every request of a block; a failed one has its error in place of times."""
+    """Every request of a block as JSON; a failed one has an error instead of times."""
     turn = block.turn
     shared = {"load": asdict(turn.load), "mode": turn.mode.name, "repetition": turn.repetition}
     times = ("first_token_s", "between_tokens_s", "longest_gap_s", "total_s")

@@ -1,6 +1,6 @@
-"""The plan of a load test: at which loads and in which modes a server is asked, and when each request arrives.
+"""The plan of a load test: loads, modes of speculation, their order, and the arrival times of requests.
 
-This file decides the order in which modes alternate, and draws the arrivals. `run.py` sends the requests.
+`run.py` sends the requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ LoadKind = Literal["rate", "concurrency"]
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """How hard a server is asked.
+    """The load of a server.
 
-    With the kind "rate" requests arrive at `value` a second on average, whether earlier ones are answered or not (an
-    open loop, with the exponential gaps of a Poisson process). With "concurrency" `value` requests are under way at
-    any time, and the next one is sent when one of them is answered (a closed loop).
+    "rate": an open loop; requests arrive at `value` per second on average, as a Poisson process. "concurrency": a
+    closed loop; `value` requests are open at any time, and the next one is sent when one is answered.
     """
 
     kind: LoadKind
@@ -41,13 +40,13 @@ class ServerLoad:
 
     @property
     def name(self) -> str:
-        """For a reader."""
+        """The load in words."""
         return f"{self.value:g} at once" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMode:
-    """What the `speculation` field of every request says: "auto", "off", or a depth. "" sends no such field."""
+    """The `speculation` field of every request: "auto", "off", or a depth; "" sends no such field."""
 
     name: str = ""
 
@@ -57,14 +56,14 @@ class SpeculationMode:
 
     @property
     def field(self) -> dict[str, object]:
-        """The part of a body that asks for it."""
+        """The fields of a body for this mode."""
         if not self.name:
             return {}
         return {"speculation": int(self.name) if self.name.isdecimal() else {AUTO: AUTO, OFF: False}[self.name]}
 
     @property
     def shown(self) -> str:
-        """For a reader."""
+        """The mode in words."""
         if not self.name:
             return "as served"
         return f"depth {self.name}" if self.name.isdecimal() else self.name
@@ -83,8 +82,8 @@ class TrafficTurn:
 class TrafficPlan:
     """Every load in every mode, `repeats` times, with `num_requests` requests each time.
 
-    Without modes the server decides which there are. `max_tokens`, `temperature` and `ignore_eos` are those of every
-    request; request number i has the seed `seed` + i in every mode, so that answers can be compared.
+    Without modes, `for_server` chooses them. `max_tokens`, `temperature` and `ignore_eos` apply to every request;
+    request i has the seed `seed` + i in every mode, so that answers can be compared.
     """
 
     loads: tuple[ServerLoad, ...]
@@ -104,10 +103,10 @@ class TrafficPlan:
             raise InvalidRequest("rate", "there is no load: name a --rate or a --concurrency.")
         for name, values in (("rate", self.loads), ("speculation", self.modes)):
             if len(set(values)) < len(values):
-                raise InvalidRequest(name, "a value is there twice: give each of them once.")
+                raise InvalidRequest(name, "a value is repeated: give each of them once.")
 
     def for_server(self, forerun: bool) -> TrafficPlan:
-        """The plan with modes that a server has. Raises InvalidRequest for modes of one that is not forerun's."""
+        """The plan with default modes for the server. Raises InvalidRequest for modes if it is not forerun's."""
         if self.modes and not forerun:
             raise InvalidRequest("speculation", "this server is not forerun's: requests cannot change how it drafts.")
         usual = (SpeculationMode(OFF), SpeculationMode(AUTO)) if forerun else (SpeculationMode(),)
@@ -115,20 +114,20 @@ class TrafficPlan:
 
     @property
     def baseline(self) -> SpeculationMode:
-        """The mode that others are compared with: plain decoding where it is among them."""
+        """The mode that others are compared with: plain decoding if included."""
         return next((mode for mode in self.modes if mode.name == OFF), self.modes[0])
 
     def turns(self) -> Iterator[TrafficTurn]:
-        """All blocks in their order: every repetition begins with another mode, so that none is favoured by drift."""
+        """All blocks in order; every repetition starts with another mode, so that drift favours none."""
         for load, repetition in product(self.loads, range(self.repeats)):
             for mode in rotated(self.modes, repetition):
                 yield TrafficTurn(load, repetition, mode)
 
     def arrivals_s(self, load: ServerLoad, repetition: int) -> Sequence[float]:
-        """When the requests of a block arrive, in seconds from its start; the same in every mode.
+        """The arrival times of a block's requests, in seconds from its start; the same in every mode.
 
-        At a rate they are those of a Poisson process in which `num_requests` arrive in the time of so many: uniform
-        draws, sorted. The load of a short block is then exactly the one that is asked for.
+        At a rate they are a Poisson process conditioned on `num_requests` arrivals (sorted uniform draws), so that even
+        a short block has exactly the requested load.
         """
         if load.kind == "concurrency":
             return [0.0] * self.num_requests
@@ -136,5 +135,5 @@ class TrafficPlan:
         return sorted(noise.uniform(0, self.span_s(load)) for _ in range(self.num_requests))
 
     def span_s(self, load: ServerLoad) -> float:
-        """The seconds within which the requests of a block arrive."""
+        """The seconds in which the requests of a block arrive."""
         return self.num_requests / load.value if load.kind == "rate" else 0.0

@@ -1,7 +1,7 @@
-"""A load test from start to end: which modes are run, blocks of requests of one load and mode at a time, the report.
+"""`measure_traffic`: runs a load test, block by block, and reports.
 
-This file decides what is sent and when. In an open loop every request has its time, and what it takes is counted from
-there: a server that falls behind, or a client that does, cannot make the load lighter or the times shorter.
+In an open loop, latency is counted from a request's scheduled time, so that a slow server or client cannot reduce the
+load or the measured times.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ async def measure_traffic(
     prompts: Path | None = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrafficReport:
-    """Send the prompts of a file, or those that ship, as a plan says, and report; `extra` are fields of every body.
+    """Run a plan with the prompts of a file, or the bundled ones; `extra`: additional fields of every body.
 
-    Raises InvalidRequest where nothing can be sent, or nothing was answered.
+    Raises InvalidRequest if requests cannot be sent or are refused.
     """
     for name in extra:
         if name in OWN:
@@ -51,7 +51,7 @@ async def measure_traffic(
         sender = Sender(client, model, plan, passages, extra)
         for mode in plan.modes:
             for answer in await sender.warm_up(ServerLoad("concurrency", 1.0), mode):
-                if answer.error:  # a server that refuses the first request of a mode would refuse them all
+                if answer.error:  # all others would fail too
                     raise InvalidRequest("url", f"the server does not answer a first request: {answer.error}.")
         blocks = await sender.run(report)
     return TrafficReport(
@@ -67,9 +67,9 @@ async def measure_traffic(
 
 
 def asked_of(prompt: Passage, chat: bool) -> Mapping[str, Any]:
-    """A prompt as a part of a body; for a chat, one without messages is a message of the user.
+    """The prompt fields of a body; for a chat, a plain prompt becomes the user's message.
 
-    Raises InvalidRequest for messages where no chat is asked for.
+    Raises InvalidRequest for messages without `chat`.
     """
     talk = prompt.conversation
     if chat:
@@ -81,7 +81,7 @@ def asked_of(prompt: Passage, chat: bool) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Sends the requests of a plan to one model."""
+    """Sends the requests of a plan to one server."""
 
     client: TrafficClient
     model: ServedModel
@@ -90,7 +90,7 @@ class Sender:
     extra: Mapping[str, Any]
 
     def prompt(self, repetition: int, index: int) -> Passage:
-        """The prompt of a request: every repetition goes on in the list, every mode asks the same."""
+        """The prompt of a request: repetitions continue in the list, and all modes use the same prompts."""
         return self.prompts[(repetition * self.plan.num_requests + index) % len(self.prompts)]
 
     def body(self, turn: TrafficTurn, index: int) -> dict[str, Any]:
@@ -113,15 +113,15 @@ class Sender:
         return await self.client.ask(index, self.body(turn, index), due_s)
 
     async def warm_up(self, load: ServerLoad, mode: SpeculationMode) -> list[TimedAnswer]:
-        """A few requests that do not count, as many at once as the load has."""
+        """Send a few uncounted requests, concurrently as in the load."""
         most = load.value if load.kind == "concurrency" else MOST_WARM_UP / 2
         number = max(1, min(int(most), MOST_WARM_UP, self.plan.num_requests))
-        turn = TrafficTurn(load, self.plan.repeats, mode)  # of prompts that no repetition begins with, if there are any
+        turn = TrafficTurn(load, self.plan.repeats, mode)  # with prompts of no repetition, if there are more
         now_s = time.perf_counter()
         return list(await asyncio.gather(*(self.ask(turn, index, now_s) for index in range(number))))
 
     async def run(self, report: ProgressCallback) -> list[TrafficBlock]:
-        """Send everything that the plan asks for; the blocks in the order in which they ran."""
+        """Run all blocks of the plan, in order."""
         turns, warm = list(self.plan.turns()), set()
         blocks: list[TrafficBlock] = []
         for done, turn in enumerate(turns):
@@ -141,7 +141,7 @@ class Sender:
         return TrafficBlock(turn, tuple(answers), seconds)
 
     async def opened(self, turn: TrafficTurn, start_s: float) -> list[TimedAnswer]:
-        """Every request at its own time."""
+        """Run an open loop: send every request at its scheduled time."""
 
         async def at(index: int, due_s: float) -> TimedAnswer:
             await asyncio.sleep(due_s - time.perf_counter())
@@ -151,7 +151,7 @@ class Sender:
         return await asyncio.gather(*(at(index, start_s + arrival) for index, arrival in enumerate(arrivals)))
 
     async def closed(self, turn: TrafficTurn, start_s: float) -> list[TimedAnswer]:
-        """So many at a time; each is due when one before it is answered."""
+        """Run a closed loop: a request is due when an earlier one is answered."""
         left: Iterator[int] = iter(range(self.plan.num_requests))
 
         async def work() -> list[TimedAnswer]:

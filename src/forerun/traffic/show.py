@@ -1,7 +1,4 @@
-"""A load test for people to read: a table for each kind of load, what the agreement allows, notes; and a picture.
-
-This file decides wording and layout. Every number comes from a TrafficReport.
-"""
+"""The terminal report and the picture of a load test; every number comes from a TrafficReport."""
 
 from __future__ import annotations
 
@@ -35,12 +32,12 @@ HEADS = (
 )
 WITHIN = ("within\nlimits", "goodput\n/s")
 MOST_ERRORS = 5
-LATE_S = 0.01  # of the client, above which its own delay is told
+LATE_S = 0.01  # client delays above this are reported
 KINDS: dict[LoadKind, str] = {"rate": "requests that arrive a second", "concurrency": "requests at once"}
 
 
 def traffic_card(report: TrafficReport) -> RenderableType:
-    """The whole report."""
+    """The report as a renderable card."""
     title = Text(f"{report.model.name} at {report.url}", "bold")
     parts: list[RenderableType] = [title, table(report), *notes(report)]
     if len(categories(report)) > 1:
@@ -49,14 +46,14 @@ def traffic_card(report: TrafficReport) -> RenderableType:
 
 
 def table(report: TrafficReport) -> FigureTable:
-    """One line for each load and mode."""
+    """The table with a row for each load and mode."""
     asks = report.agreement.asks
     rows = [[*row(report, each), *(within(each) if asks else ())] for each in report.figures]
     return FigureTable((*HEADS, *(WITHIN if asks else ())), rows, num_names=2)
 
 
 def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
-    """The figures of a load in a mode."""
+    """The cells of a load in a mode."""
     yield each.load.name
     yield each.mode.shown
     yield number(each.requests_per_s, ".2f")
@@ -69,7 +66,7 @@ def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
 
 
 def within(each: TrafficFigures) -> Iterator[Cell]:
-    """How many requests were served within the agreement."""
+    """The cells of the service level."""
     yield Text(f"{each.kept or 0.0:.0%}", "green" if each.holds else "yellow")
     yield number(each.goodput_per_s, ".2f")
 
@@ -80,12 +77,12 @@ def ms(values: Mapping[str, float] | None, share: str) -> str:
 
 
 def categories(report: TrafficReport) -> list[str]:
-    """The categories of the prompts that were asked."""
+    """The categories of the prompts."""
     return list(dict.fromkeys(kind for each in report.figures for kind in each.by_category))
 
 
 def category_table(report: TrafficReport) -> FigureTable:
-    """Times of each category, the modes side by side."""
+    """The table of times by category, with modes as columns."""
     last = report.plan.loads[-1]
     figures = [each for each in report.figures if each.load == last]
     heads = ["category", "requests"]
@@ -100,7 +97,7 @@ def category_table(report: TrafficReport) -> FigureTable:
 
 
 def notes(report: TrafficReport) -> Iterator[Text]:
-    """What a reader has to know of these figures."""
+    """Notes on the figures."""
     plan = report.plan
     each = f"{plan.num_requests} requests in each of {plan.repeats} repetitions, modes by turns"
     yield Text(f"{each}; at most {plan.max_tokens} tokens each, temperature {plan.temperature:g}", "dim")
@@ -119,14 +116,14 @@ def notes(report: TrafficReport) -> Iterator[Text]:
 
 
 def carried(best: TrafficFigures) -> str:
-    """How much a mode carries: the rate itself, or what a number of requests at once comes to."""
+    """The capacity of a mode in words."""
     if best.load.kind == "rate" or best.requests_per_s is None:
         return best.load.name
     return f"{best.requests_per_s.median:.2f} requests/s, {best.load.name}"
 
 
 def verdict(report: TrafficReport) -> Iterator[Text]:
-    """What the agreement allows, and whether the answers were the same."""
+    """The capacity of each mode, and whether the answers were the same."""
     agreement = report.agreement
     if agreement.asks:
         share = f"{agreement.percentile:g} of 100 requests"
@@ -148,7 +145,7 @@ def verdict(report: TrafficReport) -> Iterator[Text]:
 
 
 def picture(report: TrafficReport) -> str:
-    """Throughput and times by load, a line for each mode, as an SVG: a row of panels for each kind of load."""
+    """The SVG of throughput and latency by load: a line for each mode, a row of panels for each kind of load."""
 
     def tokens(each: TrafficFigures) -> float | None:
         return each.tokens_per_s.median if each.tokens_per_s else None
@@ -178,7 +175,7 @@ def panel(
     title: str,
     limit_s: float | None = None,
 ) -> LinePanel:
-    """One figure by load, and the agreement's limit if it has one."""
+    """A panel of one figure by load, with the service level's limit, if any."""
     series = []
     for mode, colour in zip(report.plan.modes, cycle(COLOURS), strict=False):
         points = [
