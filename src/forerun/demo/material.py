@@ -1,8 +1,4 @@
-"""The material of the demo: prompts, and a target with its drafter: a chat model, or the bundled family, as trained or
-widened to a realistic cost.
-
-This file decides what drafts, the sizes of the bundled models, and where the prompts come from.
-"""
+"""The demo's prompts and models: a chat model, or the bundled models, as trained or widened to a realistic cost."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from forerun.models.widen import Wider, cached_widened
 from forerun.request import Request
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
-CHAT_DRAFT = "auto"  # what drafts for the chat model
+CHAT_DRAFT = "auto"  # the chat model's drafter
 BUNDLED_DRAFT = f"mix[ngram,model:{DRAFT}]"
 PASSAGE = (
     "The lighthouse on Gull Island was built in 1874 after three ships were lost on the reef in one winter. Its lamp "
@@ -38,7 +34,7 @@ PASSAGE = (
     "1982, and since then the light has run by itself. Volunteers paint the tower every second summer, and in August "
     "visitors may climb its 112 steps."
 )
-QUESTIONS = {  # for a chat model: one of each kind that Spec-Bench asks, in as many turns
+QUESTIONS = {  # for a chat model: one for each category of Spec-Bench, with as many turns
     "writing": (
         "Write a short blog post about a weekend in Lisbon, with food and sights worth seeing.",
         "Rewrite your post as a list of five tips, one sentence each.",
@@ -85,9 +81,9 @@ QUESTIONS = {  # for a chat model: one of each kind that Spec-Bench asks, in as 
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A question to a chat model or a text to go on with, and what it is called: a kind of question, or a file.
+    """A question to a chat model, or a text to continue; `name`: the category or the file.
 
-    A text that `repeats` itself is one that n-grams guess well. A question may have turns `before` and `later`.
+    `repeats`: the text repeats itself, which suits n-grams. A question may have turns `before` and `later`.
     """
 
     name: str
@@ -99,30 +95,30 @@ class DemoPrompt:
 
     @property
     def title(self) -> str:
-        """The name, and of a question what is asked of a passage."""
+        """The name, with the question itself for a chat."""
         lines = (line for line in self.text.splitlines() if line not in ("", PASSAGE))
         return f"{self.name}: {' '.join(lines)}" if self.is_chat else self.name
 
     @property
     def shown(self) -> str:
-        """The text as it stands before its answer."""
+        """The text as displayed before its answer."""
         return f"{self.text}\n\n" if self.is_chat else self.text
 
     def tokens(self, llm: LLM) -> list[int]:
-        """The prompt for this model; a question by its chat template."""
-        prompt = llm.chat_prompt([*self.before, said("user", self.text)]) if self.is_chat else self.text
+        """The prompt's tokens; a question is rendered by the chat template."""
+        prompt = llm.chat_prompt([*self.before, chat_message("user", self.text)]) if self.is_chat else self.text
         return llm.requests.prompt_tokens(Request.of(prompt))
 
     def after(self, answer: str) -> DemoPrompt | None:
-        """The next question behind this answer; None behind the last one."""
+        """The next question after this answer; None after the last one."""
         if not self.later:
             return None
-        before = [*self.before, said("user", self.text), said("assistant", answer)]
+        before = [*self.before, chat_message("user", self.text), chat_message("assistant", answer)]
         return replace(self, text=self.later[0], before=before, later=self.later[1:])
 
 
-def said(role: str, text: str) -> Message:
-    """A message of a chat."""
+def chat_message(role: str, text: str) -> Message:
+    """A chat message of a role."""
     return {"role": role, "content": text}
 
 
@@ -134,26 +130,26 @@ def load_prompts() -> Sequence[DemoPrompt]:
 
 
 def chat_prompts() -> Sequence[DemoPrompt]:
-    """The questions for a chat model."""
+    """The demo's questions for a chat model."""
     return [DemoPrompt(name, first, is_chat=True, later=later) for name, (first, *later) in QUESTIONS.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target, by folder or bundled name, and a drafter to it, as `--draft` spells it."""
+    """A target (folder or bundled name) and the spec of its drafter."""
 
     target: str = TARGET
     draft: str = BUNDLED_DRAFT
 
     @classmethod
     def served(cls) -> Pair:
-        """What `make serve` serves: the chat model where it was fetched, or else the bundled target, widened."""
+        """The models of `make serve`: the chat model if downloaded, else the widened bundled target."""
         file = kept()
         return cls.widened(f"mix[ngram,suffix,model:{DRAFT}]") if file is None else cls(str(file), CHAT_DRAFT)
 
     @classmethod
     def widened(cls, draft: str = BUNDLED_DRAFT, progress: ProgressCallback | None = None) -> Pair:
-        """The bundled target and a drafter to it, widened at first use: the same texts at the costs of larger models.
+        """The bundled target and a drafter, widened at first use: the same texts at the cost of larger models.
 
         Raises InvalidRequest for a drafter that cannot be widened.
         """
@@ -161,31 +157,31 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """What the target is called where it is served."""
+        """The target's name when served."""
         return Path(self.target).stem if self.target.endswith(".gguf") else TARGET
 
     @property
     def title(self) -> str:
-        """The names of the target and of its drafter, which say if a model is widened."""
+        """The names of the target and its drafter, marked if widened."""
         return f"target {title(self.target)}, draft {draft_label(str(self.spec))}"
 
     @property
     def spec(self) -> DraftSpec:
-        """What drafts, after the choice for this target."""
+        """The drafter's spec, with `auto` resolved for this target."""
         return settled(parse_spec(self.draft), Blueprint.of(self.target))
 
     def load(self, depth: int | str = AUTO, progress: ProgressCallback | None = None) -> LLM:
-        """Target and drafter, ready to guess `depth` tokens per round, or as many as pay; prompts are read by both
-        sides of a race, so nothing of them is kept."""
+        """Load target and drafter with this depth. The prefix cache is off, since both sides of a race must read the
+        prompts."""
         return LLM(self.target, self.draft, speculation=depth, max_num_seqs=1, prefix_cache=False, progress=progress)
 
 
 def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> tuple[str, str]:
-    """The folder of a bundled target and the drafter to it at the demo's sizes.
+    """(folder of a bundled target, spec of its drafter) at the demo's sizes.
 
-    Draft models get the size of one, drafters that read the target's states grow with it, those that read text alone
-    stay, and `auto` is what it is beside the target as trained. Raises InvalidRequest for a target or a draft model
-    that is not bundled, and for what cannot be widened; ModelError for an unusable drafter; nothing is written then.
+    Draft models get DRAFT_PARAMETERS, drafters that read the target's states are widened with it, text drafters are
+    unchanged, and `auto` is resolved for the original target. Raises, before anything is written, InvalidRequest for a
+    target or draft model that is not bundled or cannot be widened, and ModelError for an unusable drafter.
     """
     if target not in BUNDLED:
         raise InvalidRequest("widen", f"{target} is not of the bundled models {BUNDLED_NAMES}.")
@@ -203,7 +199,7 @@ def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> 
 
 
 def refuse(spec: DraftSpec, target: str, wider: Wider) -> None:
-    """Raise what stands in the way of widening a drafter, at any depth: an error of its own, or an unknown model."""
+    """Raise an error if a drafter or one of its members cannot be widened."""
     for member in spec.members:
         refuse(member, target, wider)
     if spec.name in HEADS and spec.argument is not None:
@@ -216,7 +212,7 @@ def refuse(spec: DraftSpec, target: str, wider: Wider) -> None:
 def widened_draft(
     spec: DraftSpec, target: str, wide: Path, wider: Wider, progress: ProgressCallback | None
 ) -> DraftSpec:
-    """A drafter of the target as one of the widened target in the folder `wide`."""
+    """The spec of a drafter, widened for the target in the folder `wide`."""
     if spec.name == "model" and spec.argument is not None:
         return replace(spec, argument=widen(spec.argument, DRAFT_PARAMETERS, progress))
     if spec.name in HEADS and spec.argument is not None:

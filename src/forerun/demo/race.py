@@ -1,9 +1,8 @@
-"""Races: a prompt answered twice with the same weights, by plain and by drafted decoding, each with its own clock.
+"""Races: a prompt answered by plain and by drafted decoding with the same weights, each with its own clock.
 
-This file decides which side steps next, the one whose own steps have taken less time so far, and what is compared: the
-speed of decoding, without the reading of prompts. The sides never compute at the same time, so neither takes cores from
-the other, and on the screen they advance as if each had the machine to itself. A comparison is races over several
-prompts that end by a deadline: what is warmed up, how long answers may be on this machine, and which races count.
+The side whose steps have taken less time so far runs next, so the sides never compute at the same time, and on the
+screen they advance as if each had the machine to itself. Decoding speeds are compared, without prefill. A comparison
+runs several races within a time limit, by limiting the length of answers.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from forerun.machine import peak_rss_bytes, processor
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
-LEAST_TOKENS = 8  # an answer shorter than this shows nothing
+LEAST_TOKENS = 8  # minimum length of an answer
 WARMUP_READ, WARMUP_TOKENS = 32, 8  # tokens of the prompt, tokens of the answer
 
 
 class Side(StrEnum):
-    """The two ways to answer."""
+    """The two sides of a race."""
 
     PLAIN = "plain"
     SPECULATIVE = "speculative"
 
 
 class RaceSetup:
-    """One LLM's weights, and over them an engine for each way to answer: plain, and the LLM's own, which drafts."""
+    """An LLM with two engines on its weights: the LLM's own, which drafts, and a plain one."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -52,9 +51,9 @@ class RaceSetup:
     def race(
         self, prompt: str | Sequence[int], params: SamplingParams, clock: Clock = time.perf_counter
     ) -> Iterator[tuple[Side, Timed]]:
-        """Answer a prompt plain and drafted, round by round of either side. Closing it cancels both.
+        """Run a race; yields each round with its side. Closing the generator cancels both.
 
-        Nothing is remembered of earlier answers.
+        Each race has its own tenant, so that drafters cannot learn from earlier answers.
         """
         ways = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.llm.engine, None)}
         tenant = str(next(self.tenants))
@@ -72,7 +71,7 @@ class RaceSetup:
 
 
 def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
-    """Another engine over an LLM's weights, with a cache of its own."""
+    """Another engine on an LLM's weights, with its own cache."""
     engine = llm.engine
     runner = type(engine.runner).of(engine.runner.decoder, llm.plan.cache_tokens)
     return Engine(runner, drafter, options=engine.options, num_ids=engine.num_ids, kernels=engine.kernels)
@@ -80,12 +79,12 @@ def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
 
 @dataclass(slots=True)
 class Tally(Pace):
-    """The totals of one side's steps, in one race or many, and their texts."""
+    """The totals of one side's rounds, in one race or many, and its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The totals as a JSON object."""
         return {
             "num_tokens": len(self.token_ids),
             "token_ids": self.token_ids,
@@ -100,24 +99,24 @@ class Tally(Pace):
 
 @dataclass(slots=True)
 class Score:
-    """Both sides of one race, or of many added up."""
+    """Both sides' totals of one race or many."""
 
     plain: Tally = field(default_factory=Tally)
     speculative: Tally = field(default_factory=Tally)
 
     def add(self, side: Side, step: Timed) -> None:
-        """One more round of either side."""
+        """Add a round of one side."""
         tally = self.of(side)
         tally.token_ids += (token for delta in step.deltas for token in delta.token_ids)
         tally.count(step.outcome, step.step_s)
 
     def of(self, side: Side) -> Tally:
-        """One side."""
+        """The totals of one side."""
         return self.plain if side is Side.PLAIN else self.speculative
 
     @property
     def speed_up(self) -> float:
-        """How many times as fast speculation decodes; 0 before there is something to compare."""
+        """The ratio of decoding speeds; 0 if unknown."""
         return over(self.speculative.tokens_per_s, self.plain.tokens_per_s) or 0.0
 
     @property
@@ -127,12 +126,12 @@ class Score:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether both sides gave the same tokens, all of them."""
+        """Whether both sides gave the same tokens."""
         return self.plain.token_ids == self.speculative.token_ids
 
     @property
     def verdict(self) -> str:
-        """Whether speculation pays on this machine, in a sentence."""
+        """A sentence: whether speculation pays on this machine."""
         if not self.speed_up:
             return "There is too little text to compare speeds."
         plain, speculative = self.plain.tokens_per_s, self.speculative.tokens_per_s
@@ -141,7 +140,7 @@ class Score:
 
     @property
     def costs(self) -> str:
-        """What a round costs and gives: a drafted pass against a plain one, the drafter's share, the tokens."""
+        """The cost of a drafted round and its tokens, in words."""
         stats, drafted = self.speculative.stats, self.speculative
         tokens = 1 + (over(stats.num_drafted, stats.num_rounds) or 0.0)
         times, share = over(drafted.pass_s, self.plain.pass_s) or 0.0, over(stats.draft_s, drafted.decode_s) or 0.0
@@ -152,7 +151,7 @@ class Score:
         )
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The score as a JSON object."""
         stats = self.speculative.stats
         return {
             "plain": self.plain.as_object(),
@@ -169,36 +168,36 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """One race that is over."""
+    """The score of one prompt."""
 
     name: str
     temperature: float
-    num_tokens: int  # the most the answer might have had
+    num_tokens: int  # maximum length of the answer
     score: Score
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The score with the prompt's name, as a JSON object."""
         about = {"name": self.name, "temperature": self.temperature, "max_tokens": self.num_tokens}
         return about | self.score.as_object()
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Races in one setup with one seed. `deadline_s` is on `clock`, which also times the steps."""
+    """Several races with one seed. `deadline_s` is a time of `clock`, which also times the rounds."""
 
     setup: RaceSetup
     seed: int
-    max_tokens: int  # of an answer, where time allows
+    max_tokens: int  # of an answer, if time allows
     deadline_s: float
     clock: Clock = time.perf_counter
-    seen: Score = field(default_factory=Score)  # all that ran, the warm-up too
-    total: Score = field(default_factory=Score)  # what counts
+    seen: Score = field(default_factory=Score)  # all rounds, including the warm-up
+    total: Score = field(default_factory=Score)  # all races
     totals: dict[float, Score] = field(default_factory=dict)  # by temperature
     races: list[PromptScore] = field(default_factory=list)
-    answer: str = ""  # to the last question, of the plain side
+    answer: str = ""  # the plain side's last answer
 
     def warm_up(self, prompt: DemoPrompt, progress: ProgressCallback = lambda _what, _done: None) -> None:
-        """A few rounds of both engines, which compile kernels and show how fast this machine is."""
+        """Run a few rounds of both engines, which compile kernels and measure the machine's speed."""
         progress("warming up", 0.0)
         tokens = prompt.tokens(self.setup.llm)[:WARMUP_READ]
         params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
@@ -208,9 +207,9 @@ class Comparison:
     def race(
         self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[Side, Timed, Score], None]
     ) -> PromptScore:
-        """One race, with its share of the time that is left for `num_left` of them; `show` is told each step.
+        """Run one race with an equal share of the time for `num_left` races; `show` is called with each round.
 
-        A later turn of a chat is counted with the turns before it.
+        A later turn of a chat is added to the score of the turns before it.
         """
         tokens = prompt.tokens(self.setup.llm)
         share_s = (self.deadline_s - self.clock()) / num_left
@@ -233,16 +232,16 @@ class Comparison:
 
     @property
     def late(self) -> bool:
-        """Whether there is no time for another race; there always is for one."""
+        """Whether the time is over; the first race always runs."""
         return bool(self.races) and self.clock() >= self.deadline_s
 
     @property
     def shortened(self) -> bool:
-        """Whether answers were kept shorter than asked for, to be over in time."""
+        """Whether answers were shortened because of the time limit."""
         return any(race.num_tokens < self.max_tokens for race in self.races)
 
     def facts(self, num_races: int) -> list[tuple[str, str]]:
-        """What is worth knowing beside the figures, by name."""
+        """(name, value) facts besides the figures."""
         llm, num_threads = self.setup.llm, torch.get_num_threads()
         machine = f"{counted(num_threads, 'thread')}, {llm.kernels}, {llm.format}"
         lines = [("processor", processor()), ("machine", machine), ("seed", str(self.seed))]
@@ -277,9 +276,9 @@ class Comparison:
 
 
 def affordable_tokens(seen: Score, num_prompt_tokens: int, left_s: float, most: int) -> int:
-    """How long an answer may be, at most `most`, if reading and both sides' decoding are to end in `left_s` seconds.
+    """The answer length, at most `most`, for which prefill and both sides' decoding fit into `left_s` seconds.
 
-    Judged by the speeds of `seen`; never less than LEAST_TOKENS, unless `most` is.
+    Estimated from the speeds of `seen`; at least min(LEAST_TOKENS, `most`).
     """
     sides = (seen.plain, seen.speculative)
     per_token_s = sum(side.decode_s / max(1, side.num_decoded) for side in sides)

@@ -1,6 +1,6 @@
-"""The screen of the demo: two panels that race, a transcript where the output is no terminal, and the card at the end.
+"""The demo's display: two panels that race (or a transcript without a terminal), and the card at the end.
 
-This file decides layout and wording. Every number comes from a Score.
+Every number comes from a Score.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.card import STYLES
 from forerun.demo.race import PromptScore, Score, Side, Tally
 from forerun.figure_table import FigureTable, fact_table
 
-LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # in a smaller terminal panels show too little
+LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # minimum terminal size for panels
 MOST_LINES = 20
 PROMPT_LINES = 6
 FRAME_S = 0.05
@@ -28,19 +28,19 @@ NAMES = {Origin.DRAFTED: "guessed, accepted", Origin.RECOVERED: "guess rejected:
 
 
 def view_of(console: Console, raw: bool, heading: str, prompt: str) -> FinalAnswers:
-    """Panels on a colour terminal that is large enough, a transcript anywhere else."""
+    """Panels on a large enough colour terminal, otherwise a transcript."""
     colours = console.is_terminal and console.color_system is not None and not console.no_color
     large = console.width >= LEAST_WIDTH and console.height >= LEAST_HEIGHT
     return Panels(console, heading, prompt) if colours and large and not raw else FinalAnswers(console, heading)
 
 
 class FinalAnswers:
-    """Both answers, one under the other, when the race is over."""
+    """A transcript: both answers, printed when the race is over."""
 
     def __init__(self, console: Console, heading: str) -> None:
         self._console = console
         self._heading = heading
-        self._texts = {side: Text() for side in Side}  # coloured by origin
+        self._texts = {side: Text() for side in Side}  # styled by origin
         self._score = Score()
 
     def __enter__(self) -> FinalAnswers:
@@ -48,7 +48,7 @@ class FinalAnswers:
         return self
 
     def show(self, side: Side, step: Timed, score: Score) -> None:
-        """One more round of a side."""
+        """Add a round of a side."""
         for segment in (segment for delta in step.deltas for segment in delta.segments):
             self._texts[side].append(segment.text, STYLES[segment.origin])
         self._score = score
@@ -64,7 +64,7 @@ class FinalAnswers:
 
 
 class Panels(FinalAnswers):
-    """Both answers side by side as they grow; the end of each, where it is longer than the panel."""
+    """Both answers side by side as they grow, scrolled to their ends."""
 
     def __init__(self, console: Console, heading: str, prompt: str) -> None:
         super().__init__(console, heading)
@@ -78,7 +78,7 @@ class Panels(FinalAnswers):
         return self
 
     def show(self, side: Side, step: Timed, score: Score) -> None:
-        """One more round of a side; the screen follows at its own pace."""
+        """Add a round of a side; the screen is refreshed every FRAME_S."""
         super().show(side, step, score)
         if time.monotonic() - self._shown_s >= FRAME_S:
             self._live.update(self._frame(), refresh=True)
@@ -105,25 +105,25 @@ class Panels(FinalAnswers):
 
 
 def progress_line(tally: Tally) -> str:
-    """How far a side has come, by its own clock."""
+    """A side's tokens, time and speed."""
     if not tally.num_decoded:
         return "reading the prompt"
     return f"{len(tally.token_ids)} tokens, {tally.total_s:.1f} s, {tally.tokens_per_s:.1f} tokens/s"
 
 
 def result_line(score: Score) -> str:
-    """How a race ended."""
+    """The result of a race."""
     rounds = score.speculative.stats.tokens_per_round or 0.0
     return f"×{score.speed_up:.2f}, {rounds:.2f} tokens per round; same tokens: {same(score)}"
 
 
 def short(race: PromptScore) -> str:
-    """What was asked; a file without its folders."""
+    """The prompt's name; a file without its folders."""
     return race.name.rpartition("/")[2]
 
 
 def same(score: Score) -> str:
-    """Whether both sides wrote the same tokens."""
+    """Whether both sides gave the same tokens, in words."""
     return "yes" if score.same_tokens else "NO"
 
 
@@ -134,9 +134,9 @@ def card(
     about: Sequence[tuple[str, str]],
     totals: Mapping[float, Score] | None = None,
 ) -> RenderableType:
-    """All numbers of a demo: a table by prompt, what drafting gave and cost, `about` it, and the verdict.
+    """The final card: a table by prompt, costs, `about` facts, and the verdict.
 
-    `totals` are those of each temperature.
+    `totals`: scores by temperature.
     """
     parts: list[RenderableType] = [Text(title, "bold"), Text(), table(races, totals or {}, total), Text()]
     parts += [facts(total, about), Text()]
@@ -155,7 +155,7 @@ def card(
 
 
 def table(races: Sequence[PromptScore], totals: Mapping[float, Score], total: Score) -> FigureTable:
-    """One line per prompt, one for each temperature if there are several, and one for all."""
+    """The table by prompt, with totals by temperature if there are several, and overall."""
     heads = (
         *("prompt", "tempe-\nrature", "plain\ntokens/s", "speculative\ntokens/s"),
         *("speed-up", "tokens\nper round", "same\ntokens"),
@@ -168,7 +168,7 @@ def table(races: Sequence[PromptScore], totals: Mapping[float, Score], total: Sc
 
 
 def row(name: str, temperature: str, score: Score) -> list[str | Text]:
-    """The figures of one prompt, or of all."""
+    """The cells of one prompt, or of a total."""
     return [
         name,
         temperature,
@@ -181,7 +181,7 @@ def row(name: str, temperature: str, score: Score) -> list[str | Text]:
 
 
 def facts(total: Score, about: Sequence[tuple[str, str]]) -> Table:
-    """What lies behind the table, as two columns."""
+    """The facts below the table, as two columns."""
     rates = " ".join(f"{rate:.2f}" for rate in total.speculative.stats.acceptance_at_depth)
     waits = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
     reads = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for reading the prompts"

@@ -1,1 +1,1 @@
-"""forerun's drafters inside the engines that people already run: one file per engine, each behind its pip extra."""
+"""forerun's drafters inside other engines: one file per engine, each behind its pip extra."""

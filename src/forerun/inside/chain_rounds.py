@@ -1,8 +1,7 @@
-"""Chain rounds: drafts for an engine that reads the guesses itself, one chain a row.
+"""Chain rounds: drafts chains for another engine, which verifies them itself.
 
-This file decides what a drafter and the controller are told of an engine that is not forerun's: what became final shows
-in the rows' texts, and the time of a round is that from one call to the next. Verification and caches are the other
-engine's.
+The drafter and the controller learn from what the other engine shows: accepted tokens from the growth of the rows'
+texts, and the time of a round from the time between two calls. Verification and caches belong to the other engine.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.tables import RowSampling
 from forerun.tree import HostTree
 
-PLENTY = 1 << 30  # of the other engine's cache, whose room it minds itself
-UNKNOWN = -2  # in the place of a row's drafter, of whose guesses nobody can say what became
+PLENTY = 1 << 30  # the other engine manages its own cache
+UNKNOWN = -2  # as the drafter of a row whose acceptance is unknown
 GREEDY = SamplingParams(temperature=0)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenChain:
-    """What was given for a row: its guesses, and the member of a mix that guessed them."""
+    """The draft of a row in the last call, and the member of a mix that made it."""
 
     guesses: Sequence[int]
     drafter: int
 
     def outcome(self, seq_id: int, gained: Sequence[int] | None) -> RowOutcome:
-        """What became of it in a text that gained these tokens; None where that is not known."""
+        """The outcome, if the text gained these tokens; None: unknown."""
         if gained is None:
             return RowOutcome(seq_id, 0, 0, 0, 0, UNKNOWN)
         drafted, accepted = len(self.guesses), min(len(self.guesses), len(gained) - 1)
@@ -48,9 +47,9 @@ class GivenChain:
 
 @dataclass(slots=True)
 class ChainRounds:
-    """One engine's drafts. `depth` is the most guesses of a chain, `max_length` the longest text.
+    """The drafts for one engine. `depth`: maximum chain length; `max_length`: maximum length of a text.
 
-    `tenant` is whose past answers drafters may use, in a text of anybody; None for nobody's.
+    `tenant`: the tenant of all texts, for drafters that learn from past answers; None: they must not.
     """
 
     drafter: Drafter
@@ -62,8 +61,8 @@ class ChainRounds:
     tenant: str | None = None
     controller: Controller = field(default_factory=MeasuredDepth)
     texts: RowTexts = field(init=False)
-    given: dict[int, GivenChain] = field(default_factory=dict)  # in the last call, by text
-    draft_s: float = 0.0  # what the last call took
+    given: dict[int, GivenChain] = field(default_factory=dict)  # drafts of the last call, by text
+    draft_s: float = 0.0  # duration of the last call
     drafter_s: Sequence[float] = ()
     ended_s: float = 0.0
     broken: bool = False
@@ -72,9 +71,9 @@ class ChainRounds:
         self.texts = RowTexts(most_absent=self.max_num_rows)
 
     def propose(self, rows: Mapping[int, EngineRow], reads: bool) -> dict[int, list[int]]:
-        """Guesses for these rows, by number; `reads`: whether others read prompts beside them in the last round.
+        """Drafts for these rows, by number; `reads`: whether the last round included prefill.
 
-        Where the drafter raises, drafting ends for good, and the log says so.
+        If the drafter raises, drafting is switched off permanently with a warning.
         """
         drafts: dict[int, list[int]] = {}
         if not self.broken and (error := attempt(lambda: drafts.update(self.round(rows, reads)))) is not None:
@@ -84,7 +83,7 @@ class ChainRounds:
         return drafts
 
     def round(self, rows: Mapping[int, EngineRow], reads: bool) -> dict[int, list[int]]:
-        """Learn from the round that is over, and guess for the next."""
+        """Learn from the last round, and draft for the next one."""
         began_s = time.perf_counter()
         texts, forgotten = self.texts.follow(rows)
         known = [len(text.ids) for text in texts]
@@ -109,10 +108,10 @@ class ChainRounds:
         return dict(zip(rows, chains, strict=True))
 
     def record(self, texts: Sequence[KnownText], gained: Sequence[Sequence[int]], pass_s: float, reads: bool) -> None:
-        """Let the controller learn from the last round: what was accepted shows in what the texts gained.
+        """Record the last round in the controller; acceptance follows from the tokens that texts gained.
 
-        Of a text that ended nobody says what it gained. The time of a round counts where its rows are the same now,
-        and no prompts were read beside.
+        The gain of a finished text is unknown. The time of a round counts only if its rows are the same now, and
+        there was no prefill.
         """
         gains = {text.id: tokens for text, tokens in zip(texts, gained, strict=True)}
         rows = [chain.outcome(seq_id, gains.get(seq_id)) for seq_id, chain in self.given.items()]
@@ -122,7 +121,7 @@ class ChainRounds:
             self.controller.record(outcome)
 
     def news(self, texts: Sequence[KnownText], known: Sequence[int]) -> Committed:
-        """What became final. The last token of a text is its root, which is told with the next."""
+        """The newly committed tokens. The last token of a text is its root, which is committed in the next round."""
         tokens: list[int] = []
         offsets = [0]
         for text, length in zip(texts, known, strict=True):
@@ -138,7 +137,7 @@ class ChainRounds:
         )
 
     def budgets(self, texts: Sequence[KnownText]) -> Sequence[Budget]:
-        """How far to draft each text."""
+        """The draft budget of each text."""
         ids = [text.id for text in texts]
         load = Load(
             seq_ids=ids,
@@ -153,14 +152,11 @@ class ChainRounds:
         return self.controller.budgets(load, self.drafter.outlook(ids), spare)
 
     def draws(self, texts: Sequence[KnownText]) -> Draws:
-        """What drafters know of a round: the texts. Those that copy text draw nothing."""
+        """Draws for the texts; drafters that copy text do not sample."""
         return Draws([RowSampling(t.id, GREEDY, 0, 0, t.tokens, t.num_prompt) for t in texts], self.vocab_size)
 
     def chain(self, tree: HostTree, budget: Budget) -> list[int]:
-        """The likeliest path of a tree, within the budget and up to the first guess that is no token.
-
-        Of several children the first is the likeliest.
-        """
+        """The path of first (most likely) children, within the budget and up to the first invalid token id."""
         path: list[int] = []
         node = 0
         for child, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):

@@ -1,9 +1,8 @@
-"""Row texts: which of an engine's rows are texts that were seen before.
+"""Row texts: identifies an engine's rows across steps by their tokens.
 
-An engine gives the tokens of every row in every step, and no names: rows move, end, wait and come again between two
-steps. So a text is known by its tokens alone: a row goes on from a known text if it begins with all of it. What is kept
-for a text must therefore be a function of its tokens; then it does not matter which of two equal texts a row is taken
-for.
+The other engine gives the tokens of every row in every step, without ids; rows move, finish, wait and return between
+steps. A row continues a known text if it starts with all of its tokens. State stored for a text must therefore be a
+function of its tokens; then it does not matter which of two equal texts a row is matched with.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
-PATIENCE = 8  # steps for which a text is kept that no row goes on from: other batches may come between, or it waits
+PATIENCE = 8  # steps for which a text without a row is kept, since it may wait
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """A row in a step: all tokens of its text, of which the last `num_new` were drawn in this step."""
+    """A row in a step: all tokens of its text; the last `num_new` were generated in this step."""
 
     ids: Tokens
     num_new: int
@@ -29,7 +28,7 @@ class EngineRow:
 
 @dataclass(slots=True, eq=False)
 class KnownText:
-    """A text: its tokens when it was last seen, how many of them are its prompt, and the step in which that was."""
+    """A text: its tokens when last seen, the length of its prompt, and the step of the last sight."""
 
     id: int
     num_prompt: int
@@ -38,7 +37,7 @@ class KnownText:
     last_seen: int
 
     def begins(self, row: Tokens) -> bool:
-        """Whether the row is this text, or goes on from it."""
+        """Whether the row starts with this text."""
         length = len(self.ids)
         return length <= len(row) and bool(row[length - 1] == self.ids[-1]) and np.array_equal(row[:length], self.ids)
 
@@ -47,21 +46,19 @@ class KnownText:
 class RowTexts:
     """The texts of the rows of one engine.
 
-    A text that is in no row is forgotten after `PATIENCE` steps, the oldest sooner where there are more than
-    `most_absent`.
+    A text without a row is forgotten after `PATIENCE` steps; at most `most_absent` such texts are kept.
     """
 
     most_absent: int
     step: int = 0
     at_row: dict[int, KnownText] = field(default_factory=dict)
-    absent: list[KnownText] = field(default_factory=list)  # those that no row went on from, the oldest first
+    absent: list[KnownText] = field(default_factory=list)  # texts without a row, the oldest first
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def follow(self, rows: Mapping[int, EngineRow]) -> tuple[list[KnownText], list[int]]:
-        """The texts of these rows, in order, with their tokens as they were known before; and the ids of forgotten
-        texts.
+        """(the texts of these rows, in order, with their tokens of the step before; the ids of forgotten texts).
 
-        `rows` has the tokens of those that gained any, by number. A new text has no tokens yet: `grow` gives them.
+        `rows`: rows that gained tokens, by number. A new text has no tokens yet; `grow` adds them.
         """
         self.step += 1
         here: dict[int, KnownText] = {}
@@ -86,7 +83,7 @@ class RowTexts:
         return [here[number] for number in rows], self.forget(left)
 
     def forget(self, left: Sequence[KnownText]) -> list[int]:
-        """Keep of these texts, which are in no row, those that may come again; the ids of the others."""
+        """Keep recent ones of these texts without a row; returns the ids of the others."""
         recent = sorted((text for text in left if self.step - text.last_seen <= PATIENCE), key=lambda t: t.last_seen)
         self.absent = recent[max(0, len(recent) - self.most_absent) :]
         kept = {text.id for text in self.absent}
@@ -94,7 +91,7 @@ class RowTexts:
 
 
 def grow(text: KnownText, row: Tokens) -> list[int]:
-    """Let a text be what its row holds now; the tokens that it gained."""
+    """Update a text to its row's tokens; returns the tokens that it gained."""
     gained: list[int] = row[len(text.ids) :].tolist()
     text.ids = row.copy()
     text.tokens += gained

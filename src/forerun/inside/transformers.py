@@ -1,8 +1,8 @@
 """forerun inside transformers: `model.generate(..., custom_generate=generate, draft="suffix")`.
 
-The file decides how a call of transformers' `generate` becomes requests to a forerun engine, and the engine's tokens
-the tensor that transformers would return. The engine holds the weights of the given model once more, packed for its own
-kernels, and is kept until the model changes or is dropped.
+A call of transformers' `generate` is translated to requests of a forerun engine, and the engine's tokens to the tensor
+that transformers would return. The engine has its own copy of the model's weights, packed for its kernels, and is
+cached until the model changes or is deleted.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ except ImportError as error:
         "forerun.inside.transformers needs transformers: pip install 'forerun[transformers]'"
     ) from error
 
-FOLDER = Path(__file__).parent / "folder"  # what `custom_generate` takes where it is a folder
+FOLDER = Path(__file__).parent / "folder"  # for `custom_generate` as a folder
 WARPERS: Mapping[type, str] = {  # in transformers' order; each has the field of SamplingParams as an attribute
     logits_process.TemperatureLogitsWarper: "temperature",
     logits_process.TopKLogitsWarper: "top_k",
     logits_process.TopPLogitsWarper: "top_p",
     logits_process.MinPLogitsWarper: "min_p",
 }
-NOT_BY_ROW = (  # they read the model or the whole batch, or remember what they were asked
+NOT_BY_ROW = (  # they use the model or the whole batch, or have state
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.SynthIDTextWatermarkLogitsProcessor,
 )
 UNUSED = frozenset({"cache", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids"})
-ASKED_ALONE = {  # of a GenerationConfig: what else than plain decoding they ask for, and what to do instead
+ASKED_ALONE = {  # fields of GenerationConfig that are not supported, and what to do instead
     "num_beams": "beams are not searched here: leave it out",
     "output_scores": "scores are not returned here: leave it out, or use forerun's LLM with logprobs",
     "output_logits": "logits are not returned here: leave it out",
@@ -72,14 +72,14 @@ ASKED_ALONE = {  # of a GenerationConfig: what else than plain decoding they ask
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """The engine of a model, what it was built for, and the state that the weights had."""
+    """The engine of a model, its options, and the versions of the weights."""
 
     llm: LLM
     options: Mapping[str, object]
     weights: Sequence[tuple[int, int]]
 
 
-ENGINES: WeakKeyDictionary[PreTrainedModel, BuiltEngine] = WeakKeyDictionary()  # an engine lasts as long as its model
+ENGINES: WeakKeyDictionary[PreTrainedModel, BuiltEngine] = WeakKeyDictionary()  # engines are dropped with their models
 BUILDING = threading.RLock()
 
 
@@ -96,14 +96,14 @@ def generate(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """What `model.generate` returns with this function as its `custom_generate`: the tokens of plain decoding.
+    """A `custom_generate` for `model.generate` that returns the tokens of plain decoding.
 
-    `draft`, `speculation` and `engine` are further keywords of `model.generate`: the drafter and how far it drafts, as
-    in LLM and LLM.generate, and other keywords of LLM, such as max_num_seqs. At temperature 0 the tokens are those of
-    the model's own `generate`, up to ties within rounding; at others they follow the same law, and the seed of
-    `torch.manual_seed` gives the same tokens with any drafter and with none. transformers 5 keeps `tokenizer` and
-    `streamer` from a callable: bind them, as partial(generate, streamer=streamer), or use `FOLDER`.
-    Raises UnsupportedModel for a model that forerun does not compute, InvalidRequest for what `generate` cannot do.
+    `draft`, `speculation` and `engine` are additional keywords of `model.generate`: the drafter and its depth, as in
+    LLM and LLM.generate, and other keywords of LLM, such as max_num_seqs. At temperature 0 the tokens are those of the
+    model's own `generate`, up to ties within rounding; otherwise they follow the same distribution, and the seed of
+    `torch.manual_seed` gives the same tokens with any drafter or none. transformers 5 does not pass `tokenizer` and
+    `streamer` to a callable: bind them, as in partial(generate, streamer=streamer), or use `FOLDER`.
+    Raises UnsupportedModel for a model that forerun does not support, InvalidRequest for unsupported arguments.
     """
     check_call(model, generation_config, model_kwargs)
     if streamer is not None and len(input_ids) > 1:
@@ -142,7 +142,7 @@ def generate_in_folder(
     streamer: Any = None,
     **arguments: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """`generate` for `custom_generate=FOLDER, trust_remote_code=True`: with streamers, and with stop strings."""
+    """`generate` for `custom_generate=FOLDER, trust_remote_code=True`, with streamers and stop strings."""
     ends, strings = list(stopping_criteria or ()), arguments.pop("stop_strings", None)
     config = generation_config or model.generation_config
     if strings is None and config.stop_strings:
@@ -163,9 +163,9 @@ def generate_in_folder(
 
 
 def engine_of(model: PreTrainedModel, **options: Any) -> LLM:
-    """The engine over this model's weights, built anew where the options or the weights are others than before.
+    """The engine of this model; it is rebuilt if the options or the weights have changed.
 
-    Without options the one that there is: its `stats` tell how drafts did. Raises UnsupportedModel.
+    Without options, the existing engine, for example to read its `stats`. Raises UnsupportedModel.
     """
     weights = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()]
     with BUILDING:
@@ -186,7 +186,7 @@ def release(model: PreTrainedModel) -> None:
 
 
 def build(model: PreTrainedModel, draft: str | Drafter | None = None, tokenizer: Any = None, **options: Any) -> LLM:
-    """A forerun engine with a copy of the model's weights, which pass through a temporary folder."""
+    """Build an engine with a copy of the model's weights, by way of a temporary folder."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModel(f"{model.name_or_path}: its weights are quantised: give the folder to forerun's LLM")
     if any("lora_" in name or "base_layer" in name for name, _ in model.named_parameters()):
@@ -210,7 +210,7 @@ def build(model: PreTrainedModel, draft: str | Drafter | None = None, tokenizer:
 
 
 def check_call(model: PreTrainedModel, config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest, naming the argument, for what would change the answer and is not done here."""
+    """Raise InvalidRequest, naming the argument, for unsupported arguments that would change the answer."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{model.name_or_path}: it has an encoder: call generate without custom_generate")
     for name, answer in ASKED_ALONE.items():
@@ -227,7 +227,7 @@ def check_call(model: PreTrainedModel, config: Any, model_kwargs: Mapping[str, A
 
 
 def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """The tokens of every row, and the padding in front of them. Raises InvalidRequest for padding elsewhere."""
+    """(tokens, left padding) of every row. Raises InvalidRequest for other padding."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     rows = []
     for row, ids in enumerate(input_ids.tolist()):
@@ -245,7 +245,7 @@ def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[li
 
 
 def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[int]) -> dict[str, Any]:
-    """The fields of SamplingParams that say what these processors do to a row; the others run as they are."""
+    """SamplingParams fields for a row; processors without a counterpart are passed as logits processors."""
     left = list(processors)
     fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     names: list[str] = []
@@ -254,7 +254,7 @@ def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[i
         if name and in_order(name, names) and getattr(left[-1], "min_tokens_to_keep", 1) == 1:
             fields[name] = getattr(left.pop(), name)
             names.insert(0, name)
-        elif isinstance(left[-1], logits_process.LogitNormalization):  # what comes behind it does not notice
+        elif isinstance(left[-1], logits_process.LogitNormalization):  # no effect on what follows
             left.pop()
         else:
             break
@@ -265,7 +265,7 @@ def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[i
 
 
 def is_whole_penalty(processor: Any, row: int, padding: Sequence[int]) -> bool:
-    """Whether this penalises what forerun's repetition_penalty does: all tokens of a row behind its padding."""
+    """Whether a processor equals forerun's repetition_penalty: over all tokens of a row except its padding."""
     if type(processor) is not logits_process.RepetitionPenaltyLogitsProcessor:
         return False
     ignored = processor.prompt_ignore_length
@@ -273,13 +273,13 @@ def is_whole_penalty(processor: Any, row: int, padding: Sequence[int]) -> bool:
 
 
 def in_order(name: str, later: Sequence[str]) -> bool:
-    """Whether forerun, too, does this before those. It applies min_p before top_p, transformers behind it."""
+    """Whether forerun applies these in the same order; it applies min_p before top_p, transformers after it."""
     order = list(WARPERS.values())
     return not later or (order.index(name) < order.index(later[0]) and not {name, *later} >= {"top_p", "min_p"})
 
 
 def of_row(processor: Any, row: int) -> Any:
-    """A processor of the batch, for one row of it. Raises InvalidRequest where there is no such thing."""
+    """A batch's processor restricted to one row. Raises InvalidRequest if that is impossible."""
     if isinstance(processor, NOT_BY_ROW):
         problem = "it is no function of a row's tokens and logits alone: leave it out"
         raise InvalidRequest("logits_processor", f"{type(processor).__name__}: {problem}.")
@@ -296,7 +296,7 @@ def of_row(processor: Any, row: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RowProcessor:
-    """A processor of transformers in forerun's form; it sees the padding too, by which some count."""
+    """Adapts a processor of transformers; it gets the padding too, since some count it."""
 
     processor: Any
     padding: tuple[int, ...]
@@ -309,9 +309,9 @@ class RowProcessor:
 
 @dataclass(frozen=True, slots=True)
 class Criteria:
-    """Where texts end: at a length, padding included, at ids, and where any of the others says so.
+    """When texts end: at a length (including padding), at token ids, or by other stopping criteria.
 
-    `pads`: whether ended rows are padded. Where no id was named, they go on as long as any other does, as in
+    `pads`: whether finished rows are padded. Without end ids, all rows continue as long as any does, as in
     transformers.
     """
 
@@ -322,7 +322,7 @@ class Criteria:
 
     @classmethod
     def of(cls, criteria: Sequence[Any], num_ids: int) -> Criteria:
-        """What the prepared criteria say of a vocabulary of so many ids."""
+        """Build it from transformers' criteria, for a vocabulary of `num_ids` ids."""
         lengths = [each.max_length for each in criteria if isinstance(each, criteria_of.MaxLengthCriteria)]
         ends = [each for each in criteria if isinstance(each, criteria_of.EosTokenCriteria)]
         known = (criteria_of.MaxLengthCriteria, criteria_of.EosTokenCriteria)
@@ -337,17 +337,17 @@ class Criteria:
 
 @dataclass(slots=True)
 class RowText:
-    """One row of the batch: its sequence in the engine, what it gained, and where it ended."""
+    """One row of the batch: its sequence, its new tokens, and where it ended."""
 
     sequence: EngineSequence
     padding: Sequence[int]
     criteria: Criteria
     streamer: Any = None
     tokens: list[int] = field(default_factory=list)
-    end: int | None = None  # how many of the tokens belong to the answer
+    end: int | None = None  # number of tokens in the answer
 
     def take(self, token: int) -> None:
-        """One more token; the first that ends the text is part of it."""
+        """Add a token; the token that ends the text is part of it."""
         self.tokens.append(token)
         if self.end is None and self.streamer is not None:
             self.streamer.put(torch.tensor([token]))
@@ -355,7 +355,7 @@ class RowText:
             self.end = len(self.tokens)
 
     def stopped(self) -> bool:
-        """Whether any criterion of transformers, other than lengths and ids, ends the text here."""
+        """Whether any of the other stopping criteria ends the text here."""
         if not self.criteria.others:
             return False
         prompt = self.sequence.tokens[: self.sequence.num_prompt]
@@ -364,7 +364,7 @@ class RowText:
 
 
 def run(llm: LLM, texts: Sequence[RowText], criteria: Criteria) -> None:
-    """Generate until all rows have what belongs to the answer."""
+    """Generate until the answers of all rows are complete."""
     by_id = {text.sequence.id: text for text in texts}
     for delta in llm.deltas([text.sequence for text in texts]):
         text = by_id[delta.seq_id]
@@ -380,12 +380,12 @@ def run(llm: LLM, texts: Sequence[RowText], criteria: Criteria) -> None:
 
 
 def longest(texts: Sequence[RowText]) -> int:
-    """New tokens of the answer that has most."""
+    """The length of the longest answer."""
     return max(text.end or 0 for text in texts)
 
 
 def joined(input_ids: Tensor, texts: Sequence[RowText], criteria: Criteria, config: Any) -> Tensor:
-    """Prompts and answers as one tensor; behind an end there is padding, where anything ends a row."""
+    """Prompts and answers as one tensor, padded on the right."""
     width, pad = longest(texts), getattr(config, "_pad_token_tensor", None)
     rows = []
     for text in texts:

@@ -1,7 +1,6 @@
-"""forerun inside vLLM: drafters that copy text, and the controller that says how far they pay, as a custom proposer.
+"""forerun inside vLLM: a custom proposer with drafters that copy text, and forerun's depth controller.
 
-vLLM imports `Proposer` by its name, so nothing of vLLM is imported here. The file decides how vLLM's configuration
-names a drafter, and what of vLLM's batch is shown to it.
+vLLM imports `Proposer` by name; this file imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ TEXT_DRAFTERS = ("ngram", "suffix", "mix")
 
 
 class Proposer:
-    """What `speculative_config={"method": "custom_class", "model": "forerun.inside.vllm.Proposer", ...}` runs.
+    """For `speculative_config={"method": "custom_class", "model": "forerun.inside.vllm.Proposer", ...}`.
 
-    `num_speculative_tokens` is the most guesses of a round. `additional_config={"forerun": {...}}` may say which
-    drafter (`draft`, as in `--draft`: ngram, suffix, or a mix of them), how far (`speculation`: "auto", as far as pays
-    by this engine's own times, or a depth), and whether answers to one request may be guessed in another
-    (`share_answers`). Raises InvalidRequest and UnknownDrafter when it is built, and never later.
+    `num_speculative_tokens` is the maximum depth. `additional_config={"forerun": {...}}` may have `draft` (as in
+    `--draft`: ngram, suffix, or a mix of them), `speculation` ("auto", by measured times of this engine, or a depth),
+    and `share_answers` (whether drafts may use answers to other requests). Raises InvalidRequest and UnknownDrafter in
+    the constructor only.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -52,15 +51,15 @@ class Proposer:
         )
 
     def load_model(self, *_: object, **__: object) -> None:
-        """There is none: drafters copy text."""
+        """No effect: drafters that copy text have no model."""
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: object
     ) -> list[list[int]]:
-        """Guesses for each row of vLLM's batch.
+        """Drafts for each row of vLLM's batch.
 
         Row i has the text `token_ids_cpu[i, :num_tokens_no_spec[i]]`, of which `sampled_token_ids[i]` are new; rows
-        without new tokens are being read, and get no guesses.
+        without new tokens are in prefill, and get no draft.
         """
         rows = {
             number: EngineRow(token_ids_cpu[number, : num_tokens_no_spec[number]], len(new))
@@ -72,7 +71,7 @@ class Proposer:
 
 
 def options_of(additional: Any) -> dict[str, Any]:
-    """The options that vLLM's additional_config gives; a text is the drafter. Raises InvalidRequest."""
+    """The options in vLLM's additional_config; a string is the drafter. Raises InvalidRequest."""
     section = additional.get(SECTION, {}) if isinstance(additional, Mapping) else {}
     section = {"draft": section} if isinstance(section, str) else section
     options: dict[str, Any] = {"draft": DRAFT, "speculation": "auto", "share_answers": True}
@@ -85,7 +84,7 @@ def options_of(additional: Any) -> dict[str, Any]:
 
 
 def text_drafter(text: str, tokenizer: str) -> Drafter:
-    """The drafter of a specification, if it copies text alone; `tokenizer` names the one its files must be of."""
+    """Build a drafter that copies text; its files must be of this tokenizer. Raises UnknownDrafter for others."""
     spec = parse_spec(text)
     if not copies_text(spec):
         cure = f"use {', '.join(TEXT_DRAFTERS[:2])} or a mix of them; heads go to vLLM's own methods (forerun convert)"
@@ -96,12 +95,12 @@ def text_drafter(text: str, tokenizer: str) -> Drafter:
 
 
 def copies_text(spec: DraftSpec) -> bool:
-    """Whether a drafter and all its members need the text alone."""
+    """Whether a drafter and all its members only need the text."""
     return spec.name in TEXT_DRAFTERS and all(map(copies_text, spec.members))
 
 
 def drafter_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> Drafter:
-    """A drafter that copies text; `vocabulary` is what files of tokens must be of. Raises UnknownDrafter."""
+    """Build a drafter that copies text; `vocabulary` gives the tokenizer's fingerprint. Raises UnknownDrafter."""
     if spec.name == "mix":
         names = member_names(spec)
         return MixDrafter([drafter_of(member, vocabulary) for member in spec.members], names)

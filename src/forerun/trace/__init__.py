@@ -1,1 +1,1 @@
-"""Trace: one prompt, round by round: what was guessed, how likely the target found it, and what was accepted."""
+"""Trace: the rounds of one answer, with every drafted token, its probabilities, and whether it was accepted."""

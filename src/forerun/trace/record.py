@@ -1,8 +1,8 @@
-"""Recording: one prompt goes through the engine itself, and every round is noted.
+"""Recording: runs one prompt through the engine and records every round.
 
-This file decides what is noted and where. `WatchedEngine` looks at the values that pass between draft, verify and
-accept and changes none of them; `WatchedDraws` looks at what drafters draw from. What a round does not keep (p, coins,
-chances) is a pure function of its draws and is computed again. An engine that is not traced runs none of this code.
+`WatchedEngine` reads the values that pass between draft, verify and accept, without changing them; `WatchedDraws`
+records the drafter's probabilities. What a round does not store (p, coins, chances) is a pure function of its draws and
+is computed again. An engine that is not traced runs none of this code.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from forerun.verify.rules import Verdict
 
 
 def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: SpeculationOption = None) -> Trace:
-    """Answer one prompt and tell every round of it. The LLM must be idle.
+    """Generate one answer and return the trace of its rounds. The LLM must be idle.
 
-    Drafts go as far as `speculation` wishes, whether it pays or not. Where plain decoding must give the same tokens
-    (coupled verification, or temperature 0) it is run too, and they are compared.
+    Drafts have the depth of `speculation`, whether it pays or not. If plain decoding must give the same tokens (coupled
+    verification, or temperature 0), it is run too, and they are compared.
     """
     if params.n != 1:
-        raise InvalidRequest("n", f"{params.n} must be 1: a trace tells one answer.")
-    assert not llm.engine.has_work, "a trace needs an LLM that does nothing else"
+        raise InvalidRequest("n", f"{params.n} must be 1: a trace shows one answer.")
+    assert not llm.engine.has_work, "a trace needs an idle LLM"
     sequence = llm.requests.sequences(Request.of(prompt, params, speculation))[0]
     watched = WatchedEngine(llm.engine, llm.tokenizer)
     *_, last = EngineDriver(watched).follow([sequence], lambda: None)
@@ -65,7 +65,7 @@ def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation:
 
 
 class WatchedEngine(Engine):
-    """The engine of an LLM, on its model and drafter, that notes each round of one sequence as it passes."""
+    """An engine on an LLM's model and drafter that records each round of one sequence."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         super().__init__(
@@ -76,7 +76,7 @@ class WatchedEngine(Engine):
             num_ids=engine.num_ids,
         )
         if isinstance(self.controller, MeasuredDepth):
-            self.controller.times_count = False  # watching takes longer than the rounds
+            self.controller.times_count = False  # recording takes longer than the rounds
         self.tokenizer = tokenizer
         self.rounds: list[TracedRound] = []
         self.text = ""
@@ -84,21 +84,21 @@ class WatchedEngine(Engine):
         self.choice = ""
 
     def plan(self, alone: Sequence | None = None, drafts: bool = True) -> RoundPlan:
-        """The engine's own plan, with draws that remember what drafters drew from."""
+        """The engine's plan, with draws that record the drafter's probabilities."""
         plan = super().plan(alone, drafts)
         return replace(plan, draws=WatchedDraws.of(plan.draws))
 
     def draft(self, plan: RoundPlan) -> Draft:
-        """The engine's own draft, noted."""
+        """The engine's draft, recorded."""
         draft = super().draft(plan)
-        draft = replace(draft, tree=replace(draft.tree, known=None))  # the host looks at everything here
+        draft = replace(draft, tree=replace(draft.tree, known=None))  # the trace needs all values on the host
         self.passing = plan, draft.tree
         self.choice = self.controller.reason() if isinstance(self.controller, MeasuredDepth) else ""
         return draft
 
     def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
-        """The engine's own step, noted: the numbers are those of the text before it, so they are taken first."""
-        traced = [self.tell(reading, verdict)] if any(row.tree for row in reading.rows) else []
+        """The engine's accept step, recorded; figures are computed first, since they refer to the text before it."""
+        traced = [self.traced_round(reading, verdict)] if any(row.tree for row in reading.rows) else []
         deltas, rows = super().accept(reading, verdict)
         for round_, delta in zip(traced, deltas, strict=True):
             self.text += delta.text
@@ -106,13 +106,13 @@ class WatchedEngine(Engine):
             self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
         return deltas, rows
 
-    def tell(self, reading: TargetPass, verdict: Verdict) -> TracedRound:
-        """The round as the verdict has it, before stop conditions and text."""
+    def traced_round(self, reading: TargetPass, verdict: Verdict) -> TracedRound:
+        """The round by its verdict, before stop conditions and detokenization."""
         assert self.passing is not None, "a round drafts before it accepts"
         plan, tree = self.passing
         (row,) = reading.rows
         assert row.tree is not None, "a row that draws has a tree"
-        assert isinstance(plan.draws, WatchedDraws), "a watched round's draws remember"
+        assert isinstance(plan.draws, WatchedDraws), "a watched round has watched draws"
         figures = numbers(tree, reading.node_logits(), plan.draws, self.options.verification)
         q = plan.draws.q | declared(tree, row.tree, plan.draws.vocab)
         spell = speller(self.tokenizer, list(row.sequence.tokens))
@@ -134,13 +134,13 @@ class WatchedEngine(Engine):
 
 
 class WatchedDraws(Draws):
-    """A round's draws that remember what drafters gave the tokens that they guessed: `q`, by path and token."""
+    """A round's draws that record `q`, the drafter's probabilities of its tokens, by path and token."""
 
     q: dict[tuple[Path, int], float]
 
     @classmethod
     def of(cls, draws: Draws) -> WatchedDraws:
-        """Draws of the rows of `draws`, which remember."""
+        """Recording draws of the rows of `draws`."""
         watched = cls(
             draws.rows,
             draws.vocab,
@@ -153,7 +153,7 @@ class WatchedDraws(Draws):
         return watched
 
     def children(self, logits: Logits, at: PathState, width: int, *, survival: bool = True) -> Children:
-        """The drafter's guesses; how likely each was by the drafter's own law is remembered."""
+        """The drafter's tokens; their probabilities are recorded."""
         children = super().children(logits, at, width, survival=survival)
         law = self.probs(logits, at).nan_to_num(nan=0.0)
         chances = law.gather(1, children.tokens.clamp_min(0))
@@ -166,7 +166,7 @@ class WatchedDraws(Draws):
 
 
 def declared(tree: DraftTree, host: HostTree, vocab: int) -> dict[tuple[Path, int], float]:
-    """What the tree itself declares as its law: it has one in rejection modes, where guesses are drawn."""
+    """The probabilities that the tree declares as `q`, in rejection modes, by path and token."""
     if tree.q is None:
         return {}
     paths, rows = host.paths(), tree.q.row[0, list(host.places)].tolist()
@@ -176,7 +176,7 @@ def declared(tree: DraftTree, host: HostTree, vocab: int) -> dict[tuple[Path, in
 
 
 def speller(tokenizer: Tokenizer, before: Seq[int]) -> Spell:
-    """How tokens read behind a text: as the text they add; where they add none of their own, as the vocabulary says."""
+    """A function that gives the text a token adds after a path; if it adds none, its surface form."""
 
     def spell(path: Seq[int], token: int) -> str:
         decoder = tokenizer.decoder(skip_special_tokens=False, after=[*before, *path])

@@ -1,7 +1,6 @@
 """The picture of a trace, for a terminal and as an SVG.
 
-This file decides layout, legend and wording; the colours of origins are passed in. Everything that a colour shows is
-also shown in words or marks.
+The colours of origins are passed in. Everything that a colour shows is also shown in words or marks.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ ORIGINS: Mapping[Origin, str] = {
     Origin.BONUS: "bonus: one more where guesses end",
     Origin.TARGET: "nothing guessed: the target's own",
 }
-LATEST = 160  # characters of text that a round shows
-LEAST_TOKEN, MOST_TOKEN = 12, 26  # columns of tokens
+LATEST = 160  # characters of text shown per round
+LEAST_TOKEN, MOST_TOKEN = 12, 26  # width of the token column
 SVG_WIDTH = 80
 SVG_FORMAT = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -63,7 +62,7 @@ SVG_FORMAT = """\
 
 
 def picture(trace: Trace, styles: Styles) -> RenderableType:
-    """The whole trace: how to read it, the rounds, and what they came to."""
+    """The trace as a renderable: legend, rounds and summary."""
     tables = [list(lines_of(round_, styles)) for round_ in trace.rounds]
     width = min(MOST_TOKEN, max([LEAST_TOKEN, *(line[0].cell_len for lines in tables for line in lines)]))
     before = trace.prompt
@@ -76,7 +75,7 @@ def picture(trace: Trace, styles: Styles) -> RenderableType:
 
 
 def legend(trace: Trace) -> Iterator[Text]:
-    """How to read it: only what occurs is explained."""
+    """The legend, limited to what occurs."""
     guesses = [guess for round_ in trace.rounds for guess in round_.guesses]
     if not guesses:
         yield Text("Nothing is guessed: this is plain decoding, one token for each pass of the target.")
@@ -94,7 +93,7 @@ def legend(trace: Trace) -> Iterator[Text]:
 
 
 def lines_of(round_: TracedRound, styles: Styles) -> Iterator[list[Text]]:
-    """The cells of the round's guesses, each below the one it follows, then those of the token behind them."""
+    """The cells of a round's drafted tokens, depth first, then of the token after them."""
     look = {"accepted": styles[Origin.DRAFTED], "rejected": WRONG, "not judged": DIM}
     for branch, guess in laid_out(round_):
         q = "-" if guess.q is None else f"{guess.q:.3f}"
@@ -108,7 +107,7 @@ def lines_of(round_: TracedRound, styles: Styles) -> Iterator[list[Text]]:
 
 
 def laid_out(round_: TracedRound, node: int = 0, indent: str = "") -> Iterator[tuple[str, Guess]]:
-    """Guesses below a node, depth first, with the branches that lead to them; a chain needs none."""
+    """(branch lines, guess) of the guesses below a node, depth first; chains have no branch lines."""
     children = round_.children(node)
     for guess in children:
         last = guess is children[-1]
@@ -118,7 +117,7 @@ def laid_out(round_: TracedRound, node: int = 0, indent: str = "") -> Iterator[t
 
 
 def as_table(round_: TracedRound, lines: Sequence[list[Text]], width: int) -> Table:
-    """The lines in columns, the first of this width in every round, below what the round did."""
+    """A round's table with a header; `width`: of the first column."""
     done = f"{len(round_.guesses)} guessed, {round_.num_accepted} accepted" if round_.guesses else ""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=Style())
     table.add_column(Text(f"round {round_.number}", BOLD), width=width, no_wrap=True, overflow="ellipsis")
@@ -131,7 +130,7 @@ def as_table(round_: TracedRound, lines: Sequence[list[Text]], width: int) -> Ta
 
 
 def so_far(before: str, round_: TracedRound, styles: Styles) -> Table:
-    """The text, its latest part at least, with what the round has added in the colours of origins."""
+    """The end of the text so far, with the round's part in the colours of origins."""
     text = Text(printed(before))
     for segment in round_.segments:
         text.append(printed(segment.text), styles[segment.origin] + BOLD)
@@ -142,12 +141,12 @@ def so_far(before: str, round_: TracedRound, styles: Styles) -> Table:
 
 
 def printed(text: str) -> str:
-    """A text on one line."""
+    """A text on one line, with control characters escaped."""
     return "".join("↵" if c == "\n" else quote(c)[1:-1] for c in text)
 
 
 def summary(trace: Trace) -> Iterator[Text]:
-    """What it came to, and whether it is what plain decoding gives."""
+    """The numbers of tokens and rounds, and whether plain decoding gave the same tokens."""
     tokens, rounds = counted(len(trace.token_ids), "token"), counted(len(trace.rounds), "round")
     yield Text(f"{rounds} for {tokens}: plain decoding needs {counted(len(trace.token_ids), 'target pass')}.", BOLD)
     if trace.same_as_plain is None:
@@ -160,7 +159,7 @@ def summary(trace: Trace) -> Iterator[Text]:
 
 
 def svg(trace: Trace, styles: Styles, width: int = SVG_WIDTH) -> str:
-    """The picture of a trace, dark on light, as a file that a browser or a README shows."""
+    """The picture of a trace as SVG, dark on light."""
     console = Console(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="standard", no_color=False
     )

@@ -1,18 +1,18 @@
-"""The contents of a trace, as frozen values and as JSON, and why each guess was accepted or rejected.
+"""The contents of a trace, as frozen values and as JSON, and the reason for each verdict.
 
 `Trace.as_object` gives this shape, with null where a value does not exist:
 
     prompt, prompt_token_ids, text, token_ids, seed, temperature, verification,
     finish_reason, same_as_plain
-    rounds: one per target pass that drew a token
+    rounds: one per target pass that sampled a token
         number, num_prompt_tokens, rule, text, choice
         guesses: node, parent (0 is the root), depth, token_id, text, q, p, verdict, reason, drawn_id, coin, chance
         emitted: token_id, text, origin, p
         segments: text, origin, special
 
-The numbers of a guess come from the functions that serve requests: laws, draws and coins from `Draws`, chances from the
-rules of `verify`. Which guesses were accepted is what the engine reported. `record.py` fills these values in, `show.py`
-draws them.
+The numbers of a guess come from the functions that serve requests: laws, draws and coins from `Draws`, acceptance
+probabilities from the rules of `verify`. Verdicts are those of the engine. `record.py` fills in these values, `show.py`
+displays them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from forerun.verify.rules import block_law, token_law
 
 Fate = Literal["accepted", "rejected", "not judged"]
 Rule = Literal["follow", "token", "block"]
-Path = tuple[int, ...]  # tokens from below the root down to a node
-Spell = Callable[[Sequence[int], int], str]  # how a token reads behind a path
+Path = tuple[int, ...]  # tokens from the root's child down to a node
+Spell = Callable[[Sequence[int], int], str]  # the text of a token after a path
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """One guess. `node` counts from 1 within the round; `parent` is the guess it follows, 0 the root.
+    """One drafted token. `node` counts from 1 within the round; `parent` is the node before it, 0 the root.
 
-    `q` is what the drafter gave the token after all transforms (None: no law is known, as with n-grams), `p` what the
-    target gives it there. Under `follow` `drawn_id` is what the target drew in its place. Under `token` and `block`
-    `coin` decides against `chance`: by `token` P(accepted | reached), by `block` the coin's own success, h.
+    `q` and `p`: the drafter's and the target's probability of the token after all transforms (`q` is None without a
+    law, as with n-grams). Under `follow`, `drawn_id` is the target's token in its place. Under `token` and `block`, the
+    uniform `coin` is compared with `chance`: under `token` P(accepted | reached), under `block` h.
     """
 
     node: int
@@ -64,7 +64,7 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A token that the round made final, and what the target gave it."""
+    """A token that the round emitted, and its probability by the target."""
 
     token_id: int
     text: str
@@ -74,12 +74,12 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """One target pass: it read `num_prompt_tokens` of prompt (its root not counted) and the guesses side by side.
+    """One target pass over `num_prompt_tokens` of prompt (without the root) and the drafted tokens.
 
-    `rule` is the one that judged: guesses without a law are judged by `follow` in every mode. `emitted` ends before
-    the next token where the text ends within the accepted guesses. `segments` is the text that the round made certain
-    (it may lag behind tokens), `text` all of it so far, the prompt not counted. `choice` says how far the controller
-    chose to draft, and why; it is empty where the depth was fixed.
+    `rule`: the verification rule used; tokens without a law use `follow` in every mode. `emitted` has no bonus or
+    recovered token if the text ends within the accepted ones. `segments`: the text that became certain in this round
+    (it may lag behind tokens); `text`: the answer so far. `choice`: the controller's depth and its reason; "" for a
+    fixed depth.
     """
 
     number: int
@@ -93,16 +93,16 @@ class TracedRound:
 
     @property
     def num_accepted(self) -> int:
-        """Guesses accepted."""
+        """The number of accepted guesses."""
         return sum(guess.verdict == "accepted" for guess in self.guesses)
 
     @property
     def branches(self) -> bool:
-        """Whether the guesses are more than a chain."""
+        """Whether the draft is a tree and not a chain."""
         return any(guess.parent != guess.node - 1 for guess in self.guesses)
 
     def children(self, node: int) -> list[Guess]:
-        """The guesses that follow a node, in draw order."""
+        """The children of a node, in draw order."""
         return [guess for guess in self.guesses if guess.parent == node]
 
 
@@ -122,17 +122,17 @@ class Trace:
     rounds: Sequence[TracedRound]
 
     def as_object(self) -> dict[str, Any]:
-        """The trace as what JSON can hold."""
+        """The trace as a JSON object."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=lambda origin: origin.value))
         return values
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What judged a tree: one entry per node of its host tree, in order; node 0 is the root.
+    """The values that a tree was verified by: one entry per node of its host tree; node 0 is the root.
 
-    `law` is p, the target's law of the token after each node. By `follow`, `drawn` is the target's own draw after each
-    node. By `token` and `block`, `coins` and `chances` are those of each node's own token.
+    `law` is p, the target's law of the token after each node. With `follow`, `drawn` is the target's draw after each
+    node. With `token` and `block`, `coins` and `chances` are those of each node's own token.
     """
 
     rule: Rule
@@ -143,7 +143,7 @@ class Numbers:
 
 
 def numbers(tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws, verification: Verification) -> Numbers:
-    """The numbers by which `verify` judges this tree, in a round of one sequence."""
+    """The values by which `verify` decides on this tree, in a round of one sequence."""
     at = draws.nodes(tree)
     law = draws.probs(logits, at)
     if verification == "coupled" or tree.rows_with_law() is None:
@@ -160,9 +160,9 @@ def numbers(tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws,
 def explain(
     tree: HostTree, found: Numbers, kept: Sequence[int], q: Mapping[tuple[Path, int], float], spell: Spell
 ) -> list[Guess]:
-    """Every guess of a tree, with its numbers and its verdict.
+    """Every guess of a tree, with its values and verdict.
 
-    `kept` are the nodes that the engine accepted, the root among them; `q` is what the drafter gave tokens, by path.
+    `kept`: the accepted nodes, including the root; `q`: the drafter's probabilities by path and token.
     """
     paths = tree.paths()
     guesses = []
@@ -190,7 +190,7 @@ def explain(
 
 
 def fate_of(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> Fate:
-    """What became of a guess. A chain judged as a block has every guess judged."""
+    """The verdict on a guess. Under `block`, every guess of a chain is judged."""
     if node in kept:
         return "accepted"
     parent = tree.parents[node]
@@ -200,7 +200,7 @@ def fate_of(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> Fate:
 
 
 def reason_for(tree: HostTree, found: Numbers, kept: Sequence[int], node: int, fate: Fate, drawn: str | None) -> str:
-    """The reason of a verdict, in words. `drawn` is the target's own token in the guess's place, under `follow`."""
+    """The reason of a verdict, in words. `drawn`: the target's token in the guess's place, under `follow`."""
     if fate == "not judged":
         return "not judged: " + why_not(tree, found.rule, kept, node)
     if drawn is not None:
@@ -213,7 +213,7 @@ def reason_for(tree: HostTree, found: Numbers, kept: Sequence[int], node: int, f
 
 
 def why_not(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> str:
-    """Why a guess's turn never came: what became of it, or of the first guess above it that was not accepted."""
+    """Why a guess was not judged, by its first ancestor that was not accepted."""
     turn = node
     while tree.parents[turn] not in kept:
         turn = tree.parents[turn]
@@ -223,7 +223,7 @@ def why_not(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> str:
 
 
 def tossed(rule: Rule, coin: float, chance: float, fate: Fate, first: bool) -> str:
-    """A coin's verdict in words; the second and later guesses in one place are judged by what is left of p and q."""
+    """A comparison of coin and chance in words; later siblings are judged by the residual of p and q."""
     below = coin < chance
     against = f"coin {coin:.3f} {'<' if below else '≥'} {chance:.3f} = "
     if rule == "block":
@@ -233,6 +233,6 @@ def tossed(rule: Rule, coin: float, chance: float, fate: Fate, first: bool) -> s
 
 
 def quote(text: str) -> str:
-    """A token's text in quotes, so that its spaces are seen, with what does not print spelled out."""
+    """A token's text in quotes, with unprintable characters escaped."""
     mark = "'" if '"' in text else '"'
     return mark + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + mark
