@@ -114,7 +114,7 @@ def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
         prove(llm, [])
     with pytest.raises(InvalidRequest, match="draft: it drafted nothing"):
         prove(llm, PROMPTS, ProofWorkload(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="num_texts: among 20 texts"), unchecked():
+    with pytest.raises(InvalidRequest, match="num_texts: 20 texts are too few"), unchecked():
         prove(llm, PROMPTS, ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=20))
     with pytest.raises(InvalidRequest, match="num_texts: 0"):
         ProofWorkload(num_texts=0)
