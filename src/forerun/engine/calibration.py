@@ -152,16 +152,19 @@ def measure(
     sample_requests = replace(requests, request_ids=itertools.count(-(2**40)), seq_ids=itertools.count(-(2**40)))
     try:
         for number, (batch, like) in enumerate(sorted(batches.items())):
+            ends_s = began_s + SHARES[like] * LIMIT_S
+            if clock_s() > ends_s:
+                continue
             sequences = list(itertools.islice(samples(sample_requests, params), batch))
             for sequence in sequences:
                 engine.submit(sequence)
-            for done in play(engine, script, sequences, like, began_s + SHARES[like] * LIMIT_S):
+            for done in play(engine, script, sequences, like, ends_s):
                 if progress is not None:
                     progress("measuring what drafting costs, once on this machine", (number + done) / len(batches))
             for sequence in sequences:
                 engine.cancel(sequence.request_id)
             if number == 0:
-                read(engine, script, sample_requests, params, began_s + SHARES[like] * LIMIT_S)
+                read(engine, script, sample_requests, params, ends_s)
     finally:
         for sequence in list(engine.sequences.values()):
             engine.cancel(sequence.request_id)
@@ -243,13 +246,8 @@ def samples(
     )
     questions = chats(requests.tokenizer, requests.max_length // 4) if num_tokens == PROMPT_TOKENS else []
     for prompt in itertools.cycle(questions) if questions else passages(requests, num_tokens):
-        (sequence,) = requests.sequences(
-            Request(
-                prompt_token_ids=tuple(prompt),
-                sampling_params=endless,
-                speculation=Speculation(AUTO_DEPTH, auto=True),
-            )
-        )
+        request = Request(None, endless, Speculation(AUTO_DEPTH, auto=True), prompt_token_ids=tuple(prompt))
+        (sequence,) = requests.sequences(request)
         sequence.tenant = None
         yield sequence
 
