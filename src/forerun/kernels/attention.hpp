@@ -1,8 +1,8 @@
-// Attention of some queries over the cached keys of one path, in blocks of 16 keys, read where they lie.
+// Attention of some queries over the cached keys of one path, in blocks of 16 keys, read in place.
 //
-// A query visits its own keys in their order and no others, so its bits depend neither on other queries nor on what
-// else is in the cache. The keys of a path are those of the sequence, one slot after the other, and from some key on
-// the slots that a list names: so the guesses of a tree are read as a chain without being copied.
+// A query visits only its own keys, in their order, so its bits depend neither on other queries nor on the rest of the
+// cache. The keys of a path are in the sequence's contiguous slots, and from some key on in the slots of a list: so the
+// nodes of a tree are read as a chain without being copied.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,12 +12,12 @@
 
 namespace forerun {
 
-constexpr int MAX_HEAD = 512;      // numbers of a head
-constexpr int CHUNK_QUERIES = 32;  // queries times heads of a group that share what is read
-constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share what is loaded of keys
+constexpr int MAX_HEAD = 512;      // widest head
+constexpr int CHUNK_QUERIES = 32;  // queries, times the heads of a group, that share the keys that are read
+constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share the keys in registers
 
 struct Path {
-  int64_t first_slot, num_plain;  // the slot of key 0; keys from num_plain on lie where `slots` says
+  int64_t first_slot, num_plain;  // the slot of key 0; keys from num_plain on are in `slots`
   const int64_t* slots;
   int64_t slot(int64_t key) const { return key < num_plain ? first_slot + key : slots[key - num_plain]; }
 };
@@ -26,10 +26,10 @@ struct Query {
   const float* q;
   float* out;
   int64_t position;  // its last key
-  float sink;        // its score of nothing, which has a weight and no value; minus infinity has none
+  float sink;        // extra score that takes weight but has no value; minus infinity: none
 };
 
-// 16 keys (or values) as float32, numbers beyond a head and keys from `end` on as zeros.
+// 16 keys (or values) as float32; zeros beyond a head's width and for keys from `end` on.
 template <typename T>
 inline void load_block(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width,
                        float* block) {
@@ -50,7 +50,7 @@ inline void load_block(const T* cache, const Path& path, int64_t first, int64_t 
   }
 }
 
-// Q queries times 16 keys, register by register, and so many keys at a time that the sums find registers.
+// Q queries times 16 keys, register by register, as many keys at a time as have registers for their sums.
 template <int Q>
 __attribute__((noinline)) void score(const float (*q)[MAX_HEAD], const float* block, int64_t width, float* scores,
                                      int64_t stride) {
@@ -70,8 +70,8 @@ __attribute__((noinline)) void score(const float (*q)[MAX_HEAD], const float* bl
   for (int r = 0; r < Q; r++) store(scores + r * stride, sums(dots[r]));
 }
 
-// Scores, softly bounded by `cap` unless it is 0, to weights that add up to `total`, the sink's among them; the first of
-// them belongs to key `first`, those outside get 0.
+// Turns scores, soft-capped by `cap` unless it is 0, into weights that sum to `total`, with the sink's; the first score
+// is that of key `first`, and keys outside get weight 0.
 __attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64_t seen_from, int64_t position, float sink,
                                              float cap) {
   const int64_t count = position + 1 - first, end = (count + LANES - 1) / LANES * LANES;
@@ -95,7 +95,7 @@ __attribute__((noinline)) inline float weigh(float* scores, int64_t first, int64
   return sum(total) + weight[0];
 }
 
-// Some numbers of G queries' results, J times 16 of them, which stay in registers.
+// J times 16 numbers of the results of G queries, in registers.
 template <int G, int J>
 inline void add_columns(float (*out)[MAX_HEAD], const float* weights, int64_t stride, const float* block, int from, int end,
                         int64_t width, int64_t column) {
@@ -111,7 +111,7 @@ inline void add_columns(float (*out)[MAX_HEAD], const float* weights, int64_t st
     for (int j = 0; j < J; j++) store(out[g] + column + j * LANES, sums[g][j]);
 }
 
-// G queries at one position: each value is read once for all of them. Every sum goes along the keys, one by one.
+// G queries at one position: each value is read once for all of them. Every sum runs over the keys one by one.
 template <int G>
 inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t stride, const float* block, int from, int end,
                        int64_t width) {
@@ -121,7 +121,7 @@ inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t str
   for (; i < width; i += LANES) add_columns<G, 1>(out, weights, stride, block, from, end, width, i);
 }
 
-// Queries that share a key head, in ascending positions; `window` 0 means all keys. `scores` is a thread's own.
+// Queries that share a key head, in ascending positions; `window` 0: all keys. `scores` is the thread's scratch memory.
 template <typename T>
 void attend(const std::vector<Query>& queries, const Path& path, const T* keys, const T* values, int64_t head_dim,
             int64_t window, float scale, float cap, std::vector<float>& scores) {
@@ -141,7 +141,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   };
   for (int64_t key = first; key < end; key += LANES) {
     load_block(keys, path, key, end, head_dim, width, block);
-    for (size_t i = 0, some; i < queries.size(); i += some) {  // scores of keys that one does not see lie unread
+    for (size_t i = 0, some; i < queries.size(); i += some) {  // scores of keys that a query does not see are not used
       some = std::min(AT_A_TIME, queries.size() - i);
       if (key > queries[i + some - 1].position || key + LANES <= seen_from(queries[i])) continue;
       float* to = &scores[i * stride + key - first];
@@ -151,7 +151,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
     }
   }
   for (size_t i = 0; i < queries.size(); i++) {
-    const int64_t own = seen_from(queries[i]) / LANES * LANES;  // where this query's own blocks begin
+    const int64_t own = seen_from(queries[i]) / LANES * LANES;  // the first block that this query sees
     totals[i] =
         weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position, queries[i].sink, cap);
   }

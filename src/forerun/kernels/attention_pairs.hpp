@@ -1,22 +1,22 @@
-// The same attention as in attention.hpp for bfloat16 caches on processors that multiply pairs of bfloat16.
+// The attention of attention.hpp for bfloat16 caches on processors that multiply pairs of bfloat16.
 //
-// Keys are transposed, 16 at a time, so that a query's score of each is a lane, summed along the head; values of two keys
-// lie side by side. Queries and weights are rounded to bfloat16, as torch's attention rounds them. A query's pairs of keys
-// begin at even keys, and one that it sees without its neighbour is added with a zero in that one's place: its bits are
-// its own here too.
+// Keys are transposed, 16 at a time, so that each lane has the score of one key, summed along the head; values of two
+// keys are interleaved. Queries and weights are rounded to bfloat16, as in torch's attention. Pairs of keys begin at
+// even keys, and a key that a query sees without its neighbour is paired with a zero: so the bits of a query do not
+// depend on other queries here either.
 #pragma once
 #include "attention.hpp"
 
 #if defined(__AVX512BF16__)
 namespace forerun {
 
-constexpr int PAIRED = 32;  // numbers of a head that a register holds
-constexpr int TOGETHER = 4;  // queries that share what is loaded of keys and values
+constexpr int PAIRED = 32;  // numbers of a head in a register
+constexpr int TOGETHER = 4;  // queries that share the keys and values in registers
 constexpr int PAIR_SPACE = MAX_HEAD / 2;  // registers that 16 keys or values take, in pairs
 
-constexpr int64_t FETCHED_KEYS = 32;  // ahead of the block at hand: a pass reads so many weights that no key is near
+constexpr int64_t FETCHED_KEYS = 32;  // prefetched ahead: a pass reads so many weights that no key is in a cache
 
-// 16 rows of keys or values, where they lie in the cache; those from `end` on are zeros, and so is what is behind a head.
+// 16 rows of keys or values from the cache; rows from `end` on and numbers beyond a head's width are zeros.
 struct BlockRows {
   const bfloat16* row[LANES];
   alignas(64) bfloat16 copy[LANES * MAX_HEAD];
@@ -36,8 +36,8 @@ struct BlockRows {
   }
 };
 
-// Keys by pairs of their numbers: register p has numbers 2 p and 2 p + 1 of all 16. Four rows that are four apart share a
-// register, 16 bytes of each, which then change places within these.
+// Transposes keys by pairs of numbers: register p has numbers 2 p and 2 p + 1 of all 16 keys. Four rows that are four
+// apart share a register, 16 bytes of each, which are then permuted within registers.
 inline void transpose_keys(const BlockRows& rows, int64_t width, __m512i* pairs) {
   for (int64_t i = 0; i < width; i += 8) {
     __m512i four[4];
@@ -58,12 +58,13 @@ inline void transpose_keys(const BlockRows& rows, int64_t width, __m512i* pairs)
   }
 }
 
-// Sums so far, and the products of pairs with one pair of another side, which all lanes take.
+// Adds the products of pairs with one pair, which is broadcast to all lanes.
 inline __m512 add_pairs(__m512 sums, __m512i pairs, int32_t pair) {
   return _mm512_dpbf16_ps(sums, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }
 
-// Q queries' scores of 16 keys. Even and odd pairs are summed apart, so that sums wait less for each other.
+// The scores of Q queries for 16 keys. Even and odd pairs have separate sums, so that additions wait less for each
+// other.
 template <int Q>
 inline void score_pairs(const bfloat16 (*q)[MAX_HEAD], const __m512i* pairs, int64_t width, float scale, float* scores,
                         int64_t stride) {
@@ -76,13 +77,13 @@ inline void score_pairs(const bfloat16 (*q)[MAX_HEAD], const __m512i* pairs, int
   for (int r = 0; r < Q; r++) store(scores + r * stride, ((Floats)sums[r][0] + (Floats)sums[r][1]) * scale);
 }
 
-// Of every 32 numbers the lower four of every eight, and the upper four, of two rows side by side.
+// Interleaves two rows: of every 32 numbers the lower four of every eight, and the upper four.
 inline void join(const bfloat16* even, const bfloat16* odd, __m512i* to) {
   const __m512i a = even ? _mm512_loadu_si512(even) : __m512i{}, b = odd ? _mm512_loadu_si512(odd) : __m512i{};
   to[0] = _mm512_maskz_unpacklo_epi16(0xffffffff, a, b), to[1] = _mm512_maskz_unpackhi_epi16(0xffffffff, a, b);
 }
 
-// Sums as `join` left them, four of each eight in one register or the other, in the order of the head.
+// Restores the order of the head in sums that are ordered as by `join`, four of each eight in either register.
 inline void part_again(float* sums, int64_t width) {
   for (int64_t i = 0; i < width; i += PAIRED) {
     const Floats low = load(sums + i), high = load(sums + i + LANES);
@@ -92,7 +93,7 @@ inline void part_again(float* sums, int64_t width) {
   }
 }
 
-// Q queries' sums of the values from one key of a block to another, J registers of them; `values` are the block's pairs.
+// The sums of Q queries over the values of a range of keys in a block, J registers; `values` are the block's pairs.
 template <int Q, int J>
 inline void weigh_columns(float (*out)[MAX_HEAD], const bfloat16* weights, int64_t stride, const __m512i* values,
                           const BlockRows& rows, int from, int end, int64_t width, int64_t column) {
@@ -130,7 +131,7 @@ inline void weigh_pairs(float (*out)[MAX_HEAD], const bfloat16* weights, int64_t
   if (i < width) weigh_columns<Q, 2>(out, weights, stride, values, rows, from, end, width, i);
 }
 
-// As `attend`. A query's weights replace its scores, two bytes for four.
+// As `attend`. The weights of a query overwrite its scores, two bytes for four.
 inline void attend_pairs(const std::vector<Query>& queries, const Path& path, const bfloat16* keys, const bfloat16* values,
                          int64_t head_dim, int64_t window, float scale, float cap, std::vector<float>& scores) {
   const int64_t width = (head_dim + PAIRED - 1) / PAIRED * PAIRED;
@@ -152,7 +153,7 @@ inline void attend_pairs(const std::vector<Query>& queries, const Path& path, co
   for (int64_t key = first; key < end; key += LANES) {
     rows.find(keys, path, key, end, head_dim, width);
     transpose_keys(rows, width, pairs);
-    for (int64_t i = 0, some; i < count; i += some) {  // scores of keys that one does not see lie unread
+    for (int64_t i = 0, some; i < count; i += some) {  // scores of keys that a query does not see are not used
       some = std::min<int64_t>(TOGETHER, count - i);
       if (key > queries[i + some - 1].position || key + LANES <= seen_from(queries[i])) continue;
       float* const to = &scores[i * stride + key - first];
@@ -164,7 +165,7 @@ inline void attend_pairs(const std::vector<Query>& queries, const Path& path, co
   }
   for (int64_t i = 0; i < count; i++) {
     const Query& query = queries[i];
-    const int64_t own = seen_from(query) / LANES * LANES;  // where this query's own blocks begin
+    const int64_t own = seen_from(query) / LANES * LANES;  // the first block that this query sees
     float* const own_scores = &scores[i * stride + own - first];
     totals[i] = weigh(own_scores, own, seen_from(query), query.position, query.sink, cap);
     for (int64_t k = 0; k < query.position + 1 - own; k += LANES)

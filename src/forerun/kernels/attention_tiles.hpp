@@ -1,8 +1,8 @@
-// The same attention as in attention.hpp for bfloat16 caches on processors with AMX: tiles of 16 queries, 32 keys at a time.
+// The attention of attention.hpp for bfloat16 caches on processors with AMX: tiles of 16 queries, 32 keys at a time.
 //
-// Scores come out as [key, query], so weights are made lane by lane, each query's along its own keys. Keys that a query
-// does not see get weight 0, which changes no sum: its bits are its own here too. Queries and weights are rounded to
-// bfloat16, as torch's attention rounds them.
+// Scores are computed as [key, query], so each lane computes the weights of one query. Keys that a query does not see
+// get weight 0, which changes no sum: so the bits of a query do not depend on other queries here either. Queries and
+// weights are rounded to bfloat16, as in torch's attention.
 #pragma once
 #include "attention_pairs.hpp"
 #include "multiply_tiles.hpp"
@@ -16,7 +16,7 @@ struct alignas(64) PairTile {  // a tile of pairs of bfloat16
   Ints row[TILE];
 };
 
-struct TileScratch {  // a thread's own; grows with the longest text
+struct TileScratch {  // memory of one thread; grows with the longest text
   std::vector<PairTile> memory;
   PairTile *values, *weights;
   float* scores;  // [tile of queries, key, query]
@@ -35,7 +35,7 @@ inline Ints paired(const bfloat16* low, const bfloat16* high) {
   return a | (b << 16);
 }
 
-inline void transpose(PairTile& tile) {  // halves, quarters, ... change places across the diagonal
+inline void transpose(PairTile& tile) {  // exchanges halves, quarters, ... across the diagonal
   for (int step = TILE / 2; step; step /= 2) {
     Ints low, high;
     for (int i = 0; i < LANES; i++) low[i] = i & step ? LANES + i - step : i, high[i] = i & step ? LANES + i : i + step;
@@ -48,7 +48,7 @@ inline void transpose(PairTile& tile) {  // halves, quarters, ... change places 
   }
 }
 
-// 32 rows of keys or values as they lie in the cache, if they lie there one after the other, or else copied.
+// 32 rows of keys or values: a pointer into the cache if their slots are contiguous, else a copy.
 inline const bfloat16* rows_of(const bfloat16* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim,
                                int64_t width, bfloat16* copy) {
   const int64_t count = std::min<int64_t>(PAIRED, end - first);
@@ -59,8 +59,8 @@ inline const bfloat16* rows_of(const bfloat16* cache, const Path& path, int64_t 
   return copy;
 }
 
-// Scores, softly bounded by `cap` unless it is 0, to pairs of weights, as rows of queries; `last` and `from` are each lane's
-// own keys. Returns the lanes' totals, their sinks' weights among them.
+// Turns scores, soft-capped by `cap` unless it is 0, into pairs of weights, as rows of queries; lane i sees the keys
+// from `from` to `last`. Returns the total weight of each lane, with its sink's.
 inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints last, Ints from, Floats sinks, float scale,
                           float cap, PairTile* weights) {
   const Floats never = all(-INFINITY);
@@ -89,7 +89,7 @@ inline Floats weigh_lanes(float* scores, int64_t first, int64_t num_keys, Ints l
     }
     transpose(tile);
   }
-  return total + exponential(sinks - top);  // 0 where there is none
+  return total + exponential(sinks - top);  // 0 without a sink
 }
 
 inline void attend_tiles(const std::vector<Query>& queries, const Path& path, const bfloat16* keys, const bfloat16* values,

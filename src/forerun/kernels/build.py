@@ -1,10 +1,10 @@
-"""Compiles the kernels: for this processor at first use, or for every variant of an architecture, for a wheel.
+"""Compiles the kernels: for this processor at first use, or all variants of an architecture for a wheel.
 
-At first use the file's name is a hash of everything that goes into the library, the processor included, so another
+At first use the file's name is a hash of everything that affects the library, the processor included, so another
 machine, source or compiler makes another file. Compiling takes a few seconds and needs no headers of torch.
 
-The libraries of a wheel link to libc, libm, libgcc and libstdc++, which torch needs as well. They leave the functions
-of OpenMP open, for torch's runtime to provide. setup.py calls this file, so it needs no other package.
+The libraries of a wheel link to libc, libm, libgcc and libstdc++, which torch needs too. They leave the functions of
+OpenMP unresolved, for torch's runtime to provide. setup.py calls this file, so it needs no other package.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 from forerun.kernels.variants import MACHINES, VARIANTS, Variant, flags_here, processor
 
 SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".cpp", ".hpp"))
-# Scheduling before registers are assigned, as GCC does it for Arm, makes loops need more registers than there are.
+# Scheduling before register allocation, GCC's default for Arm, makes loops spill registers.
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fno-schedule-insns", "-fopenmp", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300.0
 VERSION_TIMEOUT_S = 10.0
-LONGEST_QUOTE = 120  # characters of what a compiler says
+LONGEST_QUOTE = 120  # characters of a compiler's message
 COMPLAINT = re.compile(
     "((fatal )?error: (?!ld returned|linker command)|cannot find |multiple definition of |undefined reference to ).*"
 )
 OLDEST_GLIBC = (2, 27)
-# What systems with that glibc have, which are those since 2018: the libraries of GCC 7.
+# Symbol versions of systems with that glibc, since 2018: the libraries of GCC 7.
 PORTABLE = {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 NEEDED = re.compile(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)")
 FIX = "install g++, or name a compiler that works in CXX"
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class NoKernels(Exception):
-    """Why there are no compiled kernels here, and what would help. torch's operators do the work then."""
+    """There are no compiled kernels on this machine; the message has the reason and the fix."""
 
 
 def compiler() -> str:
-    """The C++ compiler: the one that CXX names, else the system's."""
+    """The C++ compiler: the one in CXX, else the system's. Raises NoKernels."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     for name in names:
         if path := shutil.which(name):
@@ -55,7 +55,7 @@ def compiler() -> str:
 
 
 def library_name(command: str) -> str:
-    """What the library of these sources, made by this compiler for this processor, is called: 16 hex digits."""
+    """The name of the library of these sources, compiler and processor: 16 hex digits."""
     version = run([command, "--version"], VERSION_TIMEOUT_S).stdout
     digest = sha256(version.encode() + platform.machine().encode() + processor())
     for text in (*FLAGS, *flags_here(), *(source.read_text(encoding="utf-8") for source in SOURCES)):
@@ -64,33 +64,33 @@ def library_name(command: str) -> str:
 
 
 def compile_to(path: Path, command: str) -> None:
-    """Write the library to `path`, whose folder exists. Raises NoKernels."""
+    """Compile the library for this processor to `path`, whose folder must exist. Raises NoKernels."""
     attempt([command, *FLAGS, *flags_here(), "-shared", *cpp_files(), "-o", str(path)], path)
 
 
 def cpp_files() -> list[str]:
-    """What a compiler is given."""
+    """The source files to compile."""
     return [str(source) for source in SOURCES if source.suffix == ".cpp"]
 
 
 def attempt(call: list[str], path: Path) -> None:
-    """Run a compiler that is to write `path`. Raises NoKernels with its first complaint; all else is logged."""
+    """Run a compiler call that writes `path`. Raises NoKernels with its first error; its whole output is logged."""
     done = run(call, TIMEOUT_S)
     if done.returncode or not path.exists():
         logger.debug("%s returned %d:\n%s", " ".join(call), done.returncode, done.stderr)
         raise NoKernels(f"{call[0]} failed{complaint(done.stderr)}: {FIX}")
 
 
-def complaint(said: str) -> str:
-    """The line of a compiler's output that says what is wrong, cut to what a reader takes in."""
-    match = COMPLAINT.search(said)
-    line = match.group() if match else next(iter(said.strip().splitlines()), "")
+def complaint(output: str) -> str:
+    """The first error in a compiler's output, shortened, in brackets."""
+    match = COMPLAINT.search(output)
+    line = match.group() if match else next(iter(output.strip().splitlines()), "")
     short = line if len(line) <= LONGEST_QUOTE else f"{line[: LONGEST_QUOTE - 3]}..."
     return f" ({short})" if short else ""
 
 
 def run(call: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a compiler. Raises NoKernels where the system cannot run it, or it does not end."""
+    """Run a compiler. Raises NoKernels if it cannot be run, or does not end in time."""
     try:
         return subprocess.run(
             call,
@@ -108,7 +108,7 @@ def run(call: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
 
 
 def compile_all(folder: Path, command: str) -> list[Path]:
-    """A library in `folder` for each variant of the architecture that `command` compiles for. Raises NoKernels."""
+    """Compile a library for each variant of the compiler's architecture into `folder`. Raises NoKernels."""
     architecture, system = target(command)
     variants = [variant for variant in VARIANTS if variant.machine == architecture]
     if not variants:
@@ -119,10 +119,10 @@ def compile_all(folder: Path, command: str) -> list[Path]:
 
 
 def compile_variant(folder: Path, command: str, variant: Variant, system: str) -> Path:
-    """One of them, named after the variant."""
+    """Compile the library of one variant, named after it."""
     path, mac = folder / f"{variant.name}.so", system == "darwin"
     flags = [flag for flag in FLAGS if not (mac and flag == "-fopenmp")]
-    openmp = ["-Xpreprocessor", "-fopenmp"] if mac else []  # Apple's compiler takes it in this form only
+    openmp = ["-Xpreprocessor", "-fopenmp"] if mac else []  # the form that Apple's compiler needs
     link = ["-undefined", "dynamic_lookup"] if mac else ["-Wl,--gc-sections", "-s"]
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{Path(source).stem}.o" for source in cpp_files()]
@@ -133,7 +133,7 @@ def compile_variant(folder: Path, command: str, variant: Variant, system: str) -
 
 
 def target(command: str) -> tuple[str, str]:
-    """Architecture and system that a compiler compiles for, such as x86_64 and linux. Raises NoKernels."""
+    """The compiler's target architecture and system, such as x86_64 and linux. Raises NoKernels."""
     triple = run([command, "-dumpmachine"], VERSION_TIMEOUT_S).stdout.strip().lower()  # such as x86_64-linux-gnu
     architecture = triple.partition("-")[0]
     system = next((name for name in ("linux", "darwin") if name in triple), "")
@@ -143,7 +143,7 @@ def target(command: str) -> tuple[str, str]:
 
 
 def platform_tag(libraries: list[Path], command: str) -> str:
-    """The wheel's platform: manylinux of the oldest glibc that has what they need, if other systems do."""
+    """The wheel's platform tag: manylinux of the oldest glibc, or linux if the libraries need newer symbols."""
     architecture, system = target(command)
     if system != "linux":
         return re.sub(r"[^a-z0-9]", "_", sysconfig.get_platform().lower())

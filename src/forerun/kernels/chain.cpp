@@ -1,5 +1,5 @@
-// A drafter's chains in one call: draw a token of every row, read them, draw again. A small model's step is so short that
-// going back to Python between steps would take a good part of it.
+// Drafts whole chains in one call: sample a token for every row, read them, sample again. A step of a small model is so
+// short that a return to Python between steps would take a good part of it.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -10,35 +10,35 @@
 
 namespace forerun {
 
-struct Entry {  // how a layer that reads each token beside the state before it, EAGLE's or an MTP module, lets both in
+struct Entry {  // the input of layers that read each token with the state before it (EAGLE, MTP); `StateEntry` in layer.py
   const Linear* map;                     // of both to the stream; null: attention reads both, and the state is the stream
-  const float *token_norm, *state_norm;  // padded gains; null: read as they are
-  int64_t state_first, normed_stream;    // of the two joined; whether the state is normed in the stream as well
-  int64_t reads_stream;                  // whether attention reads what was mapped as it is, not normed
+  const float *token_norm, *state_norm;  // padded gains; null: not normed
+  int64_t state_first, normed_stream;    // the state comes first in the concatenation; the stream is the normed state
+  int64_t reads_stream;                  // attention reads the mapped stream without norming it
   const float* output_norm;              // of the layers' output, which is the state before the next token; or null
 };
 
 struct Chains {
-  int64_t num_rows, depth;                      // the deepest row's
-  const int64_t *depths, *starts, *positions;   // of each row: guesses wanted, its run's first slot, its first guess
+  int64_t num_rows, depth;                      // depth of the deepest row
+  const int64_t *depths, *starts, *positions;   // of each row: depth, first slot, position of its first draft token
   const float* logits;                          // after the roots, [num_rows, stride]
   int64_t stride, num_ids;
   const RowLaw* laws;
   const void* embedding;      // [vocab, hidden]
   int64_t embedding_format, hidden, num_layers;
   const Linear* head;
-  const int64_t* head_ids;  // of each of the head's outputs; null: they are numbered by id
+  const int64_t* head_ids;  // the id of each of the head's outputs; null: output i is id i
   const float* norm;        // or null
-  const Entry* entry;       // null: tokens are read alone
-  const float* before;      // the states behind the roots, [num_rows, hidden]; null without an entry, and with texts
-  const int64_t *text_counts, *text_tokens;  // of each row: tokens to be read first, one at least; packed; or null
-  const float* text_states;                  // beside these tokens, [total, hidden]
-  float* roots;                              // [num_rows, hidden], out: the states behind the texts
+  const Entry* entry;       // null: the layers read tokens only
+  const float* before;      // the states after the roots, [num_rows, hidden]; null without an entry, and with texts
+  const int64_t *text_counts, *text_tokens;  // of each row: tokens to be read first, at least one; packed; or null
+  const float* text_states;                  // the states read with these tokens, [total, hidden]
+  float* roots;                              // [num_rows, hidden], out: the states after the texts
   float norm_eps, slack;
-  const float* min_survival;  // of each row: the least survival of a guess that is worth having; null: all are
-  int64_t* tokens;      // [num_rows, depth], out; -1 where there are none
-  float* survival;      // [num_rows, depth], out: of the guesses, along the chain; null where there are no min_survival
-  float* states;        // [num_rows, depth, hidden], out: the residual stream behind each guess that was read; or null
+  const float* min_survival;  // of each row: a chain ends before a token of less survival; null: no limit
+  int64_t* tokens;      // [num_rows, depth], out; -1 after the end of a chain
+  float* survival;      // [num_rows, depth], out: survival of the draft tokens; null without min_survival
+  float* states;        // [num_rows, depth, hidden], out: the residual stream after each token that was read; or null
 };
 
 // A token's embedding in float32.
@@ -49,9 +49,9 @@ void embed(const Chains& c, int64_t token, float* x) {
   else get(x, static_cast<const float*>(c.embedding) + first, c.hidden);
 }
 
-class Step {  // the tokens that are read in one pass, and the states behind all rows
+class Step {  // the tokens that are read in one pass, and the states after all rows
  public:
-  Step(const Chains& chains, int64_t most)  // tokens of a pass
+  Step(const Chains& chains, int64_t most)  // most tokens of a pass
       : c(chains), e(chains.entry), x(most * c.hidden) {
     if (!e) return;
     joined_width = e->map ? 2 * c.hidden : padded(2 * c.hidden);
@@ -111,8 +111,8 @@ class Step {  // the tokens that are read in one pass, and the states behind all
 
 using namespace forerun;
 
-// `frame` is a pass whose cache, tables and threads hold for all steps. A row ends where its draw is not certain, and
-// where its guess survives with less than it must.
+// `frame` has the cache, tables and threads of all steps. A chain ends where a sample is not certain, or before a token
+// whose survival is below its row's minimum.
 extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pass* frame) {
   const Chains& c = *chains;
   const int64_t width = c.head->width;
@@ -126,7 +126,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   const float* given = c.logits;
   int64_t stride = c.stride;
   std::fill(c.tokens, c.tokens + c.num_rows * c.depth, -1);
-  const auto read = [&] {  // the tokens that were taken, of which `order` says the path
+  const auto read = [&] {  // reads the sampled tokens; `order` maps them to rows
     Pass pass = *frame;
     pass.num_tokens = positions.size(), pass.num_paths = starts.size();
     pass.first_layer = 0, pass.end_layer = c.num_layers;
@@ -136,7 +136,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     pass.num_plain = whole.data(), pass.source_ends = pass.sources = none.data();
     forerun_forward(decoder, &pass);
   };
-  const auto score = [&](int64_t count) {  // what follows the states of the first so many
+  const auto score = [&](int64_t count) {  // computes the logits after the states of the first `count` rows
     forerun_multiply(c.head, step.behind(0), count, c.norm, c.norm_eps, logits.data(), frame->num_threads);
     given = logits.data(), stride = width;
     if (!c.head_ids) return;
@@ -203,7 +203,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   }
 }
 
-// The norm of each row, as chains compute it; rows and gain have zeros up to their padded width.
+// The norm of each row, with the bits of chains; rows and gain are zero-padded.
 extern "C" void forerun_norm(const float* x, const float* gain, float eps, int64_t num_rows, int64_t size, float* out) {
   for (int64_t row = 0; row < num_rows; row++)
     norm_row(x + row * padded(size), gain, eps, size, out + row * padded(size));

@@ -1,8 +1,8 @@
 // The decoder's layers over packed tokens, in one parallel region per pass; called from Python through plain C.
 //
-// Decides what each thread does between two barriers: rows are shared out where they are computed one by one, outputs
-// where weights are read, queries where keys are. Who shares what never changes a result. The residual stream is
-// float32. A token comes with its position, its cache slot and the path that it sees.
+// Between two barriers threads share rows in row-wise operations, outputs in products with weights, and queries in
+// attention. The distribution never changes a result. The residual stream is float32. Each token has a position, a
+// cache slot and the path that it attends to.
 #include <omp.h>
 
 #include <type_traits>
@@ -15,7 +15,7 @@
 namespace forerun {
 
 template <typename T>
-class Worker {  // one thread's part of a pass
+class Worker {  // the part of one thread in a pass
  public:
   Worker(const Decoder& decoder, const Pass& pass, const std::vector<std::vector<Task>>& shares, Scratch& scratch,
          int thread, int num_threads)
@@ -37,8 +37,8 @@ class Worker {  // one thread's part of a pass
     for (int64_t i = pass.first_layer; i < pass.end_layer; i++) layer(d.layers[i], i);
   }
 
-  // A row is made for the product that reads it by whoever computed it, in pieces where the format has them: then nothing
-  // waits in between, and nothing is fetched from another core.
+  // The thread that computed a row prepares it for the product that reads it, in pieces if the format allows: so
+  // nothing waits in between, and nothing is fetched from another core.
   void layer(const Layer& l, int64_t index) {
     const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size());
     const Rows rows{s.rows, s.scales}, next_rows{s.next_rows, s.scales};
@@ -87,7 +87,7 @@ class Worker {  // one thread's part of a pass
     each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
   }
 
-  // Queries, keys and values; whole heads of each thread's own where panels hold whole heads.
+  // Queries, keys and values; if panels hold whole heads, each thread computes whole heads.
   void project_heads(const Layer& l, Rows rows, T* keys, T* values) {
     const int64_t num_heads = c.heads + 2 * c.kv_heads, columns = std::max<int64_t>(c.head_dim, WIDTH);
     if (num_heads * c.head_dim % columns == 0 && columns % c.head_dim == 0 && columns % WIDTH == 0 && !l.joint_norm) {
@@ -113,7 +113,7 @@ class Worker {  // one thread's part of a pass
       store_head(l, i / num_heads, i % num_heads, keys, values);
   }
 
-  // The rows that `down` reads: columns of each thread's own where the format has pieces.
+  // The input rows of `down`; if the format allows pieces, each thread computes its own columns.
   void activate(const Gated& mlp, Rows rows, Rows next_rows) {
     const Linear &gate_up = *mlp.gate_up, &down = *mlp.down;
     const int64_t neurons = mlp.neurons();
@@ -165,7 +165,7 @@ class Worker {  // one thread's part of a pass
     wait();
     up.multiply(routes.groups, rows, s.wide, thread, num_threads);
     wait();
-    each_pair([&](const Group& g, int64_t p) {  // in place: the activation of a number is written where its gate was
+    each_pair([&](const Group& g, int64_t p) {  // in place: the activation overwrites the gate
       const Gated& mlp = g.mlp < e.count ? e.gated[g.mlp] : l.dense;
       float *const gate = up.out(g, s.wide).at(p - g.first, 0), *const values = gate + mlp.neurons();
       if (e.limit && g.mlp < e.count) activate_row(gate, values, mlp.neurons(), gate, Bounded{e.alpha, e.limit});
@@ -174,7 +174,7 @@ class Worker {  // one thread's part of a pass
     if (c.gather) {
       wait();
       const Group& last = routes.groups.back();
-      const int64_t shared = last.mlp < e.count ? last.end : last.first;  // pairs of experts come before those of all tokens
+      const int64_t shared = last.mlp < e.count ? last.end : last.first;  // pairs of experts precede those of the shared MLP
       const Linear &expert = *e.gated[0].down, &dense = *(l.dense.down ? l.dense.down : e.gated[0].down);
       gather(NEURONS, s.wide, up.width, expert.inputs, expert.depth, shared);
       gather(NEURONS, s.wide + shared * up.width, up.width, dense.inputs, dense.depth, last.end - shared);
@@ -205,7 +205,7 @@ class Worker {  // one thread's part of a pass
       for (int64_t p = std::max(from, g.first); p < std::min(to, g.end); p++) f(g, p);
   }
 
-  // A product that `add` takes.
+  // A product whose result `add` adds to the stream.
   void add_up(const Linear& linear, Rows rows) {
     const int64_t stride = padded(c.hidden) + LANES;
     wait();
@@ -214,7 +214,7 @@ class Worker {  // one thread's part of a pass
     gather(HIDDEN, s.wide, stride, c.hidden, padded(c.hidden), pass.num_tokens);
   }
 
-  // What ranks have computed of these rows, made whole and padded with zeros. Between two barriers.
+  // All-gathers the columns of the ranks in these rows, and pads them with zeros. Between two barriers.
   void gather(Gathered what, float* rows, int64_t stride, int64_t columns, int64_t end, int64_t num_rows) {
     if (!c.gather || !num_rows) return;
     if (thread == 0) {
@@ -224,7 +224,8 @@ class Worker {  // one thread's part of a pass
     wait();
   }
 
-  // Rows lie a line more apart than they are wide: whole pages apart, they would all have the same few places in a cache.
+  // Rows are one cache line further apart than they are wide: at page strides they would compete for the same cache
+  // sets.
   Out out_of(const Linear& linear) const { return {s.wide, linear.width + LANES}; }
   float* active_row(const Linear& down, int64_t row) const { return s.normed + row * (down.depth + LANES); }
 
@@ -234,14 +235,14 @@ class Worker {  // one thread's part of a pass
     else memcpy(s.normed + row * width, s.x + row * width, width * sizeof(float));
   }
 
-  void add(int64_t row, const float* gain) {  // what a product gave, normed where there are gains
+  void add(int64_t row, const float* gain) {  // adds a product's result to the stream, normed if there is a gain
     const int64_t width = padded(c.hidden);
     float *x = s.x + row * width, *given = s.wide + row * (width + LANES);
     if (gain) norm_row(given, gain, c.norm_eps, c.hidden, given);
     for (int64_t i = 0; i < width; i += LANES) store(x + i, load(x + i) + load(given + i));
   }
 
-  // A query or key is normed and rotated; a key or value goes to its slot.
+  // Norms and rotates queries and keys; stores keys and values in their slots.
   void store_head(const Layer& l, int64_t token, int64_t head, T* keys, T* values) {
     const int64_t turn = (pass.positions[token] + (head < c.heads ? l.query_rope_start : l.rope_start)) * c.head_dim;
     float* const x = out_of(*l.qkv).at(token, head * c.head_dim);
@@ -306,7 +307,7 @@ using namespace forerun;
 
 extern "C" {
 
-// Which instructions the products use.
+// The name of the instruction set of the products.
 const char* forerun_instructions() {
 #if defined(FORERUN_AMX)
   if (has_amx()) return "AMX";
@@ -332,7 +333,7 @@ Linear* forerun_linear(int64_t format, int64_t outputs, int64_t inputs, const vo
   return nullptr;
 }
 
-// A layer of weights in groups, as files have them; `least` may be null.
+// A layer of group-quantized weights, as in checkpoints; `least` may be null.
 Linear* forerun_grouped(const Groups* groups, int64_t outputs, int64_t inputs, const int8_t* numbers, const float* scales,
                         const float* least, const float* bias) {
   auto* linear = new Linear(*groups, outputs, inputs, numbers, scales, least, bias);
@@ -343,7 +344,7 @@ Linear* forerun_grouped(const Groups* groups, int64_t outputs, int64_t inputs, c
 
 void forerun_free_linear(Linear* linear) { delete linear; }
 
-// From now on the layer's outputs are softly bounded, where it is multiplied by itself: a model's head.
+// Soft-caps the layer's outputs in `forerun_multiply` from now on: for a model's head.
 void forerun_cap(Linear* linear, float limit) { linear->cap = limit; }
 
 // x is [num_rows, inputs], out [num_rows, outputs padded to whole panels]; norm may be null.
@@ -351,7 +352,7 @@ void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, co
                       int64_t num_threads) {
   const int64_t space = (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE);
   const int64_t bytes = space * (linear->row_bytes() + 64 + linear->depth * 4);
-  thread_local std::unique_ptr<Memory> memory;  // of the caller, kept for its next call
+  thread_local std::unique_ptr<Memory> memory;  // kept for the caller's next call
   if (!memory || memory->bytes < bytes) memory = std::make_unique<Memory>(bytes);
   char* const data = memory->data;
   memset(data, 0, bytes);
@@ -384,7 +385,7 @@ Decoder* forerun_decoder(const Shape* shape, const Layer* layers, int64_t num_la
 
 void forerun_free_decoder(Decoder* decoder) { delete decoder; }
 
-// Not for two threads at once.
+// Not thread-safe.
 void forerun_forward(Decoder* decoder, const Pass* pass) {
   Scratch& scratch = decoder->room(pass->num_tokens);
   const std::vector<std::vector<Task>> shares = share_out(decoder->shape, *pass);

@@ -1,63 +1,63 @@
-// What a decoder and a pass through it are, and the functions that other parts of the library call.
+// The structures of a decoder and of a pass, and the functions that other parts of the library call.
 #pragma once
 #include "multiply.hpp"
 
 namespace forerun {
 
-// Makes rows whole of which every one of `ranks` has computed some columns and laid them at the row's beginning: `columns`
-// numbers each, `stride` apart.
+// All-gathers rows of which each rank has computed some columns, at the beginning of the row: rows have `columns`
+// numbers and are `stride` apart.
 typedef void (*Gather)(void* ranks, int64_t what, float* rows, int64_t stride, int64_t columns, int64_t num_rows);
-enum Gathered { HEADS, HIDDEN, NEURONS };  // what the columns are
+enum Gathered { HEADS, HIDDEN, NEURONS };  // the kind of columns
 
 struct Shape {
   int64_t hidden, heads, kv_heads, head_dim, cache_format;  // Format of keys and values
-  int64_t all_heads;  // of all ranks that share the layers; `heads` and `kv_heads` are this rank's
-  int64_t gelu;  // whether the activation is GELU by tanh; else it is SiLU
-  float norm_eps, score_cap;  // the last bounds scores of attention softly; 0: nothing does
-  Gather gather;  // null: this process has the layers alone
+  int64_t all_heads;  // of all ranks together; `heads` and `kv_heads` are this rank's
+  int64_t gelu;  // whether the activation is tanh-GELU; else it is SiLU
+  float norm_eps, score_cap;  // score_cap: soft cap of attention scores; 0: none
+  Gather gather;  // null: the layers are not shared with other ranks
   void* ranks;
 };
 
-struct Gated {  // an MLP: gate over up, or what is activated alone, and down; or null
+struct Gated {  // an MLP: gate and up (or, if plain, only the activated layer), and down; null pointers: no MLP
   const Linear *gate_up, *down;
-  int64_t plain;  // whether nothing is gated
+  int64_t plain;  // whether the MLP is not gated
 
   int64_t neurons() const { return gate_up->outputs / (plain ? 1 : 2); }  // of this rank
 };
 
-struct Experts {  // of which each token takes some
-  int64_t count, active, normalised;  // the last: weights of those add up to 1, else those of all
-  const Linear* router;               // an output behind the experts' is the gate of what every token takes
+struct Experts {
+  int64_t count, active, normalised;  // normalised: weights are a softmax over the active experts, else over all
+  const Linear* router;               // a last output, if any, is the gate of the shared expert
   const Gated* gated;
-  float alpha, limit;  // of a bounded activation; limit 0: it is SiLU
+  float alpha, limit;  // of a clamped activation; limit 0: SiLU
 };
 
 struct Layer {
   const Linear *qkv, *out;
-  Gated dense;             // what every token takes
+  Gated dense;             // the MLP of all tokens: a dense layer's only one, or the shared expert
   const Experts* experts;  // or null
-  const float *attention_norm, *mlp_norm;  // padded with zeros; null: what is read is not normed
-  const float *attention_out_norm, *mlp_out_norm;  // of what is added to the stream; or null
+  const float *attention_norm, *mlp_norm;  // zero-padded gains of the input norms; null: no norm
+  const float *attention_out_norm, *mlp_out_norm;  // of the outputs; or null
   const float* qk_norm;                    // gains of each query head, then of each key head; or null
-  int64_t joint_norm;                      // whether all query heads are normed as one, and all key heads
-  const float* sinks;                      // each query head's score of nothing; or null
-  int64_t window;                          // 0: sees everything
-  int64_t rope_start, query_rope_start;    // of the tables of cosines and sines: the row of position 0, of keys and queries
-  int64_t parallel;                        // whether the MLP reads what attention reads
+  int64_t joint_norm;                      // whether all query heads are normed as one vector, and all key heads
+  const float* sinks;                      // extra attention score of each query head; or null
+  int64_t window;                          // 0: no sliding window
+  int64_t rope_start, query_rope_start;    // rows of position 0 in the rotary tables, for keys and queries
+  int64_t parallel;                        // whether the MLP has the same input as attention
 
-  int64_t per_token() const { return (experts ? experts->active : 0) + (dense.down != nullptr); }  // MLPs that one takes
+  int64_t per_token() const { return (experts ? experts->active : 0) + (dense.down != nullptr); }  // MLPs of a token
 };
 
-struct Pass {  // without paths nothing looks: keys and values are made of `read`, in all layers, and `x` is not used
+struct Pass {  // without paths only keys and values are computed, from `read` in all layers, and `x` is not used
   int64_t num_tokens, num_paths, first_layer, end_layer, num_threads;
   float* x;           // [num_tokens, hidden], in and out
-  const float* read;  // what the first layer's attention reads in place of x, normed, [num_tokens, depth of qkv]; or null
+  const float* read;  // input of the first layer's attention instead of normed x, [num_tokens, depth of qkv]; or null
   const int64_t *positions, *slots, *path_of, *last_key;         // of each token
-  const int64_t *first_slots, *num_plain, *source_ends, *sources;  // of each path; `sources` lies packed
+  const int64_t *first_slots, *num_plain, *source_ends, *sources;  // of each path; `sources` is packed
   void *keys, *values;                                           // [layers, kv_heads, slots, head_dim]
   int64_t num_slots;
   const float *cos, *sin;  // [positions, head_dim]
-  int64_t* num_experts;    // grows by the experts that are read; or null
+  int64_t* num_experts;    // incremented by the number of experts that are read; or null
 };
 
 struct Decoder;

@@ -1,11 +1,11 @@
-// Draws as other parts of the library ask for them.
+// Sampling functions for other parts of the library.
 #pragma once
 #include "laws.hpp"
 
 namespace forerun {
 
-// Places at which a token is drawn: each has a row of logits, the row of the round that it belongs to, and guesses that
-// lead to it, which begin at its start.
+// Nodes after which a token is sampled: each has a row of logits, its row of the round, and the path of draft tokens
+// that leads to it, from its start in `paths`.
 struct Nodes {
   const RowLaw* laws;  // by row of the round
   float slack;
@@ -17,10 +17,10 @@ struct Nodes {
   Law law(int64_t i) const { return {laws[rows[i]], {guesses + starts[i], lengths[i]}, slack, masks.of(i)}; }
 };
 
-// For each node its first largest score, -1 where undecided.
+// For each node the lowest id with the largest score, -1 if undecided.
 void choose_each(const Nodes& nodes, int64_t* chosen, int64_t num_threads);
 
-// For each node its `width` largest scores and their shares of all, by softmax; marks those that are undecided.
+// For each node its `width` largest scores and their softmax; marks undecided nodes.
 void offer_each(const Nodes& nodes, int64_t width, int64_t* tokens, float* survival, int64_t* undecided,
                 int64_t num_threads);
 

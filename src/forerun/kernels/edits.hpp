@@ -1,8 +1,8 @@
-// The logits of a node before temperature: bans, biases, minimum length, words and penalties, which touch few ids, and
-// the mask of a grammar.
+// The edits of a node's logits before temperature: bans, biases, minimum length, banned words and penalties, which
+// change few ids, and the mask of a grammar.
 //
-// All of it is elementwise, with the same operations in the same order as in torch, so the bits are the same too. The
-// logits themselves are never written: the few new values replace lanes as the vocabulary is read.
+// All edits are elementwise, with the same operations in the same order as in torch, so the bits are the same too. The
+// logits themselves are never written: the few changed values replace lanes as the vocabulary is read.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -16,7 +16,7 @@ struct Edit {
   float logit;
 };
 
-// `bounded` in transforms.py: what was finite stays so.
+// `bounded` in transforms.py: finite values stay finite.
 inline float bounded(float x, float before) {
   return std::isfinite(before) ? std::min(std::max(x, -LARGEST), LARGEST) : x;
 }
@@ -27,7 +27,7 @@ inline float penalised(const RowLaw& row, float x, int32_t times) {
   return x;
 }
 
-// Whether the answer up to a node ends with all tokens of a word but its last.
+// Whether the answer up to a node ends with all tokens of a banned word except the last.
 inline bool completes(const RowLaw& row, const GuessPath& path, const int32_t* word, int64_t length) {
   for (int64_t back = 1; back < length; back++) {
     const int64_t in_path = path.length - back, in_answer = row.num_said + in_path;
@@ -38,7 +38,7 @@ inline bool completes(const RowLaw& row, const GuessPath& path, const int32_t* w
   return true;
 }
 
-// The ids that must not be drawn after a node, but for those with a fixed ban; in order.
+// The ids that must not be sampled after a node, except those with a fixed ban, in ascending order.
 inline std::vector<int32_t> banned_at(const Law& law) {
   const RowLaw& row = law.row;
   std::vector<int32_t> ids;
@@ -50,7 +50,7 @@ inline std::vector<int32_t> banned_at(const Law& law) {
   return ids;
 }
 
-// Ids in rising order that are gone through once.
+// An iterator over ids in ascending order.
 struct Ids {
   const int32_t *next, *end;
   int32_t id() const { return next == end ? std::numeric_limits<int32_t>::max() : *next; }
@@ -63,7 +63,7 @@ struct Ids {
 
 inline Ids ids_of(const std::vector<int32_t>& ids) { return {ids.data(), ids.data() + ids.size()}; }
 
-// All ids below `count` whose logits a node's row changes, in order. NaN stays NaN even where torch bans it.
+// All ids below `count` whose logits are edited, in ascending order. NaN stays NaN even where torch bans it.
 inline std::vector<Edit> edits_of(const Law& law, const float* logits, int64_t count) {
   const RowLaw& row = law.row;
   const std::vector<int32_t> never = banned_at(law);
@@ -89,8 +89,8 @@ inline std::vector<Edit> edits_of(const Law& law, const float* logits, int64_t c
   }
 }
 
-// -inf for those of sixteen ids from `first`, a multiple of LANES, whose bit is not set. A penalty leaves -inf alone, so
-// that it does not matter that the mask comes after it here.
+// Sets the logits of the sixteen ids from `first`, a multiple of LANES, to -inf if their bit is not set. Penalties do
+// not change -inf, so it does not matter that the mask is applied after them here.
 inline Floats masked(Floats x, const uint32_t* mask, int64_t first) {
   const uint32_t allowed = mask[first / 32] >> (first % 32) & 0xFFFF;
   if (allowed == 0xFFFF) return x;
@@ -110,7 +110,7 @@ struct Shaped {
   Shaped(const Law& law, const float* logits, int64_t count)
       : logits(logits), count(count), edits(edits_of(law, logits, count)), mask(law.mask) {}
 
-  // Calls take(logits, first id) for each sixteen ids from `first`, a multiple of LANES, to `last`; -inf behind it.
+  // Calls take(logits, first id) for each sixteen ids from `first`, a multiple of LANES, to `last`; -inf after it.
   template <typename Take>
   void each(int64_t first, int64_t last, const Take& take) const {
     const Edit *edit = edits.data(), *const end = edit + edits.size();

@@ -1,8 +1,8 @@
-// Sparse MLPs: which experts each token takes, and which rows each expert therefore has.
+// Mixture of experts: the routing of each token, and the rows of each expert.
 //
-// A pair is a token and one of the MLPs that it takes: its experts, the likeliest first, and last the MLP that all tokens
-// take, where there is one. Pairs are grouped by MLP, so that each is read from memory once, and every token adds up what
-// its own gave in the order of its choice: neither depends on other tokens.
+// A pair is a token and one of its MLPs: its experts by descending weight, then the shared expert, if there is one.
+// Pairs are grouped by MLP, so that each MLP is read from memory once, and every token sums its outputs in the order of
+// its own ranking: so results do not depend on other tokens.
 #pragma once
 #include <vector>
 
@@ -10,17 +10,17 @@
 
 namespace forerun {
 
-struct Group {  // the pairs of one MLP lie side by side
+struct Group {  // the contiguous pairs of one MLP
   int64_t mlp, first, end;
 };
 
 struct Routes {
   int64_t num_pairs = 0;
-  std::vector<int64_t> mlps;    // of each pair, those of a token side by side
-  std::vector<float> weights;   // likewise
+  std::vector<int64_t> mlps;    // of each pair; the pairs of a token are contiguous
+  std::vector<float> weights;   // of each pair
   std::vector<int64_t> tokens;  // of each place in the order of groups
   std::vector<int64_t> places;  // of each pair
-  std::vector<Group> groups;    // those that have pairs, in ascending order
+  std::vector<Group> groups;    // groups with pairs, in ascending order of MLPs
 
   void room(int64_t most) { mlps.resize(most), weights.resize(most), tokens.resize(most), places.resize(most); }
 
@@ -33,14 +33,14 @@ struct Routes {
       if (ends[m + 1]) groups.push_back({m, ends[m], ends[m] + ends[m + 1]});
       ends[m + 1] += ends[m];
     }
-    for (int64_t p = 0; p < num_pairs; p++) {  // from where a group begins to where it ends
+    for (int64_t p = 0; p < num_pairs; p++) {  // counts up from a group's begin to its end
       places[p] = ends[mlps[p]]++;
       tokens[places[p]] = p / per_token;
     }
   }
 };
 
-// exp(x - top) of `count` numbers, and the sum of all in one order.
+// exp(x - top) of `count` numbers, and their sum in a fixed order.
 inline float powers(const float* x, int64_t count, float top, float* out) {
   Floats total{};
   for (int64_t i = 0; i < count; i += LANES) {
@@ -54,7 +54,7 @@ inline float powers(const float* x, int64_t count, float top, float* out) {
   return sum(total);
 }
 
-// A token's experts, the lowest numbers among equal logits, and their weights.
+// The experts of a token, the lowest index first among equal logits, and their weights.
 inline void route(const Experts& e, const float* logits, int64_t* mlps, float* weights) {
   for (int64_t rank = 0, last = -1; rank < e.active; rank++) {
     int64_t best = -1;
@@ -62,7 +62,7 @@ inline void route(const Experts& e, const float* logits, int64_t* mlps, float* w
       const bool follows = last < 0 || logits[i] < logits[last] || (logits[i] == logits[last] && i > last);
       if (follows && (best < 0 || logits[i] > logits[best])) best = i;
     }
-    last = mlps[rank] = best < 0 ? 0 : best;  // what is not a number has no order
+    last = mlps[rank] = best < 0 ? 0 : best;  // NaN has no order
     weights[rank] = logits[last];
   }
   const float top = weights[0], chosen = powers(weights, e.active, top, weights);
@@ -75,13 +75,13 @@ inline void route(const Experts& e, const float* logits, int64_t* mlps, float* w
   }
 }
 
-// The linear layers of one kind of a sparse layer, and how far apart their groups lie.
+// The linear layers of one kind of all experts, and the offsets of their groups.
 struct Products {
   const Layer& layer;
   const Linear* Gated::*linear;
   int64_t row_bytes, width;
 
-  // Each group's rows have room for `least` numbers too.
+  // Each group's rows have room for at least `least` numbers.
   Products(const Layer& l, const Linear* Gated::*of, int64_t least) : layer(l), linear(of), row_bytes(0), width(least + LANES) {
     for (const Gated* each : {&l.experts->gated[0], &l.dense})
       if (each->down) {
@@ -95,7 +95,7 @@ struct Products {
   Rows rows(const Group& g, Rows all) const { return {all.data + g.first * row_bytes, all.scales + g.first}; }
   Out out(const Group& g, float* all) const { return {all + g.first * width, width}; }
 
-  // The share of one thread in all groups: by what they cost, a part for the weights and one for every row.
+  // The share of one thread in all groups, by their cost: one part for the weights and one for every row.
   void multiply(const std::vector<Group>& groups, Rows rows_of_all, float* out_of_all, int thread, int num_threads) const {
     constexpr int64_t READ = 8;
     const auto cost = [](const Group& g) { return READ + g.end - g.first; };

@@ -1,24 +1,24 @@
-// Top-k, min-p and top-p: which ids are left of a node that draws with noise.
+// Top-k, min-p and top-p: the ids that remain of a node that samples with noise.
 //
-// What top-k and min-p leave is exact. The nucleus of top-p is defined by torch's sums of torch's probabilities, which
-// have other bits than sums made here, so its edge is known up to the error of both: `certain` says of which values it
-// is known that they are left. A draw that an uncertain one wins is torch's.
+// Top-k and min-p are exact. The nucleus of top-p is defined by torch's sums of torch's probabilities, which have other
+// bits than the sums here, so its edge is known up to the errors of both: `certain` tells which values remain for
+// certain. If an uncertain value wins, torch decides the sample.
 #pragma once
 #include "edits.hpp"
 
 namespace forerun {
 
-constexpr float NEAR = 10.0f;  // a nucleus nearly always ends within so much of the largest logit
+constexpr float NEAR = 10.0f;  // a nucleus nearly always ends within this distance of the largest logit
 
 struct Candidate {
-  float value, mass;  // logit over temperature; e^value, in parts of that of the largest
+  float value, mass;  // logit over temperature; e^value relative to that of the largest
   int32_t id;
 };
 typedef std::vector<Candidate> Candidates;
 
 inline bool likelier(const Candidate& a, const Candidate& b) { return a.value > b.value; }
 
-// The ids that may be left; those whose value is above `sure`, or is `edge`, certainly are.
+// The ids that may remain; those whose value is above `sure`, or equals `edge`, remain for certain.
 struct Filtered {
   Candidates left;
   double sure = LOWEST;
@@ -41,7 +41,7 @@ struct Mass {
   double total() const { return whole + sum(part); }
 };
 
-// Drops all that is smaller than the `k`-th largest, which is returned.
+// Drops all values below the `k`-th largest, which is returned.
 inline float keep_largest(Candidates& some, int64_t k) {
   if (static_cast<int64_t>(some.size()) <= k) return LOWEST;
   std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), likelier);
@@ -50,8 +50,8 @@ inline float keep_largest(Candidates& some, int64_t k) {
   return least;
 }
 
-// The ids of values from `least` on, at most the `top_k` largest and their equals; `also` sees all values. False where a
-// logit is no number.
+// Collects the ids of values of at least `least`: at most the `top_k` largest and their equals; `also` gets all values.
+// False if a logit is NaN.
 template <typename Also>
 bool collect(const Shaped& node, const RowLaw& row, float least, Candidates& found, const Also& also) {
   const int64_t top_k = row.top_k < node.count ? row.top_k : 0;
@@ -77,7 +77,7 @@ bool collect(const Shaped& node, const RowLaw& row, float least, Candidates& fou
   return !any(bad);
 }
 
-inline float peak_of(const Shaped& node) {  // -inf where a logit is no number
+inline float peak_of(const Shaped& node) {  // -inf if a logit is NaN
   Floats top = all(LOWEST);
   Ints bad = {};
   node.each(0, node.count, [&](Floats x, int64_t) {
@@ -87,7 +87,7 @@ inline float peak_of(const Shaped& node) {  // -inf where a logit is no number
   return any(bad) ? LOWEST : largest(top);
 }
 
-// Fills in the masses, and returns their sum.
+// Sets the masses, and returns their sum.
 inline double weigh(Candidates& some, float peak) {
   double whole = 0;
   for (size_t i = 0; i < some.size(); i += LANES) {
@@ -100,7 +100,7 @@ inline double weigh(Candidates& some, float peak) {
   return whole;
 }
 
-// The value with which the largest, one after the other, reach a mass; -inf where all do not. Reorders them.
+// The value at which the largest values together reach a mass; -inf if all of them do not. Reorders them.
 inline float reaches(Candidates& some, double mass) {
   Candidate *first = some.data(), *last = first + some.size();
   while (last - first > 1) {
@@ -114,16 +114,16 @@ inline float reaches(Candidates& some, double mass) {
   return first < last && first->mass >= mass ? first->value : LOWEST;
 }
 
-// How far a sum of torch's can be off, in parts of it and for each number: it has so many sums side by side.
+// The relative error of torch's sum for each number; torch has so many partial sums.
 #if defined(__AVX2__)
 constexpr double SUM_ERROR = 0x1p-24 / 8;
 #else
 constexpr double SUM_ERROR = 0x1p-24 / 4;
 #endif
 
-// Finds the edge of the nucleus; `whole` is the mass of all ids that top-k and min-p leave, which are `count`. Values
-// that differ by less than half the slack may have probabilities in any order. Equal values have the same.
-// Returns the value below which nothing is left, -inf where `left` does not reach so far.
+// Finds the edge of the nucleus; `whole` is the mass of the `count` ids that top-k and min-p leave. Values that differ
+// by less than half the slack may have probabilities in any order. Equal values have equal ones. Returns the value
+// below which nothing remains, -inf if `left` does not reach that far.
 inline double keep_nucleus(Filtered& f, const Law& law, double whole, int64_t count) {
   const double near = law.slack / 2;
   const double error = law.slack / 8 + count * SUM_ERROR;
@@ -137,7 +137,7 @@ inline double keep_nucleus(Filtered& f, const Law& law, double whole, int64_t co
   return last;
 }
 
-// False where only torch can say.
+// False if only torch can decide.
 inline bool filter(const Shaped& node, const Law& law, Filtered& f) {
   const RowLaw& row = law.row;
   const auto nothing = [](Floats) {};
@@ -154,7 +154,7 @@ inline bool filter(const Shaped& node, const Law& law, Filtered& f) {
   }
   if (!std::isfinite(peak)) return false;
   const float least = peak + row.min_p;
-  const bool part = row.top_k == 0 && row.min_p == LOWEST;  // only the likeliest are collected at first
+  const bool part = row.top_k == 0 && row.min_p == LOWEST;  // only the largest values are collected at first
   Mass mass;
   if (row.top_k > 0) drop_below(least);
   else if (!part) collect(node, row, least, f.left, nothing);

@@ -1,8 +1,8 @@
-// Numbers of 16 bits in memory: widened to float32 in registers, and narrowed to the nearest, ties to even.
+// Conversion of 16-bit numbers: widened to float32 in registers, and narrowed to the nearest, ties to even.
 //
-// bfloat16 is the upper half of a float32. float16 has 3 more bits of the fraction, and a range that ends at 65504:
-// what is finite becomes the largest finite number there instead of infinite, since infinite keys make scores that are
-// not numbers. Infinities and what is not a number stay what they are.
+// bfloat16 is the upper half of a float32. float16 has 3 more fraction bits, and a range up to 65504: larger finite
+// numbers become the largest finite one instead of infinite, since infinite keys give NaN scores. Infinities and NaN
+// stay as they are.
 #pragma once
 #include "vectors.hpp"
 
@@ -32,7 +32,7 @@ inline FloatRegister widened_register(const float16* p) {
   return (FloatRegister)_mm256_cvtph_ps((__m128i)h);
 #elif defined(__ARM_NEON)
   return (FloatRegister)vcvt_f32_f16((float16x4_t)h);
-#else  // in the place of a float32's fraction; a product moves the exponent, which makes subnormal numbers normal ones
+#else  // as the fraction of a float32; a product corrects the exponent and makes subnormal numbers normal ones
   const IntRegister wide = __builtin_convertvector(h, IntRegister), size = wide & 0x7fff;
   const IntRegister number = (IntRegister)((FloatRegister)(size << 13) * 0x1p112f) | ((size >= 0x7c00) & 0x7f800000);
   return (FloatRegister)(number | (wide & 0x8000) << 16);
@@ -76,8 +76,8 @@ inline Ints rounded(Floats x) {  // to the nearest bfloat16, in the lower half
   return choose(x == x, near, (b >> 16) | 0x40);
 }
 
-inline Floats bounded(Floats x) {  // what is finite, within float16's range
-  const Floats most = all(65504.0f), least = all(-65504.0f), none = x - x;  // 0, or not a number
+inline Floats bounded(Floats x) {  // clamps finite numbers to float16's range
+  const Floats most = all(65504.0f), least = all(-65504.0f), none = x - x;  // 0 or NaN
   return choose(none == none, choose(x > most, most, choose(x < least, least, x)), x);
 }
 
@@ -103,7 +103,7 @@ inline void narrow(float16* p, Floats x) {
 }
 #endif
 
-// `size` numbers of a format as floats, and floats as numbers of a format.
+// Converts `size` numbers of a format to floats, and floats to numbers of a format.
 template <typename T>
 inline void get(float* to, const T* from, int64_t size) {
   int64_t i = 0;

@@ -1,4 +1,4 @@
-// How rows draw: what a request and its text do to logits, as `sampling/transforms.py` defines it.
+// RowLaw: the sampling transforms of a row, as defined in `sampling/transforms.py`.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -9,25 +9,25 @@ namespace forerun {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr float LARGEST = std::numeric_limits<float>::max();
-constexpr float ROUNDING = 0x1p-21f;  // more than the rounding of two scores, in parts of them
+constexpr float ROUNDING = 0x1p-21f;  // bound of the relative rounding error of two scores
 
-// One row of a round. Lists of ids are in rising order, and no id stands twice in one list.
+// One row of a round. Lists of ids are ascending and have no duplicates.
 struct RowLaw {
-  uint64_t key;           // of the row's noise; the position is still to be absorbed
+  uint64_t key;           // of the row's noise, without the position
   int64_t root;           // position of the last token of the text
-  int64_t torch_decides;  // not 0: nothing of this row can be decided here
+  int64_t torch_decides;  // not 0: torch samples this row
   int64_t top_k;          // 0: off
   float temperature;      // 0: greedy
   float min_p;            // its logarithm; -inf: off
   float top_p;            // infinite: off
   float repetition, frequency, presence;  // 1, 0 and 0: off
-  int64_t ends_from;                      // the position from which `ends` may be drawn
+  int64_t ends_from;                      // the position from which `ends` may be sampled
   int64_t num_fixed, num_ends, num_counted, num_words, num_said;
   const int32_t *fixed, *ends, *counted;
   const float* added;              // to the logits of `fixed`; -inf bans them
-  const int32_t* times;            // how often each of `counted` stands in the answer; all stand in the text
-  const int32_t *words, *lengths;  // words not to be completed, one behind the other, and their numbers of tokens
-  const int32_t* said;             // the answer's last tokens, as many as a word can need
+  const int32_t* times;            // occurrences of each of `counted` in the answer; all are in the text
+  const int32_t *words, *lengths;  // banned words, concatenated, and their numbers of tokens
+  const int32_t* said;             // the answer's last tokens, as many as the longest word needs
 
   bool noisy() const { return temperature > 0; }
   bool filters() const { return noisy() && (top_k > 0 || min_p > LOWEST || top_p < LARGEST); }
@@ -35,22 +35,22 @@ struct RowLaw {
   bool counts() const { return frequency != 0 || presence != 0; }
 };
 
-// The guesses between a row's root and a node.
+// The draft tokens between a row's root and a node.
 struct GuessPath {
   const int64_t* tokens;
   int64_t length;
 };
 
-// What a grammar allows at each of many nodes: a bit for every id, the lowest first, in words of 32.
+// The ids that a grammar allows at each node: a bit for every id, the lowest first, in 32-bit words.
 struct Masks {
-  const uint32_t* first;  // null: everything
+  const uint32_t* first;  // null: all ids are allowed
   int64_t stride;         // words of a node
 
   Masks(const uint32_t* first, int64_t vocab) : first(first), stride((vocab + 31) / 32) {}
   const uint32_t* of(int64_t node) const { return first ? first + node * stride : nullptr; }
 };
 
-// How a node draws. `slack` is more than noise can differ from torch's; `mask` is null where there is no grammar.
+// The law of a node. `slack` bounds the difference of the noise from torch's; `mask` is null without a grammar.
 struct Law {
   const RowLaw& row;
   GuessPath path;
@@ -65,7 +65,7 @@ struct Law {
 
   bool noisy() const { return row.noisy(); }
 
-  // How far below the best a score can be and still pass for it.
+  // The distance below the best score within which another could be the best one in torch.
   float margin(float best) const { return slack + ROUNDING * std::abs(best); }
 };
 

@@ -1,11 +1,11 @@
-"""The library of compiled kernels in this process: the wheel's, or the one in the user's cache folder, or a new one.
+"""The library of compiled kernels in this process: from the wheel, from the user's cache folder, or newly compiled.
 
-A wheel carries libraries for several processors; they lie beside this file and are as trustworthy as it is. Without one
-for this processor, and in a source checkout, the kernels are compiled at first use and kept in the user's cache folder.
+A wheel has libraries for several processors in this folder, as trustworthy as this file. Without one for this
+processor, and in a source checkout, the kernels are compiled at first use and stored in the user's cache folder.
 
 A library runs with all rights of the user who loads it, and a truncated one kills the process when a missing page is
-touched. So before a file is loaded, it is checked that the file and its folders belong to this user and are writable by
-nobody else, and that its bytes have the digest stored beside it. A file that fails a check is compiled again. Where the
+accessed. So before a file is loaded, it is checked that the file and its folders belong to this user and are writable
+by nobody else, and that its bytes have the digest stored beside it. A file that fails a check is compiled again. If the
 cache folder cannot be used, every process compiles into its own temporary folder and logs a warning.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Library:
-    """The kernels of one process. What comes of the first call, a library or a reason, is what all others get."""
+    """The kernels of one process. The result of the first call, a library or an error, is that of all others."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -59,18 +59,18 @@ class Library:
 
 @cache
 def of_this_process() -> Library:
-    """The one there is."""
+    """The Library of this process."""
     return Library()
 
 
 def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
-    """The compiled kernels, compiled now if need be. Raises NoKernels, and DeviceUnavailable for a bad FORERUN_ISA."""
+    """The compiled kernels, compiled now if needed. Raises NoKernels, and DeviceUnavailable for a bad FORERUN_ISA."""
     return of_this_process().get(progress)
 
 
 @cache
 def warn_of_torch(reason: str) -> None:
-    """Warn, once for each reason, that torch's operators take the kernels' place."""
+    """Warn, once for each reason, that torch's operators are used instead of the kernels."""
     logger.warning(
         "No compiled kernels: %s. torch's operators compute instead: two to four times as long for a token, and "
         "another fingerprint. --kernels torch (kernels='torch') asks for them without this warning.",
@@ -79,11 +79,11 @@ def warn_of_torch(reason: str) -> None:
 
 
 def from_wheel() -> ctypes.CDLL | None:
-    """The wheel's library for this processor, or for the one that FORERUN_ISA names; None where there is none.
+    """The wheel's library for this processor, or for FORERUN_ISA; None if there is none.
 
-    The libraries name no OpenMP runtime, because its file has another name in every build of torch. They use torch's,
-    whose functions are visible to all once torch is imported; so there is one pool of threads, and a machine needs no
-    runtime of its own.
+    The libraries are not linked to an OpenMP runtime, because its file has another name in every build of torch. They
+    use torch's, whose functions are global once torch is imported; so there is one pool of threads, and the machine
+    needs no other runtime.
     """
     for path in (WHEEL / f"{variant.name}.so" for variant in wanted()):
         if path.exists():
@@ -98,12 +98,12 @@ def from_wheel() -> ctypes.CDLL | None:
 
 
 def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
-    """Load the wheel's library, or the one that is kept, or compile it and keep it. Raises NoKernels."""
+    """Load the wheel's library, or the stored one, or compile and store it. Raises NoKernels."""
     if (lib := from_wheel()) is not None:
         return lib
     command = compiler()
     name = library_name(command)
-    with suppress(OSError):  # which the second look meets again, and reports
+    with suppress(OSError):  # `compiled` tries again, and reports it
         if (lib := Shelf.open(name).load()) is not None:
             return lib
     if progress is not None:
@@ -118,7 +118,7 @@ def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
 
 
 def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
-    """Compile to `path`, keep a copy, and load that; where it cannot be kept, load `path` itself, with a warning."""
+    """Compile to `path`, store a copy and load it; if it cannot be stored, load `path` itself, with a warning."""
     try:
         shelf = Shelf.open(name)
         with FileLock(shelf.folder / f"{name}.lock", timeout=TIMEOUT_S):
@@ -141,7 +141,7 @@ def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
 
 
 class Shelf:
-    """Where the library of one name is kept, in a folder that only this user can write to; beside it, its digest."""
+    """The storage of one library and its digest, in a folder that only this user can write to."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -150,18 +150,18 @@ class Shelf:
 
     @classmethod
     def open(cls, name: str) -> Shelf:
-        """The shelf in the user's cache folder, which is made. Raises OSError where there can be none, with why."""
+        """The shelf in the user's cache folder, which is created. Raises OSError if that is not possible."""
         folder = cache_folder("kernels")
         for each in (folder.parent, folder):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not (is_ours(each.lstat()) and is_ours(each.stat())):
                 raise PermissionError(f"{each} belongs to another user")
-            if others_write(each.stat()):  # what they may have left there is found out file by file
+            if others_write(each.stat()):  # the files in it are checked one by one
                 each.chmod(stat.S_IMODE(each.stat().st_mode) & ~OTHERS_WRITE)
         return cls(folder, name)
 
     def load(self) -> ctypes.CDLL | None:
-        """The library; None where there is none, or none that can be trusted."""
+        """The stored library; None if there is none, or it cannot be trusted."""
         data, digest = own_bytes(self.path), own_bytes(self.digest)
         if data is not None and digest == digest_of(data):
             with suppress(OSError):
@@ -169,7 +169,7 @@ class Shelf:
         return None
 
     def keep(self, data: bytes) -> None:
-        """Write a library and its digest. A process that dies in between leaves what `load` does not take."""
+        """Write a library and its digest. `load` rejects the files of a process that dies in between."""
         replace_file(self.path, data)
         replace_file(self.digest, digest_of(data))
 
@@ -180,7 +180,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def is_ours(about: os.stat_result) -> bool:
-    """Whether a file or folder belongs to this user. Windows does not say, and keeps the folder to its user."""
+    """Whether a file or folder belongs to this user; always True on Windows, which protects the folder."""
     return not HAS_OWNERS or about.st_uid == os.geteuid()
 
 
@@ -190,7 +190,7 @@ def others_write(about: os.stat_result) -> bool:
 
 
 def own_bytes(path: Path) -> bytes | None:
-    """The text of a file of this user; None where it is missing or others could have written it."""
+    """The bytes of a file of this user; None if it is missing or others could have written it."""
     try:
         about = path.lstat()
         trusted = stat.S_ISREG(about.st_mode) and is_ours(about) and not others_write(about)

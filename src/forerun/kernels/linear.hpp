@@ -1,10 +1,11 @@
-// Packed linear layers at the memory limit: y = x @ weight.T, any number of rows, each with bits of its own.
+// Packed linear layers at the limit of memory bandwidth: y = x @ weight.T for any number of rows; the bits of a row do
+// not depend on other rows.
 //
-// This file lays weights and rows out; multiply.hpp multiplies them. Weights lie in panels of 16 outputs, so that a step
-// along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or float16, 4 int8 or 8 int4 inputs of each of the 16
-// outputs. Inputs of an output lie side by side, but those of float16 apart and those of int8 with AVX2 in pairs, so that
-// one instruction widens a register's worth of one input or of a pair. The scales of int4 weights lie between them, one
-// line before the eight lines that hold 64 inputs.
+// This file defines the layout of weights and rows; multiply.hpp multiplies them. Weights are packed in panels of 16
+// outputs, so that a step along the inputs reads one 64-byte line: 1 float32, 2 bfloat16 or float16, 4 int8 or 8 int4
+// inputs of each of the 16 outputs. The inputs of an output are adjacent; those of float16 are separate, and those of
+// int8 with AVX2 in pairs, so that one instruction widens a register of one input or of a pair. The scales of int4
+// weights are one line before the eight lines that hold 64 inputs.
 #pragma once
 #include <sys/mman.h>
 
@@ -16,7 +17,7 @@
 
 #include "formats.hpp"
 
-// Rows of bfloat16 are the same for tiles and for registers, which is why both have to multiply pairs.
+// bfloat16 rows have the same layout for tiles and for registers, so both must multiply pairs.
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define FORERUN_AMX 1
 #include <sys/syscall.h>
@@ -27,17 +28,17 @@ namespace forerun {
 
 enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT16 = 4, GROUPED = 5 };
 
-constexpr int PANELS = 4;  // are multiplied at once: WIDTH outputs
+constexpr int PANELS = 4;  // multiplied at once: WIDTH outputs
 constexpr int TILE = 16;   // rows of an AMX tile
-constexpr int GROUP = 32;  // inputs of an output that share a scale: of int4; and of a row, for grouped weights
+constexpr int GROUP = 32;  // inputs that share a scale: of an output in int4, and of a row for grouped weights
 constexpr int BLOCK_LINES = 1 + WIDTH / 8;  // of int4: scales of two groups, then their weights
-constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: rows a power of two apart would share places in a cache
+constexpr int64_t ROW_GAP = 64;  // bytes after a prepared row: at power-of-two strides rows would share cache sets
 constexpr int64_t PAGE = 4096, HUGE_PAGE = 2 << 20, POOL_BYTES = 8 * HUGE_PAGE;
-constexpr int64_t AHEAD_BYTES = 8192;  // of weights that are fetched before a product comes to them
-constexpr int FEW_ROWS = 3;  // at most, memory is all that counts
+constexpr int64_t AHEAD_BYTES = 8192;  // distance of the prefetch of weights
+constexpr int FEW_ROWS = 3;  // up to so many rows a product is bound by memory bandwidth
 
-// Whether weights are fetched for few rows too. AMD's processors with AVX-512 do it best by themselves, and fetching so
-// early delays what they do; Intel's wait at every page. Measured on a Zen 4 and on a Xeon of the fifth generation.
+// Whether weights are prefetched for few rows too. AMD's processors with AVX-512 do best without, since an early
+// prefetch delays their own; Intel's wait at every page. Measured on a Zen 4 and on a Xeon of the fifth generation.
 inline bool fetches_few() {
 #if defined(__AVX512F__)
   static const bool intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
@@ -46,7 +47,7 @@ inline bool fetches_few() {
   return false;
 }
 
-inline bool has_amx() {  // the system must grant the tiles' registers to a process
+inline bool has_amx() {  // the system must permit a process to use the tile registers
 #if defined(FORERUN_AMX)
   static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
   return granted;
@@ -55,7 +56,7 @@ inline bool has_amx() {  // the system must grant the tiles' registers to a proc
 #endif
 }
 
-struct Mapping {  // zeros, in large pages where there is enough to fill some
+struct Mapping {  // zeroed memory, in large pages if it is large enough
   char* data = nullptr;
   explicit Mapping(int64_t num_bytes) : size(num_bytes + HUGE_PAGE) {
     base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -75,8 +76,8 @@ struct Mapping {  // zeros, in large pages where there is enough to fill some
   const int64_t size;
 };
 
-// Zeros that are read over and over share large pages, as `pooled`: in small ones a product of weights that are smaller
-// than a large page would wait for their addresses.
+// Memory that is read repeatedly shares large pages (`pooled`): with small pages, a product with weights of less than a
+// large page would wait for address translation.
 struct Memory {
   char* data = nullptr;
   const int64_t bytes;
@@ -88,7 +89,7 @@ struct Memory {
     }
     static std::mutex lock;
     static std::shared_ptr<Mapping> last;
-    static int64_t used = POOL_BYTES;  // of the last one
+    static int64_t used = POOL_BYTES;  // of the last pool
     const std::lock_guard<std::mutex> guard(lock);
     if (used + bytes > POOL_BYTES) last = std::make_shared<Mapping>(POOL_BYTES), used = last->data ? 0 : POOL_BYTES;
     mapping = last;
@@ -105,43 +106,43 @@ struct Memory {
 #if defined(__AVX512BF16__)
 constexpr bool PAIRS = true;  // the processor multiplies pairs of bfloat16
 #else
-constexpr bool PAIRS = false;  // bfloat16 is widened to float32, rows before the product
+constexpr bool PAIRS = false;  // bfloat16 is widened to float32; rows are widened before the product
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool WORDS = true;  // int8 is widened to 16 bits and multiplied in pairs, rows are widened before the product
+constexpr bool WORDS = true;  // int8 is widened to 16 bits and multiplied in pairs; rows are widened before the product
 #else
 constexpr bool WORDS = false;
 #endif
 
 #if defined(__AVX512VNNI__)
-constexpr bool UNSIGNED = true;  // one side of a product of bytes
+constexpr bool UNSIGNED = true;  // one operand of a product of bytes is unsigned
 #else
 constexpr bool UNSIGNED = false;
 #endif
 
 #if defined(__AVX512BW__) && !defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool SHORT_SUMS = true;  // a group of int4 weights is summed in 16 bits: 16 * 15 * 127 fits if 8 is taken off
+constexpr bool SHORT_SUMS = true;  // a group of int4 weights is summed in 16 bits: 16 * 15 * 127 fits after subtracting 8
 #else
 constexpr bool SHORT_SUMS = false;
 #endif
 
-// What goes into a product: rows as the layer's format needs them, padded to whole tiles. Rows for int8 and int4 weights
-// are of int8 and have scales; for int4, `starts` lie behind a row's numbers.
+// The input rows of a product in the layer's format, padded to whole tiles. For int8 and int4 weights rows are int8
+// with scales; for int4, `starts` follow a row's numbers.
 struct Rows {
   char* data;
   float* scales;
 };
 
-struct Out {  // what comes out of one: rows of floats, `stride` of them apart
+struct Out {  // the result of a product: rows of floats, `stride` floats apart
   float* data;
   int64_t stride;
 
   float* at(int64_t row, int64_t column) const { return data + row * stride + column; }
 };
 
-// Weights as files of quantised models have them: numbers of 4 or 8 bits, and for every `size` inputs of an output a
-// scale, and with `has_least` what is added to each. Both are float16 where that loses nothing, and float32 otherwise.
+// Group-quantized weights as in checkpoints: numbers of 4 or 8 bits, and for every `size` inputs of an output a scale
+// and, with `has_least`, a lowest value, which is added. Both are float16 if that is exact, and float32 otherwise.
 struct Groups {
   int64_t bits, size, has_least, wide;
 
@@ -153,10 +154,10 @@ struct Groups {
 struct Linear {
   Format format;
   Groups groups;                          // of GROUPED weights
-  int64_t outputs, inputs, width, depth;  // the latter two padded: of the result, and of the sum
+  int64_t outputs, inputs, width, depth;  // width, depth: padded outputs and inputs
   Memory panels;
   float *bias, *scales;
-  float cap = 0;     // what bounds the outputs softly; 0: nothing does
+  float cap = 0;     // soft cap of the outputs; 0: none
   int32_t* offsets;  // 128 times the sum of an output's int8 weights
 
   static int64_t size(Format f) { return f == FLOAT32 ? 4 : f == BFLOAT16 || f == FLOAT16 ? 2 : 1; }
@@ -167,7 +168,7 @@ struct Linear {
   }
   const char* panel(int64_t output) const { return panels.data + output / LANES * panel_bytes(); }
   int64_t num_lines() const { return panel_bytes() / 64; }
-  int64_t number_bytes() const {  // of a row, as prepared
+  int64_t number_bytes() const {  // of the numbers of a prepared row
     if (format == GROUPED) return groups.bits == 8 && WORDS ? 2 : 1;
     return format == FLOAT16 || (format == BFLOAT16 && !PAIRS) ? 4 : format == INT8 && WORDS ? 2 : size(format);
   }
@@ -176,11 +177,11 @@ struct Linear {
     const int64_t starts = format == INT4 ? padded(depth / GROUP * 4) : 0;
     return depth * number_bytes() + starts + ROW_GAP;
   }
-  bool has_pieces() const { return format != INT8 && format != INT4; }  // no scale is of a whole row
+  bool has_pieces() const { return format != INT8 && format != INT4; }  // rows can be prepared in pieces: no row scale
   bool tiled() const { return (format == BFLOAT16 || format == INT8 || format == INT4) && has_amx(); }
 
-  // `weight` is [outputs, inputs] in the format itself, a byte a number for int4. `scales` are floats, one for each
-  // output, for int8, and bfloat16, one for each group of each output, for int4; `bias` may be null.
+  // `weight` is [outputs, inputs] in the format itself, for int4 one byte for each number. `scales` are floats for each
+  // output (int8), or bfloat16 for each group of each output (int4); `bias` may be null.
   Linear(Format f, int64_t n, int64_t k, const void* weight, const void* weight_scales, const float* b)
       : format(f), groups{}, outputs(n), inputs(k), width(padded(n)), depth(padded(k)), panels(width / LANES * panel_bytes(), true) {
     bias = static_cast<float*>(calloc(width, sizeof(float)));
@@ -194,7 +195,7 @@ struct Linear {
     }
     if (weight_scales) memcpy(scales, weight_scales, n * sizeof(float));
     const int64_t row = k * size(f);
-    const int64_t unit = f == FLOAT16 || (f == INT8 && WORDS) ? 2 : 4;  // bytes of an output that lie side by side
+    const int64_t unit = f == FLOAT16 || (f == INT8 && WORDS) ? 2 : 4;  // adjacent bytes of an output
 #pragma omp parallel for
     for (int64_t o = 0; o < n; o++) {
       const char* from = static_cast<const char*>(weight) + o * row;
@@ -204,7 +205,7 @@ struct Linear {
         for (int64_t i = 0; i < k; i++) offsets[o] += 128 * reinterpret_cast<const int8_t*>(from)[i];
     }
   }
-  // `numbers` are bytes, [outputs, inputs]; `group_scales` and `least` floats, [outputs, groups], the latter or null.
+  // `numbers` are bytes, [outputs, inputs]; `group_scales` and `least` (or null) are floats, [outputs, groups].
   Linear(Groups g, int64_t n, int64_t k, const int8_t* numbers, const float* group_scales, const float* least, const float* b)
       : format(GROUPED), groups(g), outputs(n), inputs(k), width(padded(n)), depth(padded(k)),
         panels(width / LANES * panel_bytes(), true), scales(nullptr), offsets(nullptr) {
@@ -214,8 +215,8 @@ struct Linear {
   }
   ~Linear() { free(bias), free(scales), free(offsets); }
 
-  // Two numbers a byte, 8 added to each: of every eight inputs the first four in the low halves of a line, the last four
-  // in the high halves, where `halves` finds four inputs of each output by one mask. What is padding counts as zero.
+  // Two numbers plus 8 in a byte: of every eight inputs the first four in the low halves of a line, the last four in
+  // the high halves, so that `halves` gets four inputs of each output with one mask. Padding counts as zero.
   void pack_groups(const int8_t* weight, const bfloat16* group_scales) {
     const int64_t num_groups = (inputs + GROUP - 1) / GROUP;
 #pragma omp parallel for
@@ -233,8 +234,8 @@ struct Linear {
     }
   }
 
-  // Numbers of 4 bits as `pack_groups` packs them, 8 added where no least value says what the lowest stands for. Of 8
-  // bits: four inputs of an output side by side, 128 added where a processor takes one side unsigned; with AVX2 two.
+  // 4-bit numbers are packed as by `pack_groups`, plus 8 if there is no lowest value. 8-bit numbers: four adjacent
+  // inputs of an output (two with AVX2), plus 128 if the processor needs one unsigned operand.
   void pack_stored(const int8_t* numbers, const float* group_scales, const float* least) {
     const int64_t num_groups = (inputs + groups.size - 1) / groups.size, in_block = WIDTH / groups.size;
     const uint8_t added = groups.bits == 4 ? (groups.has_least ? 0 : 8) : UNSIGNED ? 128 : 0;
@@ -268,26 +269,26 @@ struct Linear {
   }
 };
 
-// What the sums of a group of int4 weights start from. The weights are multiplied with 8 added to each, so this is -8
-// times the sum of the group's inputs: in 32 bits, or as two sums of 16 bits where pairs of inputs are added up in these.
+// The initial value of the sums of a group of int4 weights. The weights are stored plus 8, so it is -8 times the sum of
+// the group's inputs: in 32 bits, or as two sums of 16 bits if pairs of inputs are summed in these.
 inline int32_t group_start(const int8_t* x) {
   int32_t low = 0, high = 0;
   for (int i = 0; i < GROUP; i += 4) low -= 8 * (x[i] + x[i + 1]), high -= 8 * (x[i + 2] + x[i + 3]);
   return SHORT_SUMS ? static_cast<int32_t>((low & 0xffff) | static_cast<uint32_t>(high) << 16) : low + high;
 }
 
-// Of numbers of at most 127 in size those nearest to them.
+// Rounds numbers of magnitude at most 127 to the nearest integers.
 FORERUN_INLINE Ints whole_of(Floats x) {
   const Ints near = bits(x + 12582912.0f);  // 1.5 * 2^23, so that the low bits are the number
   return (near << 24) >> 24;
 }
 
-// The scale by which the largest in size of some inputs becomes 127; `finite` holds 0, or what is not a number.
+// The scale that maps the largest magnitude of some inputs to 127; `finite` holds 0, or NaN for non-finite inputs.
 FORERUN_INLINE float scale_of(Floats top, Floats finite) {
   return std::max(largest(top) / 127.0f, 1.17549435e-38f) + sum(finite);
 }
 
-// The lower bits of 16 numbers.
+// The low bits of 16 numbers.
 template <typename T>
 FORERUN_INLINE void put_lanes(T* to, Ints numbers) {
 #if defined(__AVX512F__)
@@ -301,8 +302,8 @@ FORERUN_INLINE void put_lanes(T* to, Ints numbers) {
   for (int j = 0; j < LANES; j++) to[j] = static_cast<T>(lanes[j]);
 }
 
-// Inputs as whole numbers of at most 127 in size, a whole vector of which `each` is shown at a time, and their scale, which
-// is returned. Where an input is not finite nothing of the row is a number.
+// Quantizes inputs to integers of magnitude at most 127, passes whole vectors of them to `each`, and returns their
+// scale. If an input is not finite, the whole row becomes NaN.
 template <typename T, typename Each>
 FORERUN_INLINE float round_inputs(const float* x, int64_t size, T* numbers, Each each) {
   Floats top{}, finite{};
@@ -319,8 +320,8 @@ FORERUN_INLINE float round_inputs(const float* x, int64_t size, T* numbers, Each
   return scale;
 }
 
-// A row for grouped weights: every GROUP inputs have a scale. Behind the numbers lie the scales, then for each group of
-// weights its inputs' sum times the scale, then what its sums start from.
+// A row for grouped weights: every GROUP inputs have a scale. The numbers are followed by the scales, then for each
+// group of weights by the sum of its inputs times the scale, then by the initial values of its sums.
 template <typename T>
 inline void prepare_groups(const Linear& l, const float* x, T* numbers, int64_t from, int64_t end) {
   static_assert(GROUP == 2 * LANES, "a group is two vectors, which stay in registers");
@@ -347,8 +348,8 @@ inline void prepare_groups(const Linear& l, const float* x, T* numbers, int64_t 
   }
 }
 
-// One row of floats (padded with zeros to the layer's depth) in the layer's format; for float16 it stays as it is, so
-// that no input is too large. Only some of its columns, whole groups of them, where rows can be had in pieces.
+// Converts a row of floats (zero-padded to the layer's depth) to the layer's format; for float16 it stays float32, so
+// that no input is too large. If rows can be prepared in pieces, only some columns, in whole groups.
 __attribute__((noinline)) inline void prepare_columns(const Linear& l, const float* x, Rows rows, int64_t row, int64_t from,
                                                       int64_t end) {
   char* const to = rows.data + row * l.row_bytes();
@@ -376,7 +377,7 @@ __attribute__((noinline)) inline void prepare_columns(const Linear& l, const flo
 
 inline void prepare_row(const Linear& l, const float* x, Rows rows, int64_t row) { prepare_columns(l, x, rows, row, 0, l.depth); }
 
-// Sums of 16 outputs as floats, at the place of the first of them.
+// Stores the sums of 16 outputs as floats, from the place of the first one.
 inline void finish(const Linear& l, float* out, int64_t output, Floats sums, float) {
   store(out, sums + load(l.bias + output));
 }

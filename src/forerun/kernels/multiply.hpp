@@ -1,4 +1,4 @@
-// y = x @ weight.T: the share that one thread has in a product, by the processor's tiles or its vector registers.
+// y = x @ weight.T: one thread's share of a product, by AMX tiles or vector registers.
 #pragma once
 #include "multiply_registers.hpp"
 #include "multiply_stored.hpp"
@@ -6,10 +6,10 @@
 
 namespace forerun {
 
-// Some of the outputs, counted in panels. `out` has `width` columns.
+// Computes some panels of outputs. `out` has `width` columns.
 inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, Out out, int64_t first, int64_t end) {
 #if defined(FORERUN_AMX)
-  if (l.tiled() && (l.format != INT4 || num_rows > EIGHT)) {  // a group leaves the tiles as often for one row as for 16
+  if (l.tiled() && (l.format != INT4 || num_rows > EIGHT)) {  // int4 sums leave the tiles for each group, even for one row
     configure_tiles(l.format);
     for (int64_t p = first; p < end; p += PANELS)
       if (l.format == INT4) multiply_group_tiles(l, p * LANES, rows, num_rows, out);
@@ -28,7 +28,7 @@ inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, Out out,
     else multiply_rows<FLOAT32>(l, p * LANES, rows, num_rows, out);
 }
 
-// The share of one thread: every `num_threads`-th part of the outputs.
+// The share of one thread: a contiguous `num_threads`-th of the outputs.
 inline void multiply(const Linear& l, Rows rows, int64_t num_rows, Out out, int thread, int num_threads) {
   const int64_t step = l.format == GROUPED ? 1 : PANELS, steps = l.width / LANES / step;
   multiply_part(l, rows, num_rows, out, steps * thread / num_threads * step, steps * (thread + 1) / num_threads * step);

@@ -1,31 +1,30 @@
 // Products of int4 weights, whose groups of 32 inputs have a scale each: memory is read once for any number of rows.
 //
-// A group's sum is one of whole numbers, exact in any order. As a float it has at most 15 significant bits and a scale
-// has 8, so their product is exact as well, and it makes no difference whether it is rounded before it is added. Groups
-// are added in their order. So every instruction set, number of rows and cut of the work gives the same bits.
+// A group's sum is over integers, exact in any order. As a float it has at most 15 significant bits and a scale has 8,
+// so their product is exact too, whether it is rounded before the addition or not. Groups are added in their order. So
+// every instruction set, number of rows and division of the work gives the same bits.
 #pragma once
 #include "linear.hpp"
 
 namespace forerun {
 
 constexpr int64_t BLOCK_BYTES = BLOCK_LINES * 64, BLOCK_GROUPS = WIDTH / GROUP;
-constexpr int64_t STRETCH_BLOCKS = 28;  // of a panel that several eights of rows share: half of the nearest cache
-constexpr int EIGHT = 8;                // rows whose sums are kept while a panel's weights go by
+constexpr int64_t STRETCH_BLOCKS = 28;  // blocks of a panel that several eights of rows share: half of the L1 cache
+constexpr int EIGHT = 8;                // rows whose sums are kept while the weights of a panel are read
 constexpr int AT_ONCE = REGISTER_BYTES == 32 ? 6 : PARTS == 1 ? EIGHT : 4;  // rows whose group sums fit the registers
 
-// How far ahead a panel is fetched. Processors with registers of 32 bytes have to be told a little before: measured on a
-// Zen 3.
+// The distance of the prefetch of a panel. Processors with registers of 32 bytes need a short one: measured on a Zen 3.
 inline int64_t panel_ahead_bytes(int num_rows) {
   return num_rows > FEW_ROWS ? AHEAD_BYTES : REGISTER_BYTES == 32 ? 2048 : fetches_few() ? 4096 : 0;
 }
 
-// The first or the last four of the eight inputs in a line, of some of its outputs: a byte each, 8 added to them.
+// The first or the last four of the eight inputs in a line, of some of its outputs: a byte each, plus 8.
 inline IntRegister halves(const char* line, int part, bool high) {
   const IntRegister bytes = *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
   return (high ? bytes >> 4 : bytes) & int32_t(0x0f0f0f0f);
 }
 
-// A group's sums so far and four more inputs of a row.
+// Adds four more inputs of a row to a group's sums.
 inline IntRegister add_four(IntRegister sums, IntRegister weights, int32_t four) {
 #if defined(__AVX512VNNI__)
   return (IntRegister)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(four));
@@ -33,7 +32,7 @@ inline IntRegister add_four(IntRegister sums, IntRegister weights, int32_t four)
   return (IntRegister)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(four)));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   return (IntRegister)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(four)));
-#elif defined(__ARM_FEATURE_DOTPROD)  // both sides signed; 0 to 15 is the same either way
+#elif defined(__ARM_FEATURE_DOTPROD)  // both operands signed; 0 to 15 is the same either way
   return (IntRegister)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(four)));
 #else
   for (int shift = 0; shift < 32; shift += 8) sums += ((weights >> shift) & 255) * int32_t(static_cast<int8_t>(four >> shift));
@@ -52,16 +51,16 @@ inline IntRegister whole_sums(IntRegister sums) {
 #endif
 }
 
-// Has the compiler compute a sum before it begins the next: it would compute all products first, and where there are
-// 16 registers, wait for memory with half of them.
+// Makes the compiler finish a sum before it begins the next: otherwise it computes all products first and, with 16
+// registers, spills half of them.
 inline void in_register([[maybe_unused]] IntRegister& sum) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   asm volatile("" : "+x"(sum));
 #endif
 }
 
-// One group of R rows, added to their sums. `x` and `start` belong to the first of these rows. A call for every group
-// would cost a sixth of the time.
+// Adds one group of R rows to their sums. `x` and `start` are those of the first row. A function call for every group
+// would take a sixth of the time.
 template <int R>
 FORERUN_INLINE void add_group(const char* scales, const char* line, const char* x, const char* start, int64_t stride,
                               float (*sums)[LANES]) {
@@ -90,8 +89,8 @@ FORERUN_INLINE void add_group(const char* scales, const char* line, const char* 
   }
 }
 
-// R rows times a panel, from one block of its inputs to another. Each group is read from memory by the first rows. The
-// compiler must not relate the others' inputs to these: it would keep an address for every row, on the stack.
+// R rows times a panel, over a range of blocks of its inputs. The first rows read each group from memory. The compiler
+// must not relate the addresses of other rows to these: it would keep one for every row, on the stack.
 template <int R>
 __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
                                               int64_t end, Out out) {
@@ -121,8 +120,8 @@ __attribute__((noinline)) void multiply_eight(const Linear& l, int64_t column, R
     else store(place(r), load(sums[r]) * rows.scales[row + r] + load(l.bias + column));
 }
 
-// Calls `f` for every eight of rows, of nearly the same size, and every panel, stretch by stretch of their inputs. As many
-// panels as one stretch has room for take turns at each eight, which is then still near.
+// Calls `f` for every eight (or nearly) of rows and every panel, stretch by stretch of their inputs. Each eight is used
+// with as many panels as fit into a stretch while it is in the cache.
 template <typename F>
 inline void each_eight(const Linear& l, int64_t panel, int64_t end_panel, int64_t num_rows, int64_t stretch, F f) {
   const int64_t num_eights = (num_rows + EIGHT - 1) / EIGHT, blocks = l.num_blocks();
@@ -137,7 +136,7 @@ inline void each_eight(const Linear& l, int64_t panel, int64_t end_panel, int64_
     }
 }
 
-// Any number of rows times some panels.
+// Multiplies any number of rows by some panels.
 inline void multiply_groups(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
     switch (count) {

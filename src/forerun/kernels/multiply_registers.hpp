@@ -1,23 +1,23 @@
-// Products in the processor's vector registers: some rows times some panels, their sums held in registers throughout.
+// Products in vector registers: a block of rows times a block of panels, with all sums in registers.
 //
-// The shape of a block follows the instruction set: as many sums as leave registers for a line of weights and a number
-// of a row. More rows than a block takes go through a stretch of the weights that stays in the core's own cache, and
-// their sums wait in the result: memory is read once for any number of rows. Every output is summed along the inputs in
-// their order, however rows and stretches are cut.
+// The shape of a block depends on the instruction set: as many sums as leave registers for a line of weights and a
+// number of a row. With more rows than a block has, the blocks use a stretch of the weights while it is in the core's
+// cache, and sums are kept in the result in between: memory is read once for any number of rows. Every output is summed
+// over the inputs in their order, however rows and stretches are divided.
 #pragma once
 #include "linear.hpp"
 
 namespace forerun {
 
 constexpr int LINE_BYTES = 4 * LANES;  // of a panel: some inputs of its 16 outputs
-constexpr int STRETCH_BYTES = 64 << 10;  // of weights that several blocks of rows share: with the next, half of a core's cache
+constexpr int STRETCH_BYTES = 64 << 10;  // weights that blocks of rows share: with the next stretch, half of a core's cache
 
 inline IntRegister weights_at(const char* line, int part) {
   return *reinterpret_cast<const IntRegisterAnywhere*>(line + part * REGISTER_BYTES);
 }
 
-// sum += a * b, of floats or of pairs of words, in the register where the sum is: otherwise GCC moves sums about, and runs
-// out of registers where there are 16. The compiler must see no address of a sum that a loop keeps.
+// sum += a * b, of floats or of pairs of words, in the register of the sum: otherwise GCC moves sums between registers
+// and spills some if there are 16. The compiler must not see the address of a sum in a loop.
 inline void add_product(FloatRegister& sum, FloatRegister a, FloatRegister b) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__FMA__)
   FloatRegister kept = sum;
@@ -43,9 +43,9 @@ inline void add_products(FloatRegister (*sums)[PARTS], const FloatRegister* weig
       add_product(sums[r][part], weights[part], number_at<float>(x + r * stride) - FloatRegister{});
 }
 
-// A line of weights times the same inputs of R rows, added to their sums so far, in `TURNS` turns: all panels take the
-// first before any takes the second, so that only one turn's inputs are in registers. `STEP` is how many bytes of a
-// prepared row go with a line, `SPARE` how many registers the sums must leave: found by reading what GCC makes of it.
+// Adds a line of weights times the same inputs of R rows to their sums, in `TURNS` turns: all panels take the first
+// turn before the second, so that only one turn's inputs are in registers. `STEP` are the bytes of a prepared row for a
+// line; `SPARE` are the registers that sums must leave free, found in GCC's output.
 template <Format F>
 struct Dot;
 
@@ -87,7 +87,7 @@ struct Dot<BFLOAT16> {  // two inputs of each output
     add_products<R>(sums, weights, x + 4 * turn, stride);
   }
 
-  static IntRegister upper_halves(IntRegister pairs) {  // by zeros, which need no register for the whole loop as a mask does
+  static IntRegister upper_halves(IntRegister pairs) {  // with zeros, which unlike a mask need no register for the loop
 #if defined(__AVX512BW__)
     return (IntRegister)_mm512_maskz_mov_epi16(0xaaaaaaaa, (__m512i)pairs);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -114,7 +114,7 @@ struct Dot<FLOAT16> {  // two inputs, each of all outputs; widened in registers
 };
 
 template <>
-struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact in any order
+struct Dot<INT8> {  // four inputs of each output; integer sums, exact in any order
   typedef IntRegister Sums;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr int STEP = 8, SPARE = 5, TURNS = 2;  // two inputs a turn, as words
@@ -133,7 +133,7 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
 
   template <int R>
   static void add(Sums (*sums)[PARTS], const char* line, const char* x, int64_t stride, int) {
-    constexpr int KEPT = NUM_REGISTERS - R * PARTS - 4;  // rows whose inputs find a register until the next part
+    constexpr int KEPT = NUM_REGISTERS - R * PARTS - 4;  // rows whose inputs stay in a register until the next part
     for (int part = 0; part < PARTS; part++) {
       const IntRegister weights = weights_at(line, part);
       const char* from = x;
@@ -145,7 +145,7 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
   }
 
   static Sums dot(Sums sums, IntRegister weights, int32_t four) {
-#if defined(__AVX512VNNI__)  // takes one side unsigned: 128 is added to x here, and `offsets` taken off in the end
+#if defined(__AVX512VNNI__)  // one operand is unsigned: 128 is added to x here, and `offsets` subtracted at the end
     return (Sums)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four ^ int32_t(0x80808080)), (__m512i)weights);
 #else
     const IntRegister x = four - Sums{};
@@ -155,7 +155,7 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
   }
 #endif
 
-  // What is in the sums of 16 outputs beside the products.
+  // The excess in the sums of 16 outputs over the products.
   static Ints excess([[maybe_unused]] const Linear& l, [[maybe_unused]] int64_t output) {
 #if defined(__AVX512VNNI__)
     return load(l.offsets + output);
@@ -166,8 +166,9 @@ struct Dot<INT8> {  // four inputs of each output; sums of whole numbers, exact 
 };
 
 // R rows times P panels along the lines from `first` to `end`, both the whole panel or a stretch of it. With every line
-// the memory at `ahead`, and as far behind it as the panels are apart, is fetched; `step` is how far `ahead` then moves.
-// A function of its own in the library, so that a test can find its loop there and see that sums do stay in registers.
+// the memory at `ahead`, and as far behind it as the panels are apart, is fetched; `step` is how far `ahead` then
+// moves. A function of its own in the library, so that a test can find its loop there and see that sums do stay in
+// registers.
 template <Format F, int R, int P>
 __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
                                               int64_t end, Out out, const char* ahead, int64_t step) {
@@ -206,8 +207,8 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
     }
 }
 
-// Whether the sums of a block stay in registers. With a single panel one more is free where there are 16: no row's input
-// waits there for the next panel.
+// Whether the sums of a block stay in registers. With a single panel one more is free where there are 16: no row's
+// input waits there for the next panel.
 template <Format F>
 constexpr bool fits(int num_rows, int panels) {
   return num_rows * panels * PARTS + Dot<F>::SPARE - (NUM_REGISTERS == 16 && panels == 1) <= NUM_REGISTERS;
@@ -216,7 +217,7 @@ constexpr bool fits(int num_rows, int panels) {
 // How many panels a block of so many rows takes, and the most rows that a block can have.
 template <Format F>
 constexpr int panels_for(int num_rows) {
-  int panels = PARTS == 4 ? 1 : PANELS;  // a panel's line fills four registers there: sums of more do not stay in any
+  int panels = PARTS == 4 ? 1 : PANELS;  // a line takes four registers there, so only one panel's sums fit
   while (panels > 1 && !fits<F>(num_rows, panels)) panels /= 2;
   return panels;
 }
@@ -235,9 +236,8 @@ inline void multiply_few(const Linear& l, int64_t column, Rows rows, Out out) {
     multiply_block<F, R, P>(l, c, rows, 0, 0, l.num_lines(), out, l.panel(c) + AHEAD_BYTES / P, LINE_BYTES);
 }
 
-// Any number of rows in blocks of nearly the same size, stretch by stretch. While a stretch of all panels of the group is
-// in the core's cache, every block of rows is multiplied with it, and fetches its share of the next stretch: memory works
-// while registers do.
+// Any number of rows in blocks of nearly the same size, stretch by stretch. While a stretch of all panels of the group
+// is in the core's cache, every block of rows is multiplied with it and prefetches its share of the next stretch.
 template <Format F>
 inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   constexpr int MOST = most_rows<F>(), P = panels_for<F>(MOST);
@@ -264,7 +264,7 @@ inline void multiply_many(const Linear& l, int64_t column, Rows rows, int64_t nu
 
 template <Format F>
 void multiply_rows(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
-  constexpr int MOST = most_rows<F>();  // no function is made for more rows, whose sums would not fit into registers
+  constexpr int MOST = most_rows<F>();  // no function is instantiated for more rows: their sums would not fit
   if (num_rows > MOST) return multiply_many<F>(l, column, rows, num_rows, out);
   switch (num_rows) {
     case 1: return multiply_few<F, 1>(l, column, rows, out);

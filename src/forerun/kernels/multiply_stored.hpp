@@ -1,8 +1,8 @@
-// Products of weights in groups as files of quantised models have them: memory is read once for any number of rows.
+// Products of group-quantized weights as in checkpoints: memory is read once for any number of rows.
 //
-// A group's sum is one of whole numbers, exact in any order. It is rounded to a float, multiplied by the product of the
-// two scales, and added to the sum of the groups before it; then comes what a least value adds. Nothing is fused, so every
-// instruction set, number of rows and cut of the work gives the same bits.
+// A group's sum is over integers, exact in any order. It is rounded to a float, multiplied by the product of the two
+// scales, and added to the sums of earlier groups, followed by the contribution of a lowest value. Nothing is fused, so
+// every instruction set, number of rows and division of the work gives the same bits.
 #pragma once
 #include "multiply_groups.hpp"
 
@@ -20,7 +20,7 @@ FORERUN_INLINE auto stored_weights(const char* lines, int i, int part) {
 #endif
 }
 
-// The sums so far and four more inputs of a row, whose numbers begin at `x`.
+// Adds four more inputs of a row, whose numbers begin at `x`, to the sums.
 template <int BITS, typename W>
 FORERUN_INLINE IntRegister add_inputs(IntRegister sums, W weights, const char* x) {
   if constexpr (BITS == 4) return add_four(sums, weights, number_at<int32_t>(x));
@@ -49,7 +49,7 @@ FORERUN_INLINE FloatRegister stored_scale(const char* line, int part, bool wide)
   return widened_register(reinterpret_cast<const float16*>(line) + part * (LANES / PARTS));
 }
 
-// One group of R rows, added to their sums. `x` are the first row's numbers, and the rest what lies behind them.
+// Adds one group of R rows to their sums. `x` are the first row's numbers; the other pointers are what follows these.
 template <int BITS, int SIZE, int R>
 FORERUN_INLINE void add_stored(const Groups& g, const char* scales, const char* lines, const char* x, const char* scale,
                                const char* total, const char* start, int64_t stride, float (*sums)[LANES]) {
@@ -79,7 +79,7 @@ FORERUN_INLINE void add_stored(const Groups& g, const char* scales, const char* 
   }
 }
 
-// R rows times a panel, from one block of its inputs to another.
+// R rows times a panel, over a range of blocks of its inputs.
 template <int BITS, int SIZE, int R>
 __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
                                                      int64_t end, Out out) {
@@ -134,7 +134,7 @@ void multiply_stored_rows(const Linear& l, int64_t panel, int64_t end_panel, Row
   each_eight(l, panel, end_panel, num_rows, STRETCH_BLOCKS * 4 / BITS, one);
 }
 
-// Any number of rows times some panels.
+// Multiplies any number of rows by some panels.
 inline void multiply_stored(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   if (l.groups.bits == 4) return multiply_stored_rows<4, 32>(l, panel, end_panel, rows, num_rows, out);
   if (l.groups.size == 16) return multiply_stored_rows<8, 16>(l, panel, end_panel, rows, num_rows, out);

@@ -11,8 +11,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16];
 };
 
-// Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; all of 16 rows of 64 bytes. Rows that are not there are computed in vain.
-// For int4 the weights are those of one group, as are the 32 bytes of each row.
+// Tiles 0-3 hold sums, 4-5 rows, 6-7 weights; all of 16 rows of 64 bytes. Missing rows are computed and ignored. For
+// int4 the weights are those of one group, and so are the 32 bytes of each row.
 inline void configure_tiles(Format format) {
   // Not local variables: GCC 12 takes the instruction to read 8 bytes only, and may leave out stores to the rest.
   static const TileConfig whole = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE}};
@@ -38,7 +38,7 @@ inline void finish_tile(const Linear& l, int64_t column, const int32_t (*sums)[L
 template <Format F>
 void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   alignas(64) int32_t sums[TILE][LANES];
-  const int64_t stride = l.row_bytes(), bytes = l.depth * Linear::size(F);  // of a row with the gap behind it, and without
+  const int64_t stride = l.row_bytes(), bytes = l.depth * Linear::size(F);  // of a row, with the gap after it and without
   const char* panel = l.panel(column);
 #define FORERUN_STORE(tile, c, r)            \
   _tile_stored(tile, sums, 64);              \
@@ -87,7 +87,7 @@ void multiply_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows
 }
 #undef FORERUN_TILE_DOT
 
-// int4: a panel is unpacked once for all rows. A group's sums leave the tiles to be scaled, and add up in registers.
+// int4: a panel is unpacked once for all rows. A group's sums leave the tiles to be scaled and are added in registers.
 inline void multiply_group_tiles(const Linear& l, int64_t column, Rows rows, int64_t num_rows, Out out) {
   thread_local std::vector<Ints> unpacked;
   unpacked.resize(l.depth / 4);  // four inputs of 16 outputs each

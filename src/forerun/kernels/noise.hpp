@@ -1,11 +1,11 @@
-// The noise of draws: `sampling/noise.py`, with logarithms that differ from torch's in their last bits.
+// The noise of sampling, as in `sampling/noise.py`; logarithms differ from torch's in their last bits.
 #pragma once
 #include "vectors.hpp"
 
 namespace forerun {
 
-constexpr uint32_t LOUD = 1 << 23;  // hashes below this have the loudest noise, all others
-constexpr float QUIET = 6.25f;      // at most so much
+constexpr uint32_t LOUD = 1 << 23;  // hashes below this have the largest noise;
+constexpr float QUIET = 6.25f;      // the noise of all others is at most this
 
 // One round of the hash within a key.
 inline Words keyed_round(Words x, uint32_t key) {
@@ -26,12 +26,12 @@ inline uint64_t absorbed(uint64_t key, uint64_t word) {
   return x ^ (x >> 31);
 }
 
-// The Gumbel noise of 16 hashes, to a few units in the last place; the uniform below it has the very bits.
+// The Gumbel noise of 16 hashes, to a few units in the last place; the uniform numbers are exact.
 inline Floats gumbel(Words hash) {
   Floats minus = converted(bits(hash)) * -0x1p-32f;
   minus = minus - choose(minus > Floats{}, all(1.0f), Floats{}) - 0x1p-33f;
   minus = larger(minus, all(-(1.0f - 0x1p-24f)));
-  const Floats rest = minus + 1.0f;  // what rounding took from it counts where w is tiny
+  const Floats rest = minus + 1.0f;  // the rounding error matters if w is tiny
   return -logarithm(-(logarithm(rest) + (minus - (rest - 1.0f)) / rest));
 }
 

@@ -1,8 +1,9 @@
-// Ranks of one machine put columns side by side through memory that they share.
+// All-gather of columns between the ranks of one machine, through shared memory.
 //
-// Each rank writes its columns into its own area and says so by counting up; then it reads those of the others. An area has
-// two halves, used by turns: who writes a half again has seen every other rank arrive one exchange later, so all of them have
-// read it. A rank holds a lock on a byte of the file for as long as it lives, by which the others notice its end.
+// Each rank writes its columns into its own area and increments a counter; then it reads those of the others. An area
+// has two halves, used alternately: before a rank writes a half again it has seen all others arrive at the exchange in
+// between, so all of them have read it. A rank locks a byte of the file while it lives, so that the others notice its
+// end.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -19,15 +20,15 @@
 #if defined(F_OFD_SETLK)
 namespace forerun {
 
-constexpr int64_t LINE = 64, SPINS = 4096;  // looks before a rank makes way for others
-constexpr auto SUSPICIOUS = std::chrono::milliseconds(50);  // of waiting, behind which it asks whether the other one lives
+constexpr int64_t LINE = 64, SPINS = 4096;  // SPINS: polls before a waiting rank yields its core
+constexpr auto SUSPICIOUS = std::chrono::milliseconds(50);  // of waiting, after which it checks that the other rank lives
 
 struct SharedRanks {
   int64_t rank, world, half;  // floats in half of an area
-  std::vector<int64_t> heads;  // where each rank's heads begin, and where the last one's end
+  std::vector<int64_t> heads;  // the first column of each rank's heads, and the end of the last one's
   int file;
   char* memory;
-  std::chrono::milliseconds patience;  // with a rank that lives
+  std::chrono::milliseconds patience;  // timeout for a rank that lives
   uint64_t number = 0;  // of exchanges
   bool lost = false;
 
@@ -37,7 +38,7 @@ struct SharedRanks {
   }
   static int64_t num_bytes(int64_t world, int64_t half) { return world * LINE + world * 2 * half * sizeof(float); }
 
-  // The first of `columns` that a rank has, as `Shard.columns` in shard.py says.
+  // The first of `columns` that a rank has, as in `Shard.columns` in shard.py.
   int64_t first(int64_t what, int64_t columns, int64_t r) const {
     if (what == HEADS) return heads[r];
     const int64_t unit = what == NEURONS ? 32 : 1;
@@ -94,7 +95,7 @@ using namespace forerun;
 
 extern "C" {
 
-// A rank of those that share this file, which is long enough and zeroed; null where memory or the lock cannot be had.
+// A rank of those that share this file, which must be long enough and zeroed; null if mapping or locking fails.
 SharedRanks* forerun_ranks(const char* path, int64_t rank, int64_t world, int64_t half, const int64_t* heads,
                            int64_t patience_ms) {
   const int file = open(path, O_RDWR | O_CLOEXEC);
@@ -109,10 +110,10 @@ SharedRanks* forerun_ranks(const char* path, int64_t rank, int64_t world, int64_
   return nullptr;
 }
 
-// Whether another rank has ended; then no rows are made whole any more.
+// Whether another rank has ended; then exchanges do nothing.
 int64_t forerun_ranks_lost(const SharedRanks* ranks) { return ranks->lost; }
 
-// Begins anew, once the other ranks have ended and before others come in their places.
+// Resets the state, after the other ranks have ended and before new ones start.
 void forerun_ranks_reset(SharedRanks* ranks) {
   memset(ranks->memory, 0, ranks->world * LINE);
   ranks->number = 0, ranks->lost = false;

@@ -1,4 +1,4 @@
-// Operations on one row at a time: norm, rotation, activation. A row's result does not depend on other rows.
+// Row-wise operations: norm, rotation, activation. The result of a row does not depend on other rows.
 #pragma once
 #include <cmath>
 
@@ -27,7 +27,7 @@ struct Gelu {  // x * Phi(x), Phi by a tanh, as models are trained with it (Hend
   }
 };
 
-struct Bounded {  // gates up to the limit, the rest on both sides of 1
+struct Bounded {  // clamped: gate at most the limit, up within the limit on both sides
   float alpha, limit;
   FORERUN_INLINE Floats operator()(Floats gate, Floats up) const {
     const Floats most = all(limit), least = all(-limit), g = choose(gate > most, most, gate);
@@ -35,8 +35,7 @@ struct Bounded {  // gates up to the limit, the rest on both sides of 1
   }
 };
 
-// The activation of gate and up, of `size` numbers each; what lies behind up to the padded size becomes zero. Where `up`
-// is null nothing is gated.
+// The activation of gate and up, of `size` numbers each, zero-padded. If `up` is null, the MLP is not gated.
 template <typename Activation>
 __attribute__((noinline)) inline void activate_row(const float* gate, const float* up, int64_t size, float* out,
                                                    Activation activation) {
@@ -53,7 +52,7 @@ __attribute__((noinline)) inline void activate_row(const float* gate, const floa
   }
 }
 
-// One head, or all of them as one: x / rms(x) * gain, in place.
+// Norms one head, or all heads as one vector: x / rms(x) * gain, in place.
 inline void norm_head(float* x, int64_t size, const float* gain, float eps) {
   Floats sums{};
   int64_t i = 0;

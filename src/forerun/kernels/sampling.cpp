@@ -1,7 +1,7 @@
-// A round's bookkeeping over tokens, in plain C: draws, verdicts, ranks, and the check of drafts.
+// The C functions of sampling: draws, verdicts, ranks, and the check of drafts.
 //
-// Each function gives what the tensor code of the same name gives, or says that it cannot. Logarithms here differ from
-// torch's in their last bits, so a draw whose two best scores are too close for that is left to torch.
+// Each function gives the result of the tensor code of the same name, or reports that it cannot. Logarithms here differ
+// from torch's in their last bits, so a draw whose two best scores are too close is left to torch.
 #include <omp.h>
 
 #include <utility>
@@ -11,11 +11,11 @@
 
 namespace forerun {
 
-constexpr int64_t SERIAL = 1 << 17;   // below so many scores a second thread costs more than it brings
-constexpr int64_t LEAST = 1 << 15;    // scores of one node that a thread should have
-constexpr int64_t UNKNOWN = -2, UNDECIDED = -3;  // in the place of a token; -1 is what torch draws without a law
+constexpr int64_t SERIAL = 1 << 17;   // with fewer scores a second thread costs more than it saves
+constexpr int64_t LEAST = 1 << 15;    // fewest scores of one node for a thread
+constexpr int64_t UNKNOWN = -2, UNDECIDED = -3;  // instead of a token; -1 is torch's result without a law
 
-// The two best of some scores, lane by lane.
+// The two best scores of each lane.
 struct Best {
   Floats score = all(LOWEST), second = all(LOWEST);
   Ints at = {}, bad = {};
@@ -26,7 +26,7 @@ struct Best {
     score = larger(x, score);
   }
 
-  // Joins those of later ids.
+  // Joins the result of later ids.
   void join(const Best& later) {
     second = larger(larger(second, later.second), choose(later.score < score, later.score, score));
     at = choose(later.score > score, later.at, at);
@@ -34,7 +34,7 @@ struct Best {
     bad |= later.bad;
   }
 
-  // The id of the best; -1 where it is not finite, or where draws are noisy and two are within the law's margin.
+  // The id of the best score; -1 if it is not finite, or if the law is noisy and two scores are within its margin.
   int64_t id(const Law& law) const {
     float best = LOWEST, other = LOWEST;
     int32_t found = 0;
@@ -49,11 +49,11 @@ struct Best {
   }
 };
 
-// The best scores of the ids from `first`, a multiple of LANES, to `last`: logits, or with a temperature logits over it
-// plus noise.
+// The best scores of the ids from `first`, a multiple of LANES, to `last`: the logits, or with a temperature logits
+// over temperature plus noise.
 //
-// Noise above QUIET belongs to one id in 512, which the hash tells. Where no id of sixteen has it, and no logit reaches
-// as far without, the sixteen are passed over: nothing of theirs could win, or come close.
+// One id in 512 has noise above QUIET, as its hash shows. Sixteen ids without such noise, and without a logit that
+// could win with QUIET noise, are skipped.
 Best best_from(int64_t first, int64_t last, const Shaped& node, const Law& law) {
   const Words loud = words(Ints{} + int32_t{LOUD});
   const float temperature = law.row.temperature;
@@ -79,7 +79,7 @@ Best best_from(int64_t first, int64_t last, const Shaped& node, const Law& law) 
   return best;
 }
 
-// Calls take(scores, ids) for sixteen at a time of the ids that filters left.
+// Calls take(scores, ids) for the ids that filters leave, sixteen at a time.
 template <typename Take>
 void each_score(const Candidates& left, const Law& law, const Take& take) {
   for (size_t i = 0; i < left.size(); i += LANES) {
@@ -106,7 +106,7 @@ int64_t choose_filtered(const Shaped& node, const Law& law) {
   return -1;
 }
 
-// The token of a node, or -1 where only torch can say; so many threads share the ids.
+// The token of a node, or -1 if only torch can decide; `num_threads` threads share the ids.
 int64_t choose(const Law& law, const float* logits, int64_t num_ids, int64_t num_threads) {
   if (law.row.torch_decides) return -1;
   const Shaped node(law, logits, num_ids);
@@ -121,11 +121,11 @@ int64_t choose(const Law& law, const float* logits, int64_t num_ids, int64_t num
   return parts[0].id(law);
 }
 
-// Has threads share the tasks, of `size` scores in all; or, if that is more threads, the `count` scores of a node.
+// Distributes the tasks, of `size` scores in all, over threads; or the `count` scores of a node, if that uses more.
 template <typename Task>
 void share(int64_t num_tasks, int64_t size, int64_t count, int64_t num_threads, const Task& task) {
   const int64_t of_node = count < SERIAL ? 1 : std::min(num_threads, count / LEAST);
-  if (size < SERIAL || num_tasks < of_node) {  // not from within a region: one in another would be slow
+  if (size < SERIAL || num_tasks < of_node) {  // not within a parallel region: nested ones are slow
     for (int64_t i = 0; i < num_tasks; i++) task(i, of_node);
     return;
   }
@@ -133,7 +133,7 @@ void share(int64_t num_tasks, int64_t size, int64_t count, int64_t num_threads, 
   for (int64_t i = 0; i < num_tasks; i++) task(i, 1);
 }
 
-// The `width` largest scores of a node in falling order, and one more, to tell it from the last.
+// The `width` largest scores of a node in descending order, and one more, to compare the last with.
 struct Ranked {
   std::vector<std::pair<float, int64_t>> best;
 
@@ -149,7 +149,7 @@ struct Ranked {
     }
   }
 
-  // Writes them with their shares of a mass, -1 and 0 where there are fewer; false where their order is not certain.
+  // Writes them with their shares of a mass, padded with -1 and 0; false if their order is not certain.
   bool write(const Law& law, float mass, int64_t* tokens, float* survival) const {
     for (size_t i = 0; i + 1 < best.size(); i++) {
       const float score = best[i].first, next = best[i + 1].first;
@@ -161,8 +161,8 @@ struct Ranked {
   }
 };
 
-// The `width` largest of a node's scores, the first ids among equals, and their shares of all, by softmax. False where
-// only torch can say. `scores` is room for all of them.
+// The `width` largest of a node's scores, the lowest ids among equals, and their softmax. False if only torch can
+// decide. `scores` is scratch memory for all scores.
 bool offer(const Law& law, const float* logits, int64_t num_ids, int64_t width, float* scores, int64_t* tokens,
            float* survival) {
   if (law.row.torch_decides) return false;
@@ -212,15 +212,15 @@ void offer_each(const Nodes& n, int64_t width, int64_t* tokens, float* survival,
   });
 }
 
-// Where paths begin that lie one behind the other.
+// The offsets of concatenated paths.
 std::vector<int64_t> starts_of(const int64_t* lengths, int64_t count) {
   std::vector<int64_t> starts(count + 1);
   for (int64_t i = 0; i < count; i++) starts[i + 1] = starts[i] + lengths[i];
   return starts;
 }
 
-// How many of a row's values stand before a token's, larger ones and equal ones of lower ids, and the largest values.
-// False where some value is no number, or too few are above -inf.
+// The number of a row's values before a token's (larger ones, and equal ones with lower ids), and the largest values.
+// False if a value is NaN, or too few are above -inf.
 bool rank(const float* values, int64_t count, int64_t token, int64_t top, int64_t* before, int64_t* ids) {
   Ranked ranked(top);
   const Floats own = all(values[token]);
@@ -246,7 +246,7 @@ using namespace forerun;
 
 extern "C" {
 
-// For each row the rank of a token, from 1, and the ids of the `top` largest values; returns how many rows have none.
+// For each row the rank of a token, from 1, and the ids of the `top` largest values; returns how many rows failed.
 int64_t forerun_rank(const float* values, int64_t num_rows, int64_t count, const int64_t* tokens, int64_t top,
                      int64_t* ranks, int64_t* ids, int64_t num_threads) {
   std::vector<int64_t> failed(num_rows);
@@ -257,7 +257,7 @@ int64_t forerun_rank(const float* values, int64_t num_rows, int64_t count, const
   return std::count(failed.begin(), failed.end(), 1);
 }
 
-// `places` holds the rows of all nodes, the lengths of their paths, and these, one behind the other.
+// `places` holds the rows of all nodes, the lengths of their paths, and the concatenated paths.
 void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
                     int64_t count, const uint32_t* masks, const int64_t* places, int64_t* chosen, int64_t num_threads) {
   const std::vector<int64_t> starts = starts_of(places + count, count);
@@ -266,7 +266,7 @@ void forerun_choose(const RowLaw* laws, float slack, const float* logits, int64_
               chosen, num_threads);
 }
 
-// For each node its `width` best guesses and their survival; returns how many nodes are undecided, and marks them.
+// For each node its `width` best draft tokens and their survival; returns how many nodes are undecided, and marks them.
 int64_t forerun_offer(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
                       int64_t count, const uint32_t* masks, const int64_t* places, int64_t width, int64_t* tokens,
                       float* survival, int64_t* undecided, int64_t num_threads) {
@@ -277,10 +277,10 @@ int64_t forerun_offer(const RowLaw* laws, float slack, const float* logits, int6
   return std::count(undecided, undecided + n.count, 1);
 }
 
-// A whole verdict by coupled draws, of which only those on accepted paths are made: per row the accepted length, the
-// next token and the path of depth + 1 nodes. `drawn` has a token for every column, UNKNOWN where it is still to be
-// drawn; a row that comes to an undecided draw marks it there and has no verdict. Returns how many rows do, and -1 where
-// the tree has another number of nodes than there are logits.
+// A whole verdict by coupled sampling, which samples only along accepted paths: for each row the accepted length, the
+// next token and the path of depth + 1 nodes. `drawn` has a token for every column, UNKNOWN if it is not sampled yet;
+// an undecided sample is marked there, and its row has no verdict. Returns the number of such rows, or -1 if the tree
+// has another number of nodes than there are logits.
 int64_t forerun_judge(const RowLaw* laws, float slack, const float* logits, int64_t stride, int64_t num_ids,
                       int64_t count, const uint32_t* masks, const int64_t* tokens, const int64_t* parents,
                       int64_t batch, int64_t columns, int64_t depth, int64_t* drawn, int64_t* verdict,
@@ -317,8 +317,8 @@ int64_t forerun_judge(const RowLaw* laws, float slack, const float* logits, int6
   return std::count(undecided.begin(), undecided.end(), 1);
 }
 
-// Whether `sanitize` would leave every row of a tree as it is. `limits` holds depth, width and nodes of each row.
-// `seen` gets, per row, the number of valid nodes, then as many nodes, parents and tokens, each in `columns` places.
+// Whether `sanitize` would not change any row of a tree. `limits` holds depth, width and nodes of each row. `seen`
+// receives, for each row, the number of valid nodes, then nodes, parents and tokens, `columns` places each.
 int64_t forerun_clean(const int64_t* tokens, const int64_t* parents, int64_t batch, int64_t columns,
                       const int64_t* roots, const int64_t* limits, int64_t depth, int64_t width, int64_t vocab,
                       int64_t* seen) {

@@ -1,8 +1,8 @@
-"""The Python interface to the compiled parts of a round: draws, verdicts, ranks, and the check of drafts.
+"""The Python interface to the compiled sampling functions: draws, verdicts, ranks, and the check of drafts.
 
-This file decides how rows' laws, tensors and host numbers lie in memory, and keeps that memory alive. What the numbers
-of a law say of logits is defined in `sampling/transforms.py`. Each function gives exactly the result of the tensor code
-that defines it, or reports that it cannot, so tokens do not depend on whether the kernels are available.
+This file passes laws, tensors and host numbers to C and keeps their memory alive. `sampling/transforms.py` defines the
+fields of a law. Each function gives exactly the result of the tensor code that defines it, or reports that it cannot,
+so tokens do not depend on whether the kernels are available.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.threads import num_threads
 
-UNKNOWN, UNDECIDED = -2, -3  # in the place of a drawn token, as in sampling.cpp; -1 is what torch draws without a law
-SLACK = 2.0**-14  # more than the kernels' noise can differ from torch's
+UNKNOWN, UNDECIDED = -2, -3  # instead of a sampled token, as in sampling.cpp; -1 is torch's result without a law
+SLACK = 2.0**-14  # bound of the difference between the kernels' noise and torch's
 
 
 class CRowLaw(Structure):
@@ -40,7 +40,7 @@ class CRowLaw(Structure):
     ]
 
     def point_to(self, tables: Mapping[str, array[int] | array[float]]) -> None:
-        """Point to these lists, which the caller keeps alive; those of one length have one count."""
+        """Point to these lists, which the caller keeps alive; lists of the same length share a count."""
         for name, table in tables.items():
             setattr(self, name, address(table))
         for name in ("fixed", "ends", "counted", "said"):
@@ -50,11 +50,11 @@ class CRowLaw(Structure):
 
 @dataclass(frozen=True, slots=True)
 class RowLaws:
-    """The laws of a round's rows. Ids from `num_ids` on do not exist.
+    """The laws of a round's rows. Ids from `num_ids` on are padding.
 
-    `kept` owns the memory that `rows` point to. Kernels leave to torch what they cannot be certain of by `slack`, which
-    is more than their noise can differ from torch's. Where rows are `constrained` by grammars, a draw needs the masks
-    of its nodes.
+    `kept` owns the memory that `rows` point to. Kernels leave samples to torch whose scores are closer than `slack`,
+    which bounds the difference of their noise from torch's. If rows are `constrained` by grammars, masks of the nodes
+    are needed.
     """
 
     rows: Array[CRowLaw]
@@ -65,11 +65,11 @@ class RowLaws:
 
     @property
     def compiled(self) -> bool:
-        """Whether kernels draw for every row by themselves; else torch draws for some, or Python makes masks."""
+        """Whether kernels can sample all rows without torch or masks of grammars."""
         return not self.constrained and not any(row.torch_decides for row in self.rows)
 
     def some(self, rows: Sequence[int]) -> RowLaws:
-        """Those of some rows, in the order asked for."""
+        """The laws of these rows, in this order."""
         if rows == list(range(len(self.rows))):
             return self
         return replace(self, rows=(CRowLaw * len(rows))(*(self.rows[row] for row in rows)))
@@ -77,7 +77,7 @@ class RowLaws:
     def of(
         self, logits: Float[Tensor, "nodes vocab"], masks: Int[Tensor, "nodes words"] | None = None
     ) -> tuple[int, float, int, int, int, int, int]:
-        """What a draw from these logits is told first: laws, slack, logits, their numbers, and the masks of grammars.
+        """The first arguments of the C functions that sample: laws, slack, logits, their sizes, and grammar masks.
 
         Logits and masks are contiguous; a mask has a bit for each logit, in int32.
         """
@@ -94,7 +94,7 @@ class RowLaws:
 
 @dataclass(frozen=True, slots=True)
 class OfferedGuesses:
-    """Guesses and their survival by node, -1 and 0 where there are fewer; and the nodes of which it is not certain."""
+    """Draft tokens and their survival by node, padded with -1 and 0, and the nodes that torch must decide."""
 
     tokens: list[list[int]]
     survival: list[list[float]]
@@ -102,10 +102,9 @@ class OfferedGuesses:
 
 
 class SamplingKernels:
-    """The library, opened. All tensors are contiguous and on the CPU; integers are int64.
+    """The sampling functions of the library. All tensors are contiguous and on the CPU; integers are int64.
 
-    `slack` is that of all laws. Tests make it larger, so that uncertain draws become common; that changes how many
-    draws torch decides, and no token.
+    `slack` is that of all laws. Tests increase it, so that torch decides more samples; that never changes a token.
     """
 
     slack: ClassVar[float] = SLACK
@@ -131,7 +130,7 @@ class SamplingKernels:
         laws: RowLaws,
         masks: Int[Tensor, "nodes words"] | None = None,
     ) -> array[int]:
-        """The first largest score of each node, -1 where it is not certain; `offer` says what scores are."""
+        """The lowest id with the largest score of each node, -1 if torch must decide; scores are as in `offer`."""
         at, chosen = places(rows, paths), zeros(len(rows))
         self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(chosen), num_threads())
         return chosen
@@ -145,11 +144,11 @@ class SamplingKernels:
         width: int,
         masks: Int[Tensor, "nodes words"] | None = None,
     ) -> OfferedGuesses:
-        """Each node's `width` first largest scores, and their share of all, by softmax.
+        """Each node's `width` largest scores (lowest ids first among equals), and their softmax over all scores.
 
-        A node is a row and the guesses behind its root. Its scores are its logits by the row's law plus the noise of
-        its position, or without noise where the row is greedy; -inf for ids whose bit in its mask is not set. A share
-        is near the exact one: what may be outside of a nucleus counts as inside.
+        A node is a row and the draft tokens after its root. Its scores are the logits after the row's transforms plus
+        the noise of its position, without noise if the row is greedy; -inf for ids that its mask excludes. The softmax
+        is approximate: ids that may be outside of a nucleus count as inside.
         """
         count = len(rows)
         tokens, undecided, survival = zeros(count * width), zeros(count), array("f", bytes(4 * count * width))
@@ -173,11 +172,11 @@ class SamplingKernels:
         drawn: array[int],
         masks: Int[Tensor, "rows words"] | None = None,
     ) -> Int[Tensor, "batch verdict"] | None:
-        """Per row the accepted length, the next token, then the path, root first, by the target's own draws.
+        """The verdict by coupled sampling: for each row the accepted length, the next token, then the path, root first.
 
-        Only draws on accepted paths are made. `drawn` has a place for every node, padding included: it holds tokens
-        that are drawn already, UNKNOWN elsewhere, and gets what is drawn here. A draw that is not certain is marked
-        UNDECIDED, and there is no verdict, None.
+        Only nodes on accepted paths are sampled. `drawn` has an entry for every node, padding included: tokens that
+        were sampled already, UNKNOWN elsewhere; it receives the samples. If torch must decide a sample, it is marked
+        UNDECIDED, and the result is None.
         """
         batch, columns = tokens.shape
         verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
@@ -190,10 +189,8 @@ class SamplingKernels:
     def rank(
         self, values: Float[Tensor, "rows vocab"], tokens: Int[Tensor, " rows"], top: int
     ) -> tuple[Int[Tensor, " rows"], Int[Tensor, "rows {top}"]] | None:
-        """Each token's rank among its row's values, from 1, and the `top` largest; the lowest id first among equals.
-
-        None where a row has NaN, or fewer values above -inf.
-        """
+        """Each token's rank among its row's values, from 1, and the ids of the `top` largest; lowest ids first among
+        equals. None if a row has NaN, or fewer values above -inf."""
         count, vocab = values.shape
         ranks, ids = torch.empty(count, dtype=torch.int64), torch.empty(count, top, dtype=torch.int64)
         out, threads = (ranks.data_ptr(), ids.data_ptr()), num_threads()
@@ -210,7 +207,7 @@ class SamplingKernels:
     ) -> Iterator[list[list[int]]] | None:
         """Valid nodes, their parents and tokens by row, if all rows are trees within their limits; else None.
 
-        A limit is depth, width and nodes. `bounds`, depth, width and vocabulary, hold for all rows.
+        `limits` are (depth, width, nodes) by row; `bounds` are (depth, width, vocabulary) for all rows.
         """
         batch, columns = tokens.shape
         flat, stride = array("q", [number for limit in limits for number in limit]), 1 + 3 * columns
@@ -223,28 +220,28 @@ class SamplingKernels:
 
 
 def places(rows: Sequence[int], paths: Sequence[Sequence[int]]) -> array[int]:
-    """Nodes behind these guesses of these rows, as `forerun_choose` reads them."""
+    """The nodes after these paths of draft tokens in these rows, packed for the C functions."""
     return array("q", [*rows, *map(len, paths), *itertools.chain(*paths)])
 
 
 def zeros(count: int) -> array[int]:
-    """So many integers, for C to fill."""
+    """An array of `count` zeros, for C to fill."""
     return array("q", bytes(8 * count))
 
 
 def address(numbers: array[int] | array[float]) -> int:
-    """Where an array's numbers lie, as long as somebody holds it."""
+    """The address of an array's numbers, valid while the array lives."""
     return numbers.buffer_info()[0]
 
 
 @cache
 def opened(lib: ctypes.CDLL) -> SamplingKernels:
-    """The library's face, made once."""
+    """The SamplingKernels of a library, made once."""
     return SamplingKernels(lib)
 
 
 def find_sampling_kernels() -> SamplingKernels | None:
-    """The kernels, compiled if need be; None, with a warning, where that is not possible."""
+    """The sampling kernels, compiled if needed; None, with a warning, if that is not possible."""
     try:
         return opened(library())
     except NoKernels as error:

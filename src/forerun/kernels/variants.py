@@ -1,8 +1,8 @@
-"""The processors that kernels are compiled for: what each variant may use, and which of them this machine can run.
+"""The instruction-set variants of the kernels, and which of them this machine can run.
 
-A wheel carries one library for each variant of its architecture. A library must never run on a processor that lacks one
-of its instructions, so a variant is chosen by what the system says of the processor, never by trying. FORERUN_ISA names
-a variant to use instead of the best one; `native` stands for a library compiled for this very processor.
+A wheel has one library for each variant of its architecture. A library must never run on a processor that lacks one of
+its instructions, so a variant is chosen by the processor's features, never by trying. FORERUN_ISA selects a variant
+instead of the best one; `native` is a library compiled for this very processor.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ CPUINFO = Path("/proc/cpuinfo")
 SETTING = "FORERUN_ISA"
 NATIVE = "native"
 NATIVE_FLAGS = ("-march=native",)
-MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # names that some systems have for the same architecture
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # other names of the same architectures
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One library: `features` are /proc/cpuinfo's names of what it uses beyond the architecture's first processors.
+    """One variant of the library: `features` are the processor features that it needs, as named in /proc/cpuinfo.
 
-    `instructions` is what the library calls itself. All variants of the same name have the same bits, from whichever
-    compiler and with whatever else it may use, so this name and nothing else stands in fingerprints.
+    `instructions` is the name that the library reports. Libraries with the same name give the same bits, from any
+    compiler, so fingerprints contain this name only.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Variant:
     tiles: bool = False
 
     def runs_here(self) -> bool:
-        """Whether this processor has all of it, and the system lets this process use it."""
+        """Whether this processor has all features, and the system permits this process to use them."""
         return self.machine == architecture() and self.features <= features() and (not self.tiles or grants_tiles())
 
 
@@ -68,13 +68,13 @@ VARIANTS = (
 
 
 def architecture() -> str:
-    """This machine's architecture, by the name that compilers use."""
+    """This machine's architecture, in the compilers' naming."""
     name = platform.machine().lower()
     return MACHINES.get(name, name)
 
 
 def processor() -> bytes:
-    """What the processor can do, as far as the system says."""
+    """The line of processor features in /proc/cpuinfo, or the name of the processor."""
     try:
         lines = CPUINFO.read_bytes().splitlines()
     except OSError:
@@ -83,13 +83,13 @@ def processor() -> bytes:
 
 
 def features() -> frozenset[str]:
-    """The features of this processor, by the names that the system has for them."""
+    """The features of this processor, as named in /proc/cpuinfo."""
     return frozenset(processor().decode(errors="replace").partition(":")[2].split())
 
 
 @cache
 def grants_tiles() -> bool:
-    """Whether the system grants this process the registers of AMX; processes must ask once, and may ask again."""
+    """Whether the system permits this process to use the registers of AMX; a process must request it once."""
     refused: int = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA)
     return refused == 0
 
@@ -100,9 +100,9 @@ def runnable() -> list[Variant]:
 
 
 def asked_for() -> str | None:
-    """What FORERUN_ISA asks for: a variant that runs here, or `native`; None where it is not set.
+    """The value of FORERUN_ISA: a variant that runs here, or `native`; None if it is not set.
 
-    Raises DeviceUnavailable for everything else.
+    Raises DeviceUnavailable for any other value.
     """
     name = os.environ.get(SETTING)
     possible = [*(variant.name for variant in runnable()), NATIVE]
@@ -112,12 +112,12 @@ def asked_for() -> str | None:
 
 
 def wanted() -> list[Variant]:
-    """The variants that may be loaded from a wheel, the best first: all that run here, or the one asked for."""
+    """The variants that may be loaded from a wheel, the best first: all that run here, or that of FORERUN_ISA."""
     asked = asked_for()
     return [variant for variant in runnable() if asked in (None, variant.name)]
 
 
 def flags_here() -> tuple[str, ...]:
-    """What a compiler on this machine is to compile for: this very processor, or what FORERUN_ISA asks for."""
+    """The compiler flags for this machine: for this very processor, or for the variant of FORERUN_ISA."""
     asked = asked_for()
     return next((variant.flags for variant in VARIANTS if variant.name == asked), NATIVE_FLAGS)

@@ -1,7 +1,7 @@
-// Vectors of 16 numbers in the registers that the processor has, lane by lane the same arithmetic on every one.
+// Vectors of 16 numbers in the processor's registers, with the same arithmetic in every lane on every processor.
 //
-// Nothing here adds lanes in an order that depends on how much else is computed, and products are only fused with
-// additions where `fma` says so: a row's bits are its own. Compile with -ffp-contract=off.
+// The order in which lanes are summed never depends on what else is computed, and multiplications are fused with
+// additions only in `fma`: so the bits of a row do not depend on other rows. Compile with -ffp-contract=off.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,19 +14,19 @@
 
 namespace forerun {
 
-// For what takes vectors and is more than the compiler inlines by itself: 16 numbers that are no single register would go
-// to the function through memory, several times slower.
+// For functions of vectors that the compiler does not inline by itself: 16 numbers in several registers would be passed
+// through memory, several times slower.
 #define FORERUN_INLINE __attribute__((always_inline)) inline
 
 constexpr int LANES = 16;
-constexpr int WIDTH = 64;  // rows are padded with zeros to a multiple of this, so that no loop has a tail
+constexpr int WIDTH = 64;  // rows are zero-padded to a multiple of this, so that no loop has a tail
 
 #if defined(__AVX512F__)
 constexpr int REGISTER_BYTES = 64, NUM_REGISTERS = 32;
 #elif defined(__AVX2__)
 constexpr int REGISTER_BYTES = 32, NUM_REGISTERS = 16;
 #else
-constexpr int REGISTER_BYTES = 16, NUM_REGISTERS = 32;  // NEON; on others the compiler does what it can
+constexpr int REGISTER_BYTES = 16, NUM_REGISTERS = 32;  // NEON, and a default for other processors
 #endif
 constexpr int PARTS = 4 * LANES / REGISTER_BYTES;  // registers that 16 numbers take
 
@@ -38,7 +38,7 @@ typedef IntRegister IntRegisterAnywhere __attribute__((aligned(4), may_alias));
 
 inline FloatRegister register_at(const float* p) { return *reinterpret_cast<const FloatRegisterAnywhere*>(p); }
 
-inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  // a * b + c, rounded once where it can be
+inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  // a * b + c, rounded once if supported
 #if defined(__AVX512F__)
   return (FloatRegister)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -56,7 +56,7 @@ inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  /
 #define FORERUN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntRegister{__VA_ARGS__})
 #endif
 
-// Within a register: lane j of `a` plus the lane STEP behind it where j has no STEP in it, else of `b` and STEP before.
+// Within a register: lane j is a[j] + a[j + STEP] if bit STEP of j is 0, else b[j] + b[j - STEP].
 template <int STEP, size_t... J>
 inline FloatRegister folded(FloatRegister a, FloatRegister b, std::index_sequence<J...>) {
   return FORERUN_SHUFFLE(a, b, int(J & STEP ? J + sizeof...(J) : J)...) +
@@ -94,7 +94,7 @@ inline Floats folded(Floats a, Floats b) {
 
 #else
 
-// 16 numbers in as many registers as they take. A vector that is larger than a register would live in memory.
+// 16 numbers in several registers. A vector type larger than a register would be kept in memory.
 template <typename R>
 struct Registers {
   R part[PARTS];
@@ -199,8 +199,8 @@ inline T number_at(const char* p) {
   return number;
 }
 
-// Has memory bring a line into the core's second cache. In the nearest, lines that come so early would displace what is
-// at hand; from the second to the nearest the processor fetches by itself.
+// Prefetches a line into the L2 cache. In L1, lines fetched so early would displace current data; from L2 to L1 the
+// processor prefetches by itself.
 inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 inline int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
@@ -211,7 +211,7 @@ inline Ints counted(int32_t first) {  // first, first + 1, ...
   return load(lanes);
 }
 
-// The sums of 16 vectors' lanes, in their order: every vector is added up in the same way, halves of two at a time.
+// The lane sums of 16 vectors, in their order: every vector is summed in the same way, halves of two at a time.
 inline Floats sums(Floats v[16]) {
   for (int i = 0; i < 8; i++) v[i] = folded<8>(v[i], v[i + 8]);
   for (int i = 0; i < 4; i++) v[i] = folded<4>(v[i], v[i + 4]);
@@ -219,7 +219,7 @@ inline Floats sums(Floats v[16]) {
   return folded<1>(v[0], v[1]);
 }
 
-// Of all lanes one, halves of the vector at a time: which of two is kept, or their sum, is for `join` to say.
+// Reduces all lanes to one, halves of the vector at a time; `join` combines two values.
 template <typename Vector, typename Join>
 FORERUN_INLINE auto reduced(Vector x, Join join) {
 #if defined(__AVX512F__)
@@ -250,7 +250,7 @@ FORERUN_INLINE float largest(Floats x) {
 FORERUN_INLINE Floats exponential(Floats x) {
   const Floats lowest = all(-87.0f), highest = all(88.0f);
   const Floats y0 = choose(x < lowest, lowest, choose(x > highest, highest, x));
-  const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Floats shift = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats n = (y0 * 1.44269504088896341f + shift) - shift;
   Floats y = fma(n, all(-0.693359375f), y0);
   y = fma(n, all(2.12194440e-4f), y);
@@ -270,7 +270,7 @@ FORERUN_INLINE Floats soft_capped(Floats x, float limit) {
 
 // The logarithm of normal numbers above 0, to about one unit in the last place. Polynomial of Cephes, logf.
 FORERUN_INLINE Floats logarithm(Floats x) {
-  const Ints raw = bits(x) - 0x3f3504f3;  // what lies between two powers of 2 is cut at the square root of a half
+  const Ints raw = bits(x) - 0x3f3504f3;  // splits each binade at the square root of a half
   const Floats power = converted(raw >> 23);
   const Floats y = floats((raw & 0x007fffff) + 0x3f3504f3) - 1.0f, z = y * y;
   Floats p = all(7.0376836292e-2f);

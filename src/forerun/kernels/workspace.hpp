@@ -1,5 +1,5 @@
-// What a pass has before its threads begin: memory, which grows with the largest pass, and each thread's share of the
-// queries.
+// The preparation of a pass before its threads start: scratch memory, which grows with the largest pass, and each
+// thread's share of the queries.
 #pragma once
 #include <memory>
 
@@ -9,7 +9,7 @@
 
 namespace forerun {
 
-struct Task {  // some queries of one path: numbers of token times group + head of the group
+struct Task {  // some queries of one path, as token * group + head in the group
   int64_t path, kv_head;
   std::vector<int64_t> queries;
 };
@@ -17,9 +17,9 @@ struct Task {  // some queries of one path: numbers of token times group + head 
 struct Scratch {  // grows with the largest pass
   int64_t num_tokens = 0;
   std::unique_ptr<Memory> memory;
-  float *x, *normed, *wide, *mixed, *scales;  // `wide` takes every product, see `out_of`
-  char *rows, *next_rows;  // one is read by a product while the other is made for the next
-  Routes routes;  // of the sparse layer at hand
+  float *x, *normed, *wide, *mixed, *scales;  // `wide` holds the result of every product, see `out_of`
+  char *rows, *next_rows;  // one is read by a product while the other is prepared for the next
+  Routes routes;  // of the current mixture-of-experts layer
 };
 
 struct Decoder {
@@ -43,11 +43,11 @@ struct Decoder {
       if (l.dense.down) take(l.dense);
       if (!l.experts) continue;
       take(l.experts->gated[0]), wide = std::max(wide, l.experts->router->width);
-      per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // of a last group that begins within a tile
+      per_token = std::max(per_token, l.per_token()), spare = 2 * TILE;  // for a last group that begins within a tile
     }
     wide += LANES, deep += LANES;
     const int64_t rows = whole_tiles(num_tokens), pairs = rows * per_token + spare;
-    const int64_t prepared = pairs * (deep + ROW_GAP / 4);  // as many floats at most
+    const int64_t prepared = pairs * (deep + ROW_GAP / 4);  // most floats of prepared rows
     s.memory = std::make_unique<Memory>(4 * rows * (hidden + deep + mixed) + 4 * pairs * (wide + 1) + 8 * prepared + 8 * 64);
     char* at = s.memory->data;
     const auto take = [&](int64_t floats) {
@@ -66,7 +66,7 @@ struct Decoder {
   static int64_t whole_tiles(int64_t num_rows) { return (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE); }
 };
 
-// Each thread's share: as many queries as see its part of all the keys, in the order of paths and heads.
+// Distributes the queries over threads, in the order of paths and heads, such that each attends to equally many keys.
 inline std::vector<std::vector<Task>> share_out(const Shape& shape, const Pass& pass) {
   if (!pass.num_paths) return {};
   const int64_t group = shape.heads / shape.kv_heads;
