@@ -221,7 +221,7 @@ def check_rotation(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) 
     turns = angles.cos().to(device), angles.sin().to(device)
     at = tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in (positions, [7, 8, 1, 30, 31]))
     gains = torch.randn(6, width, generator=noise).to(device, dtype)
-    for gain, joint, begins in product((None, gains, gains.float()), (False, True), ((0, None), (21, None), (21, 42))):
+    for gain, joint, begins in product((None, gains, gains.float()), (False, True), ((0, 0), (21, 21), (21, 42))):
         layer = Attention(None, nothing, nothing, gain, None, None, None, *begins, joint)
         stores = tuple(torch.zeros(kv_heads, slots, width, dtype=dtype, device=device) for _ in range(2))
         query = ops.rotate_store(qkv, turns, at, layer, shape, stores)

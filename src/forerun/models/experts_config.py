@@ -68,7 +68,7 @@ def read_experts(fields: Fields, sparse: Sparse | None, layers: int) -> ExpertsC
 
 
 def sparse_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    """The layers that have experts: every `decoder_sparse_step`-th, but those that mlp_only_layers lists."""
+    """The layers with experts: every `decoder_sparse_step`-th, except those in mlp_only_layers."""
     dense = fields.values.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in dense):
@@ -78,5 +78,5 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def expected_distinct(count: int, active: int, num_tokens: int) -> float:
-    """Experts of a layer that a pass reads, if each token chose `active` of `count` evenly and for itself."""
+    """Expected number of experts of a layer that a pass reads, if routing is uniform and independent."""
     return count * (1 - (1 - active / count) ** num_tokens)

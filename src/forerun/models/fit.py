@@ -44,10 +44,9 @@ def check_fit(tokenizer: Tokenizer, folder: Path, config: ModelConfig, model: st
 
 
 def ends_of(tokenizer: Tokenizer, folder: Path, config: ModelConfig, model: Path) -> tuple[int, ...]:
-    """The ids that end an answer: those that the files in the folder `model` name, and the end of the tokenizer, which
-    is of `folder`.
+    """All ids that end an answer: those in the files of folder `model`, and the end id of the tokenizer in `folder`.
 
-    Says in the log where the tokenizer's end is not among the model's, and where an end is of no use or there is none.
+    Logs if the tokenizer's end is not among the model's, if the tokenizer lacks an end id, and if there are none.
     """
     sources = special_sources(model)
     source = next((each for each in sources if token_ids(each, "eos_token_id")), sources[-1])

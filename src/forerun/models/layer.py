@@ -32,8 +32,8 @@ class Attention:
     attention.
 
     `sinks` is an extra attention logit per query head, without a value. `norm` is applied to the input and `out_norm`
-    to the output, where present. `rope_start` is the start of this layer's rotary table, `query_rope_start` that of the
-    queries' if it differs. With `joint_norm` all query heads are normed as one vector, and all key heads.
+    to the output, where present. `rope_start` is the start of this layer's rotary table, `query_rope_start` that of its
+    queries. With `joint_norm` all query heads are normed as one vector, and all key heads.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -44,7 +44,7 @@ class Attention:
     window: int | None
     out_norm: Float[Tensor, " hidden"] | None = None
     rope_start: int = 0
-    query_rope_start: int | None = None
+    query_rope_start: int = 0
     joint_norm: bool = False
 
 

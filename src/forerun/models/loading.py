@@ -305,7 +305,7 @@ class Blueprint:
         return Decoder(c, take, self.dtype, backend, self.quantize, host, groups, ranks=ranks, whole_head=whole_head)
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
-        """The output layer for these tokens alone, which gives what the whole one does, held as that one is."""
+        """The output layer for these tokens only, with the logits and the format of the whole one."""
         checkpoint = self.checkpoint(self.dtype)
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -315,15 +315,12 @@ class Blueprint:
         return make_head(self.config, self.backend(), take, groups, self.quantize, ids)
 
     def sampling_kernels(self) -> SamplingKernels | None:
-        """The compiled parts of a round, where its model runs on a CPU with kernels of ours."""
+        """The compiled sampling functions, for a model on a CPU with compiled kernels; else None."""
         return None if self.placement.fixed or self.spec.kernels == "torch" else find_sampling_kernels()
 
     def fingerprint(self) -> str:
-        """16 hex digits for what the promise of equal tokens is bound to: weights, number format, software, machine.
-
-        Weights enter by size and by the first and last MiB of each file that is loaded: headers, and a sample of the
-        values.
-        """
+        """A digest of all on which the promise of equal tokens depends: weights, dtype, software and machine; 16 hex
+        digits. Weights are identified by the size and the first and last MiB of each file."""
         digest = sha256(f"{__version__} {torch.__version__} {self.format} {self.computed_by}".encode())
         digest.update(self.backend().arithmetic.encode())
         if self.config.rope.kind == "longrope" and self.config.longest_text <= self.config.rope.original_max_positions:

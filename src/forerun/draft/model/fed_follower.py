@@ -26,11 +26,11 @@ from forerun.sampling.draws import Draws
 class FedFollower(Follower):
     """A Follower that reads the target's states at `taps`; without taps it reads tokens alone.
 
-    `draws_behind_text`: a call of the runner can read text and generate chains after it.
+    `draws_after_text`: a call of the runner can read text and generate chains after it.
     """
 
     rereads: ClassVar[bool] = False
-    draws_behind_text: bool = False
+    draws_after_text: bool = False
     drawn: Sequence[Start] = ()  # the chains that the last draft drew behind text, guess by guess
     least_text: ClassVar[int] = 1  # tokens of each row that a call has to read before it draws behind them
 
@@ -71,13 +71,13 @@ class FedFollower(Follower):
             self.read_text([DraftRow(fullest, (), NO_DRAFT)], [fullest])
 
     @torch.inference_mode()
-    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
+    def draw_after_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
         """Used if each row has little unread text, as after a round, since its states are known.
 
         On a device longer text is read first except for its last token, so that a new row does not delay the others.
         """
         self.drawn = []
-        if not self.draws_behind_text or draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
+        if not self.draws_after_text or draws.rejection or any(row.guesses or row.budget.width > 1 for row in rows):
             return None
         if self.runner.draws_unseen:
             rows = self.catch_up([*rows], TAIL_TOKENS, spared=1)
@@ -107,7 +107,7 @@ class FedFollower(Follower):
         return chains
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """These reads of text as UnreadTexts; called only if `draws_behind_text`."""
+        """These reads of text as UnreadTexts; called only if `draws_after_text`."""
         raise AssertionError(f"{type(self).__name__} does not draw behind text")
 
     def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads | None:

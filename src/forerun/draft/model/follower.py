@@ -126,7 +126,7 @@ class Follower:
         self.pass_s = 0.0
         rows = self.draft_rows(draws.seq_ids, budgets, tail)
         self.cut_tails(rows)
-        chains = self.draw_behind_text(draws, rows)
+        chains = self.draw_after_text(draws, rows)
         if chains is not None:
             return Draft(chains.tree(draws), chains.survival(), pass_s=self.pass_s)
         passed = self.read_roots(self.catch_up(rows, 0 if self.taps else TAIL_TOKENS))
@@ -149,7 +149,7 @@ class Follower:
         reader = LevelReader(tails, read_on, self.ids, draws.seq_ids)
         return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
 
-    def draw_behind_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
+    def draw_after_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
         """Chains by one call of the runner that also reads the unread text; None if there is no such call."""
         return None
 

@@ -235,15 +235,15 @@ def places_of(granted: Mapping[int, Budget]) -> OfNextGuess:
 def grow_by_heads(
     draws: Draws,
     granted: Mapping[int, Budget],
-    logits_behind: OfNextGuess,
+    logits_after: OfNextGuess,
     unseen: bool,
     draw: DrawAtOnce | None = None,
     confidence: OfNextGuess | None = None,
 ) -> Draft:
     """Trees for these sequences by heads, without passes; on a device (`unseen`) chains that the host does not see,
-    where possible. `confidence` and budgets are as in `grow`; `pass_s` are in `logits_behind`.
+    where possible. `confidence` and budgets are as in `grow`; `pass_s` are in `logits_after`.
     """
-    if unseen and (draft := unseen_by_heads(draws, granted, logits_behind, draw)) is not None:
+    if unseen and (draft := unseen_by_heads(draws, granted, logits_after, draw)) is not None:
         return draft
     taken_s = 0.0
 
@@ -255,7 +255,7 @@ def grow_by_heads(
     def read(places: Sequence[NodeToExpand]) -> Tensor:
         nonlocal taken_s
         started_s = time.perf_counter()
-        logits = logits_behind(*asked(places))
+        logits = logits_after(*asked(places))
         taken_s += time.perf_counter() - started_s
         return logits
 
@@ -269,7 +269,7 @@ def grow_by_heads(
 
 
 def unseen_by_heads(
-    draws: Draws, granted: Mapping[int, Budget], logits_behind: OfNextGuess, draw: DrawAtOnce | None = None
+    draws: Draws, granted: Mapping[int, Budget], logits_after: OfNextGuess, draw: DrawAtOnce | None = None
 ) -> Draft | None:
     """Chains by heads, sampled on a device in one call of `draw` if it can; None if the host has to see each token: in
     trees, with a minimum survival, and for requests with logits processors.
@@ -288,8 +288,8 @@ def unseen_by_heads(
     def read(reads: Sequence[Read], drawn: DeviceTokens) -> Tensor:
         at = upload([place // deepest for place in drawn.source], torch.long, draws.device)
         guesses = drawn.tokens[at, : 1 + drawn.source[0] % deepest].clamp_min(0)
-        return logits_behind([read.seq_id for read in reads], torch.cat([roots[at], guesses], dim=1))
+        return logits_after([read.seq_id for read in reads], torch.cat([roots[at], guesses], dim=1))
 
-    first = logits_behind([*granted], roots[upload([start.row for start in starts], torch.long, draws.device)])
+    first = logits_after([*granted], roots[upload([start.row for start in starts], torch.long, draws.device)])
     chains = unseen_chains(draws, starts, first, read)
     return Draft(chains.tree(draws), None)

@@ -35,7 +35,7 @@ class StateFollower(FedFollower, ABC):
     Its output for a token of text has `num_outputs` numbers.
     """
 
-    draws_behind_text = True
+    draws_after_text = True
 
     def __init__(self, runner: Runner, ids: IdMap, num_outputs: int) -> None:
         super().__init__(runner, ids)

@@ -62,7 +62,7 @@ class EarlyExitDrafter(FedFollower):
         vocab = target.vocab_size
         super().__init__(adapter or self.lower, SameIds(vocab, vocab))
         # On devices the adapter's text, roots and guesses are read in one call.
-        self.draws_behind_text = adapter is not None and self.runner.draws_unseen
+        self.draws_after_text = adapter is not None and self.runner.draws_unseen
 
     def observe(self, news: Committed) -> None:
         """Note the final tokens, and keep the states that the adapter reads.

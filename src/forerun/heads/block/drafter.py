@@ -185,7 +185,7 @@ class BlockDrafter(FedFollower):
 
     def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdMap) -> None:
         super().__init__(runner, ids)
-        self.draws_behind_text = runner.draws_unseen  # no wait for the host between text and draft tokens
+        self.draws_after_text = runner.draws_unseen  # no wait for the host between text and draft tokens
         self.decoder, self.heads, self.taps = layers, layers.heads, layers.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
 
@@ -235,7 +235,7 @@ class BlockDrafter(FedFollower):
         places, states = places_of(granted), torch.cat([self.blocks[seq_id] for seq_id in granted])
         after, sure = self.heads.after, self.heads.confidence
 
-        def logits_behind(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+        def logits_after(seq_ids: Sequence[int], path: Tensor) -> Tensor:
             at = places(seq_ids, path)
             return logits[at] if after is None else after(logits[at], states[at], path[:, -1])
 
@@ -244,7 +244,7 @@ class BlockDrafter(FedFollower):
             return sure(states[places(seq_ids, path)], path[:, -1])
 
         unseen = self.runner.draws_unseen
-        return grow_by_heads(draws, granted, logits_behind, unseen, confidence=confidence if sure else None)
+        return grow_by_heads(draws, granted, logits_after, unseen, confidence=confidence if sure else None)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; the states of the blocks are dropped."""

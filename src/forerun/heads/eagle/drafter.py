@@ -136,7 +136,7 @@ class ParallelEagleDrafter(EagleDrafter):
         super().__init__(layers, runner, ids, form.taps)
         assert form.mask_token is not None, "P-EAGLE has a mask token"
         self.mask_token = form.mask_token
-        self.draws_behind_text = runner.draws_unseen  # no wait for the host between text and draft tokens
+        self.draws_after_text = runner.draws_unseen  # no wait for the host between text and draft tokens
 
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None

@@ -113,19 +113,19 @@ class MedusaDrafter:
         if not granted:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
-        def logits_behind(seq_ids: Sequence[int], path: Tensor) -> Tensor:
+        def logits_after(seq_ids: Sequence[int], path: Tensor) -> Tensor:
             states = torch.stack([self.states[seq_id] for seq_id in seq_ids])
             return self.heads.logits(path.shape[1] - 1, states, path)
 
-        def logits_ahead(head_inputs: HeadInputs, path: Tensor) -> Tensor:
+        def head_logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
             assert head_inputs.first is not None, "states are given"
             return self.heads.logits(path.shape[1] - 1, head_inputs.first, path)
 
         def draw(starts: Sequence[Start]) -> Chains | None:
-            heads = ParallelHeads(logits_ahead, [self.states[start.seq_id] for start in starts])
+            heads = ParallelHeads(head_logits, [self.states[start.seq_id] for start in starts])
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
-        return grow_by_heads(draws, granted, logits_behind, self.target.draws_unseen, draw)
+        return grow_by_heads(draws, granted, logits_after, self.target.draws_unseen, draw)
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:
         """The budget, cut to the number of heads."""

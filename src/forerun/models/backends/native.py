@@ -193,7 +193,7 @@ class NativeExecutor:
             sinks=None if a.sinks is None else self.keep(a.sinks.float().contiguous()),
             window=a.window or 0,
             rope_start=a.rope_start,
-            query_rope_start=a.rope_start if a.query_rope_start is None else a.query_rope_start,
+            query_rope_start=a.query_rope_start,
             parallel=mlp.parallel,
         )
 

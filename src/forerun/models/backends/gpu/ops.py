@@ -124,7 +124,7 @@ class TorchOps:
         sizes, position, slot = (shape.heads, shape.kv_heads), at[0].long().clamp_min(0), at[1].long()
         if layer.qk_norm is not None:
             rotated = norm_heads(rotated, layer.qk_norm, sizes, shape.norm_eps, layer.joint_norm)
-        parts, begins = rotated.split(sizes, 1), (query_rope_start(layer), layer.rope_start)
+        parts, begins = rotated.split(sizes, 1), (layer.query_rope_start, layer.rope_start)
         turned = [[table[position + begin][:, None] for table in rope] for begin in begins]
         rotated = torch.cat([rotate(part, *angles) for part, angles in zip(parts, turned, strict=True)], dim=1)
         store[0].index_copy_(1, slot, rotated[:, shape.heads :].transpose(0, 1))
@@ -229,7 +229,7 @@ class TritonOps:
         keys, values = store
         self.kernels.rotate_store[(rows, shape.heads + 2 * shape.kv_heads)](
             qkv, *rope, *at, qkv if layer.qk_norm is None else layer.qk_norm, query, keys, values,
-            shape.norm_eps, keys.stride(0), keys.stride(1), query_rope_start(layer), layer.rope_start,
+            shape.norm_eps, keys.stride(0), keys.stride(1), layer.query_rope_start, layer.rope_start,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, HEAD_DIM=shape.head_dim,
             HALF=power_of_two(shape.head_dim // 2), NORMS=layer.qk_norm is not None, JOINT=layer.joint_norm,
             num_warps=1, **self.kernels.OPTIONS,
@@ -313,11 +313,6 @@ def attention_sizes(width: int, element_bytes: int, most_keys: int) -> dict[str,
     """
     warps = max(4, min(16, width * element_bytes**2 // 128))
     return {"num_warps": warps, "BLOCK_KEYS": most_keys if width * element_bytes <= 512 else most_keys // 2}
-
-
-def query_rope_start(layer: Attention) -> int:
-    """The first row of the rotary table for a layer's queries."""
-    return layer.rope_start if layer.query_rope_start is None else layer.query_rope_start
 
 
 def ops_for(device: torch.device) -> Ops:

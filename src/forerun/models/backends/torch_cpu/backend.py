@@ -105,10 +105,9 @@ class TorchExecutor:
         self, layer: Attention, positions: Int[Tensor, " total"], rows: int
     ) -> tuple[Float[Tensor, "rows turned head_dim"], Float[Tensor, "rows turned head_dim"]]:
         """Cosines and sines of positions for a layer, padded to `rows`: for all heads together, or for each."""
-        c, of_queries = self.parts.config, layer.query_rope_start
-        heads = [(layer.rope_start, 1)]
-        if of_queries is not None:
-            heads = [(of_queries, c.heads), (layer.rope_start, c.kv_heads)]
+        c, heads = self.parts.config, [(layer.rope_start, 1)]
+        if layer.query_rope_start != layer.rope_start:
+            heads = [(layer.query_rope_start, c.heads), (layer.rope_start, c.kv_heads)]
 
         def of(table: Tensor) -> Tensor:
             each = [table[positions + first][:, None].expand(-1, count, -1) for first, count in heads]
