@@ -64,7 +64,7 @@ def test_every_kind_drafts_and_is_trained_and_knows_its_folders_from_those_of_ot
     signs = {kind: each.parts.signs for kind, each in HEADS.items()}
     for folder in BUNDLED_HEADS.values():
         fields = read_fields(folder / "config.json")
-        shown = [kind for kind, each in signs.items() if each.shown_in(fields)]
+        shown = [kind for kind, each in signs.items() if each.match(fields)]
         assert shown == ([] if folder.name == "mtp" else [folder.name])
     empty = Fields(Path("config.json"), dict.fromkeys(key for each in signs.values() for key, _ in each.keys))
-    assert not any(each.shown_in(empty) for each in signs.values())
+    assert not any(each.match(empty) for each in signs.values())

@@ -41,13 +41,13 @@ class Computer:
 
 def forget() -> None:
     """The next call finds nothing known, as in a new process."""
-    library.of_this_process.cache_clear()
+    library.process_library.cache_clear()
     library.warn_of_torch.cache_clear()
 
 
 def restart() -> None:
     """The same, and the library is closed: the system would not look at the file of an open one again."""
-    if (found := library.of_this_process().found) is not None:
+    if (found := library.process_library().found) is not None:
         _ctypes.dlclose(found._handle)
     forget()
 

@@ -51,7 +51,7 @@ class HeadSigns:
     argument: str | None = None
     layout: str | None = None
 
-    def shown_in(self, fields: Fields) -> bool:
+    def match(self, fields: Fields) -> bool:
         """Whether these fields are of this kind."""
         values = {key: value for key, value in fields.values.items() if value is not None}
         return any(key in values and text in str(values[key]) for key, text in self.keys)

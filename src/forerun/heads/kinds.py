@@ -77,7 +77,7 @@ def find_of_kind(name: str, kind: str) -> Path:
 
     folder = find_heads(name)
     fields, signs = read_fields(folder / "config.json"), {other: each.parts.signs for other, each in HEADS.items()}
-    shown = next((other for other, each in signs.items() if each.shown_in(fields)), kind)
+    shown = next((other for other, each in signs.items() if each.match(fields)), kind)
     if shown != kind:
         key = signs[shown].argument
         spelled = shown if key is None else f"{shown}:{fields.values[key]}"

@@ -113,7 +113,7 @@ class TargetFacts:
         return cls(name, read_config(folder), folder)
 
     @classmethod
-    def said_by(cls, fields: Fields, family: str) -> TargetFacts:
+    def of_drafter(cls, fields: Fields, family: str) -> TargetFacts:
         """The facts about the target in the fields of a drafter's layers, whose default family is `family`."""
         usual = {"max_position_embeddings": 2048, "model_type": family, "num_hidden_layers": 1}
         config = config_of(model_fields(fields, usual))

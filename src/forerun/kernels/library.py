@@ -58,14 +58,14 @@ class Library:
 
 
 @cache
-def of_this_process() -> Library:
+def process_library() -> Library:
     """The Library of this process."""
     return Library()
 
 
 def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
     """The compiled kernels, compiled now if needed. Raises NoKernels, and DeviceUnavailable for a bad FORERUN_ISA."""
-    return of_this_process().get(progress)
+    return process_library().get(progress)
 
 
 @cache

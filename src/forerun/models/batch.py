@@ -98,7 +98,7 @@ class TokenBatch:
                 paths.append(replace(path, queries=queries, positions=positions, masks={}))
         return TokenBatch(self.tokens[index], self.positions[index], self.slots[index], paths)
 
-    def all_seen(self) -> TokenBatch:
+    def bidirectional(self) -> TokenBatch:
         """Non-causal: every token of a sequence attends to what its last one does. Positions do not change."""
         last: dict[int, int] = {}
         for path in self.paths:

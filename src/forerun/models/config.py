@@ -18,7 +18,7 @@ from forerun.fields import INT32, Fields, read_fields
 from forerun.limits import shown
 from forerun.models.experts_config import ExpertsConfig, read_experts
 from forerun.models.families import FAMILIES, LLAMA_FORM, Family, LayerForm, Windows
-from forerun.models.foreign import OF_OTHER_KINDS, ORIGINAL, PARTS, told_of
+from forerun.models.foreign import OF_OTHER_KINDS, ORIGINAL, PARTS, describe_unreadable
 from forerun.models.inside import text_part
 from forerun.models.quantized.scheme import read_scheme
 from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned, turning_layers
@@ -190,7 +190,7 @@ def find_family(fields: Fields) -> Family:
         if isinstance(fields.values.get(part), dict):
             kind = shown(fields.values[part].get("model_type"))
             supported = f"this is a model of several parts, whose {part} is of type {kind}; {supported}, by themselves"
-    other = told_of(fields.path.parent, OF_OTHER_KINDS)
+    other = describe_unreadable(fields.path.parent, OF_OTHER_KINDS)
     raise fields.refuse(key, f"the folder {other}" if other else f"{supported}: choose a checkpoint of one of these")
 
 

@@ -77,7 +77,7 @@ TENSORS = {  # ends or parts of tensor names, the most specific first, and the f
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # keys of multimodal models
 
 
-def told_of(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, *FOREIGN)) -> str | None:
+def describe_unreadable(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, *FOREIGN)) -> str | None:
     """A description of an unreadable folder and a fix, as a sentence without its subject, the folder; None if it is of
     no known kind."""
     for pattern, what, cure in kinds:

@@ -93,7 +93,6 @@ class LayerMaker:
             held = cache(fetch) if e.names.is_stacked else fetch
             experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
             stacked = self.stack(experts, self.dtype) if self.stack else None
-        rope_start = c.turned[index] * c.max_positions if c.turned else 0
         attention = Attention(
             norm=norm(c.norms.attention),
             qkv=qkv,
@@ -102,8 +101,8 @@ class LayerMaker:
             sinks=vector("self_attn.sinks")[self.shard.heads(c)] if c.sinks else None,
             window=c.windows[index],
             out_norm=norm(c.norms.attention_out),
-            rope_start=rope_start,
-            query_rope_start=c.num_turns * c.max_positions if c.queries_grow else rope_start,
+            rope_start=(start := c.turned[index] * c.max_positions if c.turned else 0),
+            query_rope_start=c.num_turns * c.max_positions if c.queries_grow else start,
             joint_norm=c.joint_norm,
         )
         read = shift(c.norms.attention if c.parallel else c.norms.mlp)

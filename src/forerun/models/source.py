@@ -15,7 +15,7 @@ from pathlib import Path
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import mistaken
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, BUNDLED_NAMES
-from forerun.models.foreign import told_of
+from forerun.models.foreign import describe_unreadable
 from forerun.models.gguf.folder import choose_file, folder_of
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -73,7 +73,10 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
             file = choose_file(folder, number_format or USUAL_FORMAT, name)
             if file is not None:
                 return folder_of(file)
-            problem = told_of(folder) or f"has no {needed} on the hub, and no {number_format or USUAL_FORMAT} in GGUF"
+            problem = (
+                describe_unreadable(folder)
+                or f"has no {needed} on the hub, and no {number_format or USUAL_FORMAT} in GGUF"
+            )
             raise ModelNotFound(f"{name} {problem}: choose another repository, or a format, as in {name}:Q8_0")
         return folder
     if revision is not None:
@@ -83,7 +86,7 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         return folder_of(file)
     if not is_file(path / needed):
         beside = " and *.safetensors" if needed == "config.json" else ""
-        kind = told_of(path)
+        kind = describe_unreadable(path)
         more = f" and {kind}" if kind else f": name the folder that holds {needed}{beside}"
         raise ModelNotFound(f"{path} has no {needed}{more}")
     return path

@@ -20,7 +20,7 @@ from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import read_fields, short
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import DTYPES, ModelConfig
-from forerun.models.foreign import BROKEN_OFF, foreign_tensors, told_of
+from forerun.models.foreign import BROKEN_OFF, describe_unreadable, foreign_tensors
 from forerun.models.gguf.folder import INDEX, stored_tensors
 from forerun.models.gguf.tensors import GgufTensor
 from forerun.models.inside import text_part
@@ -208,7 +208,7 @@ def shards_of(folder: Path) -> list[Path]:
     parts = [part for path in sorted(folder.glob("model-*")) if (part := SHARD.fullmatch(path.name))]
     if not parts:
         cure = "download the weights, or convert them if the model is published in another format only"
-        problem = told_of(folder) or f"has no model.safetensors and no model.safetensors.index.json: {cure}"
+        problem = describe_unreadable(folder) or f"has no model.safetensors and no model.safetensors.index.json: {cure}"
         raise MissingWeights(f"{folder} {problem}")
     number, count = parts[0].groups()
     names = [f"model-{i:0{len(number)}}-of-{count}.safetensors" for i in range(1, min(int(count), MOST_SHARDS) + 1)]
@@ -223,7 +223,7 @@ def require_files(files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.exists()]
     if missing:
         others = f", and {len(missing) - 1} more of {len(files)} are too" if missing[1:] else ""
-        cause = told_of(missing[0].parent, BROKEN_OFF)
+        cause = describe_unreadable(missing[0].parent, BROKEN_OFF)
         raise MissingWeights(f"{missing[0]} is missing{others}: {f'the folder {cause}' if cause else AGAIN}")
 
 

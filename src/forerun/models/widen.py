@@ -44,7 +44,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, count_parameters, tensor_shapes
 from forerun.models.quantized.scheme import KEYS
 from forerun.models.weights import Checkpoint
-from forerun.models.widen_experts import expert_values, given_experts, grown_experts, parts_of
+from forerun.models.widen_experts import expert_values, grown_experts, parts_of, to_experts
 from forerun.store import cache_folder, whole_folder
 from forerun.text.chat import OTHER_FILES
 
@@ -123,7 +123,7 @@ class Wider:
             windows=tuple(config.windows[layer] for layer in origins),
             experts=grown_experts(config, mlp, origins),
         )
-        return wide if self.experts is None else given_experts(config, wide, self.experts, self.active)
+        return wide if self.experts is None else to_experts(config, wide, self.experts, self.active)
 
     def default_heads(self, config: ModelConfig) -> int:
         """The default number of heads: grown like the channels, or a few less so that it divides the channels."""
@@ -206,7 +206,7 @@ class Plan:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         plan = cls(blueprint, wide, wider.origins(blueprint.config), seed, digest.hexdigest()[:16])
-        refuse_what_cannot_be_said(plan)
+        refuse_inexpressible(plan)
         return plan
 
     def is_at(self, folder: Path) -> bool:
@@ -219,7 +219,7 @@ class Plan:
         raise InvalidRequest("out", f"{folder} exists and is not this widening: choose another, or remove it.")
 
 
-def refuse_what_cannot_be_said(plan: Plan) -> None:
+def refuse_inexpressible(plan: Plan) -> None:
     """Raise InvalidRequest if the family with experts cannot express the dense source's biases or windows."""
     fields, wide = read_fields(plan.source.folder / "config.json"), plan.wide
     if plan.source.config.experts is not None or wide.experts is None:

@@ -41,7 +41,7 @@ def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> Exper
     return replace(e, intermediate=inner, shared=shared, layers=sparse)
 
 
-def given_experts(config: ModelConfig, wide: ModelConfig, count: int, active: int) -> ModelConfig:
+def to_experts(config: ModelConfig, wide: ModelConfig, count: int, active: int) -> ModelConfig:
     """`wide`, the widened dense `config`, with `count` experts in every layer, `active` for each token.
 
     Raises InvalidRequest for a source with experts, or if its family has no variant with experts.

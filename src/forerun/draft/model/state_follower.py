@@ -47,7 +47,7 @@ class StateFollower(FedFollower, ABC):
         """The decoder's state inputs for final text, computed from the target's states (after `before_fusing`)."""
 
     @abstractmethod
-    def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
+    def draft_states(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """The state input of a draft token, from the model's output at its parent."""
 
     def before_fusing(self, reads: Sequence[Read], features: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -126,7 +126,7 @@ class StateFollower(FedFollower, ABC):
         runner, features = self.runner, self.before_fusing(reads, features)
         dtype = runner.decoder.stream if runner.draws_unseen else torch.float32
         roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
-        return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.of_guess)
+        return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.draft_states)
 
     def keep_ends(self, reads: Sequence[Read], texts: UnreadTexts) -> None:
         """Keep the model's output at the last token of each text: drafting starts from it."""
@@ -145,7 +145,7 @@ class StateFollower(FedFollower, ABC):
         states = []
         for read in reads:
             outputs = self.outputs[read.seq_id]
-            states += [self.of_guess(outputs[1 + parent]) for parent in read.parents or [len(outputs) - 2]]
+            states += [self.draft_states(outputs[1 + parent]) for parent in read.parents or [len(outputs) - 2]]
         return torch.stack(states)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:

@@ -142,7 +142,7 @@ def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[
 
 def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors:
     """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    of = target or TargetFacts.said_by(files.fields, "qwen3")
+    of = target or TargetFacts.of_drafter(files.fields, "qwen3")
     meaning = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
     files.check(meaning.shapes(), names.TITLE, (OFFSETS,))
     check_ids(files, meaning.draft_vocab, of.config.vocab_size)

@@ -93,7 +93,7 @@ class BlockDecoder(Decoder):
             return Hidden(inputs, None)
         masked = (batch.tokens == MASKED)[:, None]
         embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)]).to(self.stream)
-        seen = batch if self.block.causal else batch.all_seen()
+        seen = batch if self.block.causal else batch.bidirectional()
         return Hidden(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
 
     def states(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:

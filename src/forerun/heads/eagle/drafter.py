@@ -124,7 +124,7 @@ class EagleDrafter(StateFollower):
     def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
         return self.decoder.fuse(features)
 
-    def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
+    def draft_states(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """The layer's output replaces the state."""
         return output
 

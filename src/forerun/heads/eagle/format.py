@@ -240,7 +240,7 @@ def in_order(files: DraftFiles) -> DraftFiles:
 
 def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors:
     """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    of = target or TargetFacts.said_by(files.fields, "llama")
+    of = target or TargetFacts.of_drafter(files.fields, "llama")
     meaning = fitted_tensors(files.fields, files.tensors, of.config, of.name)
     files.check(meaning.shapes(), TITLE, () if meaning.form.joined else (OFFSETS,))
     if not meaning.form.joined:

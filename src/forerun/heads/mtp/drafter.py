@@ -168,7 +168,7 @@ class MtpDrafter(StateFollower):
             row += len(read.tokens)
         return [states]
 
-    def of_guess(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
+    def draft_states(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
         """The states for draft tokens: the outputs of all but the last module, or of the last once it is alone."""
         return output[..., : max(self.hidden, output.shape[-1] - self.hidden)]
 

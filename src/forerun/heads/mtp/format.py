@@ -195,7 +195,7 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
     """The modules that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    of, count = target or TargetFacts.said_by(files.fields, "llama"), promised_modules(files.fields) or 1
+    of, count = target or TargetFacts.of_drafter(files.fields, "llama"), promised_modules(files.fields) or 1
     config = module_config(files.fields, of.config, of.name)
     config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
     files.check((meaning := MtpTensors(config, QWEN, 0)).shapes(), f"{count} MTP modules as {QWEN.name} name them")

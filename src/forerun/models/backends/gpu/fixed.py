@@ -208,7 +208,7 @@ class FixedBatch(TokenBatch):
         where, spare_slot = inputs.key_map(blocks.block_size), blocks.num_blocks * blocks.block_size
         return cls(columns["tokens"], columns["positions"], columns["slots"], [], where, spare_slot)
 
-    def all_seen(self) -> FixedBatch:
+    def bidirectional(self) -> FixedBatch:
         """As in TokenBatch; all reads must be chains."""
         where = self.where
         run = where.tables[where.tile_of.long(), 0]  # identifies the sequence

@@ -86,18 +86,20 @@ class TorchExecutor:
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
-        eps, total, rope = self.parts.config.norm_eps, len(x), dict[int, tuple[Tensor, Tensor]]()
+        c, total, rope = self.parts.config, len(x), dict[int, tuple[Tensor, Tensor]]()
         x = pad_rows(x, padded_rows(total))
         inputs = None if read is None else pad_rows(read, len(x))
         for i in layers:
             attention, mlp = self.parts.layers[i].attention, self.parts.layers[i].mlp
-            first = attention.rope_start
+            first, store = attention.rope_start, (cache.keys[i], cache.values[i])
             rope[first] = rope.get(first) or self.rotations(attention, batch.positions, len(x))
-            inputs = normed(x, attention.norm, eps) if inputs is None else inputs
-            mixed = self.attention(attention, inputs, batch, (cache.keys[i], cache.values[i]), rope[first])
-            x = x + normed(mixed, attention.out_norm, eps)
-            added, num_read = run_mlp(mlp, inputs if mlp.parallel else normed(x, mlp.norm, eps), total)
-            x, inputs = x + normed(added, mlp.out_norm, eps), None
+            inputs = normed(x, attention.norm, c.norm_eps) if inputs is None else inputs
+            queries = self.queries(attention, inputs, batch, store, rope[first])
+            mixed = attend(queries, *store, batch.paths, attention.window, attention.sinks, c.score_cap)
+            added = attention.out(pad_rows(mixed.view(total, -1), len(x)))
+            x = x + normed(added, attention.out_norm, c.norm_eps)
+            added, num_read = run_mlp(mlp, inputs if mlp.parallel else normed(x, mlp.norm, c.norm_eps), total)
+            x, inputs = x + normed(added, mlp.out_norm, c.norm_eps), None
             self.num_chosen += num_read
         return x[:total]
 
@@ -115,19 +117,6 @@ class TorchExecutor:
 
         return of(self.parts.rope.cos), of(self.parts.rope.sin)
 
-    def attention(
-        self,
-        layer: Attention,
-        x: Float[Tensor, "rows inputs"],
-        batch: TokenBatch,
-        store: tuple[Tensor, Tensor],
-        rope: tuple[Tensor, Tensor],
-    ) -> Float[Tensor, "rows hidden"]:
-        """The output of attention; `x` is normed. Keys and values go to `store`; `rope` are cosines and sines."""
-        total, queries = len(batch.tokens), self.queries(layer, x, batch, store, rope)
-        mixed = attend(queries, *store, batch.paths, layer.window, layer.sinks, self.parts.config.score_cap)
-        return layer.out(pad_rows(mixed.view(total, -1), len(x)))
-
     def queries(
         self,
         layer: Attention,
@@ -136,7 +125,7 @@ class TorchExecutor:
         store: tuple[Tensor, Tensor],
         rope: tuple[Tensor, Tensor],
     ) -> Float[Tensor, "total heads head_dim"]:
-        """The rotated queries of `x`; its keys and values go to `store`."""
+        """The rotated queries of normed rows `x`; their keys and values go to `store`; `rope` are cosines and sines."""
         c, total, (keys, values) = self.parts.config, len(batch.tokens), store
         qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
