@@ -78,7 +78,7 @@ class Recording:
             load = Load(list(ids), [AUTO_WISH] * rows, [AMPLE] * rows, 0)
             budgets: Sequence[Budget] = [Budget(0)] * rows
             if not controller.skips(load):
-                outlook = Outlook([0] * rows, [DEEPEST] * rows, [None] * rows)
+                outlook = Outlook([0] * rows, [DEEPEST] * rows)
                 budgets = controller.budgets(load, outlook, Spare(dict.fromkeys(ids, AMPLE), AMPLE, 16))
             found = []
             for row, budget in enumerate(budgets):

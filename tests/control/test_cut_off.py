@@ -59,7 +59,7 @@ class Sure:
         ids = list(range(batch))
         for number in range(count):
             load = Load(ids, [wish] * batch, [AMPLE] * batch, 0)
-            outlook = Outlook([0] * batch, [AMPLE] * batch, [None] * batch, ends_early=True)
+            outlook = Outlook([0] * batch, [AMPLE] * batch, ends_early=True)
             budgets = controller.budgets(load, outlook, Spare(dict.fromkeys(ids, AMPLE), AMPLE, 16))
             chains = [self.chain(dice, budget.depth, budget.min_survival) for budget in budgets]
             nodes = 1 + max(len(survival) for survival, _, _ in chains)
@@ -107,7 +107,7 @@ def test_rows_among_others_are_never_cut() -> None:
     controller, ids = MeasuredDepth(), [0, 1]
     SURE.played(controller, 1000)
     assert controller.drafters.all[0].cut_off.min_survival > 0.1
-    outlook = Outlook([0, 0], [AMPLE] * 2, [None] * 2, ends_early=True)
+    outlook = Outlook([0, 0], [AMPLE] * 2, ends_early=True)
     load = Load(ids, [AUTO_WISH] * 2, [AMPLE] * 2, 0)
     found = controller.budgets(load, outlook, Spare(dict.fromkeys(ids, AMPLE), AMPLE, 16))
     assert {budget.min_survival for budget in found} == {0.0}
@@ -117,7 +117,7 @@ def test_a_fixed_depth_is_never_cut() -> None:
     controller, load = MeasuredDepth(), Load([0], [Speculation(4)], [AMPLE], 0)
     SURE.played(controller, 1000)
     assert controller.drafters.all[0].cut_off.min_survival > 0.1
-    outlook = Outlook([0], [AMPLE], [None], ends_early=True)
+    outlook = Outlook([0], [AMPLE], ends_early=True)
     (budget,) = controller.budgets(load, outlook, Spare({0: AMPLE}, AMPLE, 16))
     assert (budget.depth, budget.min_survival) == (4, 0.0)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, rounds, share_of_best
+from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, estimates, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
@@ -49,11 +49,12 @@ def priced(pass_s: float, level_s: Sequence[float], merging_s: float | None = No
     return controller
 
 
-def outlook_of(limits: Sequence[Sequence[int]], expected: Sequence[Sequence[float | None]], unread: int = 0) -> Outlook:
+def outlook_of(limits: Sequence[Sequence[int]], chances: Sequence[Sequence[float] | None], unread: int = 0) -> Outlook:
     """By member and row."""
-    own = [Outlook([unread] * len(row), row, e) for row, e in zip(limits, expected, strict=True)]
+    told = [None if each is None else estimates(each) for each in chances]
+    own = [Outlook([unread] * len(row), row, each) for row, each in zip(limits, told, strict=True)]
     most = [max(column) for column in zip(*limits, strict=True)]
-    mix = Outlook([unread] * len(most), most, [None] * len(most), dict(zip(NAMES, own, strict=False)))
+    mix = Outlook([unread] * len(most), most, drafters=dict(zip(NAMES, own, strict=False)))
     return mix if len(own) > 1 else own[0]
 
 
@@ -69,14 +70,14 @@ def test_no_other_choice_gives_more_per_second(seed: int) -> None:
     """By brute force over all drafters and depths of every row, drafting nothing included; chances differ by row."""
     rng = random.Random(seed)
     num, batch, most = rng.randint(1, 3), rng.randint(1, 2), 3
-    expected = [[rng.choice([0.2, 1.0, 3.0, 6.0]) for _ in range(batch)] for _ in range(num)]
+    chances = [[rng.choice([0.2, 0.5, 0.8, 0.93]) for _ in range(batch)] for _ in range(num)]
     controller = priced(0.1, [rng.choice([0.0, 0.01, 0.05, 0.2]) for _ in range(num)])
     controller.costs, most_s = CostTable(), rng.choice([0.1, 0.2, 0.9])
     for num_tokens in range(1, 20):
         controller.costs.record(Kind.of(1, 0), num_tokens, 0.1 + (most_s - 0.1) * (num_tokens - 1) / 8)
     if num > 1:
         controller.drafters.all[-1].accepted = rng.choice([0.0, 30.0])
-    outlook, wish = outlook_of([[most] * batch] * num, expected), Speculation(most, auto=True)
+    outlook, wish = outlook_of([[most] * batch] * num, chances), Speculation(most, auto=True)
     found = budgets(controller, [wish] * batch, outlook)
     rows = [controller.drafters.options(row, row, wish, AMPLE, outlook) for row in range(batch)]
     pairs = [itertools.product(options.values(), range(1, most + 1)) for options in rows]
@@ -171,7 +172,7 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     controller.drafters.all[0].reading_s = reading_s
     controller.drafters.all[0].retry, controller.trials.plain, controller.taken.num_held = RetryTimer(), used(), HOLD
     unread = [15 * (batch - row) for row in range(batch)]
-    outlook = Outlook(unread, [AMPLE] * batch, [None] * batch)
+    outlook = Outlook(unread, [AMPLE] * batch)
     found = budgets(controller, [AUTO_WISH] * batch, outlook)
     assert controller.trials.tried == 0
     tried = [row for row, budget in enumerate(found) if budget.depth]
@@ -193,7 +194,7 @@ def test_another_depth_is_tried_by_all_rows_that_are_drafted() -> None:
 
     def depths(unread: int = 0) -> list[int]:
         controller.taken.num_held = HOLD
-        found = budgets(controller, [AUTO_WISH] * batch, Outlook([unread] * batch, [AMPLE] * batch, [None] * batch))
+        found = budgets(controller, [AUTO_WISH] * batch, Outlook([unread] * batch, [AMPLE] * batch))
         return [budget.depth for budget in found]
 
     usual = depths()
@@ -240,19 +241,19 @@ def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -
             controller.costs.record(Kind.of(1, 0), num_tokens, pass_s)
     for _ in range(40):
         controller.drafters.all[0].acceptance.count([(4, 0)])
-    (budget,) = budgets(controller, [AUTO_WISH], Outlook([0], [AMPLE], [None]))
+    (budget,) = budgets(controller, [AUTO_WISH], Outlook([0], [AMPLE]))
     assert budget.depth == 0
 
 
 def test_gains_are_what_is_expected_and_what_came_of_that() -> None:
-    """A member's own expectation by how much of it came true; without one, acceptance by depth."""
+    """A member's own estimate by how much of it came true; without one, acceptance by depth."""
     controller = priced(0.1, [0.01, 0.01])
     knowing, silent = controller.drafters.all[:2]
     knowing.promised, knowing.accepted = 40.0, 18.0
     silent.acceptance.count([(1, 0)] * 300 + [(4, 4)] * 100)
-    options = controller.drafters.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[6.0], [None]]))
+    options = controller.drafters.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[0.93], None]))
     assert options[0].survival == pytest.approx([22 / 44 * chance for chance in options[0].promised])
-    assert sum((options[0].promised[0]) ** j for j in range(1, 9)) == pytest.approx(6.0, rel=0.02)
+    assert options[0].promised == pytest.approx([0.93, 0.93**2, 0.93**3])
     assert options[1].survival == pytest.approx([0.25] * 3, rel=0.05)
     assert options[2].gain == pytest.approx(options[0].gain)
     assert options[2].budget == Budget(3, 2, 3, 2)
@@ -265,16 +266,16 @@ def test_a_sequences_own_past_counts_for_it() -> None:
         record.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
         for row, _ in rows:
             record.by_row.setdefault(row.seq_id, type(record.acceptance)()).count([(row.offered, row.accepted)])
-    assert record.promises(None, 0, 4)[0] < 0.4
-    assert record.promises(None, 1, 4)[0] > 0.85
-    assert 0.6 < record.promises(None, 99, 4)[0] < 0.9
+    assert record.chances(0, 4)[0] < 0.4
+    assert record.chances(1, 4)[0] > 0.85
+    assert 0.6 < record.chances(99, 4)[0] < 0.9
 
 
 def test_a_request_that_names_an_arm_is_held_to_it() -> None:
     """Also where another pays more, and where it has nothing to say."""
     controller = priced(0.1, [0.0, 0.004])
     wishes = [Speculation(4, drafter=name) for name in ("b", "a", MERGED, "b")] + [Speculation(4)]
-    outlook = outlook_of([[4, 4, 4, 4, 4], [4, 4, 4, 0, 4]], [[3.0] * 5, [1.0] * 5])
+    outlook = outlook_of([[4, 4, 4, 4, 4], [4, 4, 4, 0, 4]], [[0.78] * 5, [0.5] * 5])
     found = budgets(controller, wishes, outlook)
     assert [budget.drafter for budget in found[:3]] == [1, 0, 2]
     assert [budget.depth > 0 for budget in found] == [True, True, True, False, True]
@@ -284,15 +285,15 @@ def test_a_request_that_names_an_arm_is_held_to_it() -> None:
 def test_a_fixed_depth_is_the_depth_even_where_it_does_not_pay() -> None:
     controller = priced(0.1, [5.0])
     for depth in (0, 1, 7):
-        assert budgets(controller, [Speculation(depth)], outlook_of([[9]], [[None]]))[0].depth == depth
-    assert budgets(controller, [AUTO_WISH], outlook_of([[9]], [[None]]))[0].depth == 0
+        assert budgets(controller, [Speculation(depth)], outlook_of([[9]], [None]))[0].depth == depth
+    assert budgets(controller, [AUTO_WISH], outlook_of([[9]], [None]))[0].depth == 0
 
 
 def test_what_is_unread_is_paid_for_in_part() -> None:
     controller = priced(0.1, [0.01, 0.005])
     controller.drafters.all[1].reading_s = 0.01
     for unread, taken in ((0, 1), (400, 0)):
-        outlook = outlook_of([[4], [4]], [[2.0], [2.0]], unread)
+        outlook = outlook_of([[4], [4]], [[0.68], [0.68]], unread)
         assert budgets(controller, [Speculation(4)], outlook)[0].drafter == taken
 
 
@@ -364,9 +365,9 @@ def test_passes_of_members_alone_are_tried_while_trees_are_merged() -> None:
 def test_what_came_true_in_a_round_counts_once() -> None:
     """Also where rounds behind it fail, so that the same is told again."""
     controller = priced(0.1, [0.0, 0.0])
-    own = {name: Outlook([0], [AMPLE], [None], came_true=[(4, 3)]) for name in NAMES[:2]}
-    told = Outlook([0], [AMPLE], [None], own)
-    budgets(controller, [Speculation(4, drafter=MERGED)], outlook_of([[9], [9]], [[None], [None]]))
+    own = {name: Outlook([0], [AMPLE], came_true=[(4, 3)]) for name in NAMES[:2]}
+    told = Outlook([0], [AMPLE], drafters=own)
+    budgets(controller, [Speculation(4, drafter=MERGED)], outlook_of([[9], [9]], [None, None]))
     controller.record(Outcome([RowOutcome(0, 8, 4, 3, 4, 2)], 0, 0.0, 0.1, 0.0, [0.1, 0.1]))
     counts = []
     for _ in range(3):
@@ -440,7 +441,7 @@ def test_the_same_past_gives_the_same_choice() -> None:
 
 
 def test_a_round_that_failed_is_forgotten() -> None:
-    controller, outlook = priced(0.1, [0.01, 0.01]), outlook_of([[9], [9]], [[2.0], [None]])
+    controller, outlook = priced(0.1, [0.01, 0.01]), outlook_of([[9], [9]], [[0.68], None])
     load = [Load([seq_id], [Speculation(4, drafter="a")], [9], 0) for seq_id in (3, 4)]
     for each in load:
         controller.budgets(each, outlook, Spare(dict.fromkeys(each.seq_ids, AMPLE), AMPLE, 16))
@@ -456,14 +457,14 @@ def test_a_round_that_failed_is_forgotten() -> None:
 
 def test_a_plan_that_an_interrupt_cut_off_is_no_plan_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of two rows is planned between two of the same three rows, as when one is sought that raises."""
-    controller, outlook = priced(0.1, [0.01, 0.01]), outlook_of([[9] * 3, [9] * 3], [[0.0] * 3, [None] * 3])
+    controller, outlook = priced(0.1, [0.01, 0.01]), outlook_of([[9] * 3, [9] * 3], [[0.0] * 3, None])
     wish = Speculation(4)
     three, two = (Load(range(rows), [wish] * rows, [9] * rows, 0) for rows in (3, 2))
     spare = Spare(dict.fromkeys(range(3), AMPLE), AMPLE, 16)
     controller.budgets(three, outlook, spare)
     controller.taken.num_held, controller.trials.tried = 0, None
     assert controller.holds(three)
-    fewer = outlook_of([[9] * 2, [9] * 2], [[0.0] * 2, [None] * 2])
+    fewer = outlook_of([[9] * 2, [9] * 2], [[0.0] * 2, None])
     with monkeypatch.context() as patch:
         patch.setattr(MeasuredDepth, "options", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -482,7 +483,7 @@ def test_a_merged_tree_without_room_gives_way_to_its_best_member(num_blocks: int
     """Blocks of 4: chains of 4 take one, a merged tree of 4 takes 9 slots, and so three."""
     controller = priced(0.1, [0.0, 0.0])
     controller.drafters.all[2].accepted, controller.drafters.all[2].promised = 30.0, 20.0
-    outlook = outlook_of([[9, 9], [9, 9]], [[1.0, 1.0], [2.0, 2.0]])
+    outlook = outlook_of([[9, 9], [9, 9]], [[0.5, 0.5], [0.68, 0.68]])
     load = Load([0, 1], [Speculation(4)] * 2, [9, 9], 0)
     found = controller.budgets(load, outlook, Spare({0: 0, 1: 0}, num_blocks, 4))
     assert slots_of(Budget(4, 2, 4, 2)) == 9
@@ -492,18 +493,18 @@ def test_a_merged_tree_without_room_gives_way_to_its_best_member(num_blocks: int
 
 def test_many_members_are_looked_at_one_by_one_and_all_together() -> None:
     names = "abcdefg"
-    own = {name: Outlook([0], [4], [1.0]) for name in names}
+    own = {name: Outlook([0], [4], estimates([0.5])) for name in names}
     levels = [0.05] * 3 + [0.001] + [0.05] * 3
     controller = MeasuredDepth(drafters=known([*names, MERGED]), trials=Trials(used()))
     controller.costs.record(Kind.of(1, 0), 4, 0.1)
     for number, each_s in enumerate(levels):
         controller.drafters.all[number].time(4, [0], 4 * each_s)
-    assert budgets(controller, [Speculation(4)], Outlook([0], [4], [None], own))[0].drafter == 3
+    assert budgets(controller, [Speculation(4)], Outlook([0], [4], drafters=own))[0].drafter == 3
 
 
 def test_drafts_add_up() -> None:
     controller = priced(0.1, [0.01, 0.02])
-    options = controller.drafters.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[2.0], [2.0]]))
+    options = controller.drafters.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[0.68], [0.68]]))
     drafts = Drafts(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), [0, 0], 2, gain=2.0)
     for depth in (1, 2, 3):
         drafts.deepen(0, options[0], depth, 0.5)

@@ -10,7 +10,7 @@ from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH, Speculation
 from forerun.control.controller import Controller, Load
 from forerun.control.measured import MeasuredDepth
-from forerun.draft.base import AHEAD, Budget, Outlook
+from forerun.draft.base import Budget, Outlook
 from forerun.engine.calibration import Script
 
 NAMES = ("a", "b", "c", "d")
@@ -18,6 +18,11 @@ AMPLE = 10**6
 AUTO_WISH = Speculation(AUTO_DEPTH, auto=True)
 Run = tuple[int, int]
 NO_RUN: Run = (0, 0)
+
+
+def estimates(chances: Sequence[float]) -> Callable[[int], Sequence[float]]:
+    """What a drafter says whose guesses for each sequence are right by such a chance, depth by depth the same."""
+    return lambda i: [chances[i] ** depth for depth in range(1, AUTO_DEPTH + 1)]
 
 
 @dataclass
@@ -51,12 +56,12 @@ class World:
         """`came_true` is what came of each member's guesses in the last round, by row."""
         own = {}
         for i, (name, chance, told) in enumerate(zip(NAMES, self.chances, self.told, strict=False)):
-            expected = sum(chance**j for j in range(1, AHEAD + 1)) if told else None
             runs = [row[i] for row in came_true]
-            own[name] = Outlook([0] * batch, [AMPLE] * batch, [expected] * batch, came_true=runs)
+            estimate = estimates([chance] * batch) if told else None
+            own[name] = Outlook([0] * batch, [AMPLE] * batch, estimate, came_true=runs)
         if not self.is_mix:
             return own[NAMES[0]]
-        return Outlook([0] * batch, [AMPLE] * batch, [None] * batch, own)
+        return Outlook([0] * batch, [AMPLE] * batch, drafters=own)
 
     def runs(self, depth: int, accepted: int, dice: random.Random) -> Sequence[Run]:
         """How many guesses of each member were judged and right, in a merged tree so deep of which so many were."""

@@ -174,7 +174,10 @@ class Noted:
         return Draft(DraftTree.of_texts(chains), pass_s=0.25)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([len(self.guesses)] * len(seq_ids), [self.guesses[0]] * len(seq_ids), [0.5] * len(seq_ids))
+        return Outlook([len(self.guesses)] * len(seq_ids), [self.guesses[0]] * len(seq_ids), self.estimate)
+
+    def estimate(self, i: int) -> Sequence[float]:
+        return [0.5]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.told.clear()

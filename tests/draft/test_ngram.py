@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft.rounds import Row, chunked, committed, draws_of
-from forerun.draft.base import AHEAD, Budget, Committed
+from forerun.config import AUTO_DEPTH
+from forerun.draft.base import Budget, Committed
 from forerun.draft.text.ngram import BELIEF, FADING, WEIGHT, NgramDrafter
 
 LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -85,11 +86,12 @@ def test_it_expects_what_matches_of_a_length_have_given(
     last = [n for n in range(min_n, max_n + 1) if any(text[e - n : e] == text[-n:] for e in range(n, len(text)))]
     own = matches(text, min_n, max_n)
     every = matches(others, min_n, max_n) + own
-    along = [min(last[-1] + i, max_n) for i in range(max(AHEAD, depth))] if last else []
+    along = [min(last[-1] + i, max_n) for i in range(AUTO_DEPTH)] if last else []
     beliefs = [rate(every, n, BELIEF, FADING) for n in along]
     chances = [rate(own, n, belief) for n, belief in zip(along, beliefs, strict=True)]
-    expected = sum(math.prod(chances[: i + 1]) for i in range(AHEAD)) if last else 0.0
-    assert drafter.outlook([5]).expected == [pytest.approx(expected)]
+    estimate = drafter.outlook([5]).estimate
+    assert estimate is not None
+    assert estimate(0) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
     alone = [rate(own, n, BELIEF) for n in along]
     survival = [math.prod(alone[: i + 1]) for i in range(depth)] if last else []
     for price in (1e-9, 0.2):

@@ -77,7 +77,7 @@ class Oracle:
         return tokens, parents
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([0] * len(seq_ids), [10**6] * len(seq_ids), [None] * len(seq_ids))
+        return Outlook([0] * len(seq_ids), [10**6] * len(seq_ids))
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.known -= set(seq_ids)

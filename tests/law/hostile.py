@@ -61,7 +61,7 @@ class Hostile(Stateless):
         return drafted(self.make, Situation(draws, budgets, self.answers, self.random))
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids), [None] * len(seq_ids))
+        return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids))
 
 
 def drafted(make: Callable[[Situation], DraftTree | Draft], now: Situation) -> Draft:

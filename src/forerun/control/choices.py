@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from forerun.control.controller import Load
 from forerun.control.costs import CostTable, Kind, RowPassCosts
-from forerun.control.drafters import BEHIND, Assignment, DraftOption, MeasuredDrafters
+from forerun.control.drafters import BEHIND, NO_MINIMUM, Assignment, DraftOption, MeasuredDrafter, MeasuredDrafters
 from forerun.control.trials import HOLD
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
@@ -41,9 +42,12 @@ class Planned:
 
         The best of many noisy estimates is too high; that of plain decoding is not, so it counts as a little better.
         """
-        if any(self.choice):
-            return self.tokens_per_s
-        return self.tokens_per_s * (1 + max(FAVOR, scatter if len(self.choice) > 1 else ALONE * scatter))
+        return self.tokens_per_s * (1.0 if any(self.choice) else 1 + favor(len(self.choice), scatter))
+
+
+def favor(num_rows: int, scatter: float) -> float:
+    """By how much drafting must be better than plain decoding, where rounds are off by `scatter`."""
+    return max(FAVOR, scatter if num_rows > 1 else ALONE * scatter)
 
 
 @dataclass(slots=True)
@@ -135,6 +139,33 @@ def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
     return [each.budget for each in (assigned, *smaller)]
 
 
+@dataclass(frozen=True, slots=True)
+class DepthRule:
+    """How far a lone row is drafted in the rounds behind a plan, by what its drafter estimates of each draft.
+
+    `round_s` are the seconds of rounds by depth, from 0 on, none of them 0; drafting has to be better than plain
+    decoding by `favor`.
+    """
+
+    round_s: Sequence[float]
+    favor: float
+
+    @property
+    def min_survival(self) -> float:
+        """The survival below which a guess pays at no depth."""
+        least_s = min(more_s - less_s for less_s, more_s in pairwise(self.round_s))
+        return max(NO_MINIMUM, least_s / self.round_s[0])
+
+    def depth(self, survival: Sequence[float]) -> int:
+        """The depth that gives most tokens per second, where guesses survive so."""
+        best, depth, gain = (1 + self.favor) / self.round_s[0], 0, 1.0
+        for number, (chance, taken_s) in enumerate(zip(survival, self.round_s[1:], strict=False), 1):
+            gain += chance
+            if gain > best * taken_s:
+                best, depth = gain / taken_s, number
+        return depth
+
+
 @dataclass(slots=True)
 class TakenPlan:
     """The plan of the last round, which is held for some more as long as little changes."""
@@ -143,6 +174,8 @@ class TakenPlan:
     fallbacks: Sequence[Sequence[Budget]] = ()  # by row: its budget, then smaller ones
     tokens_per_s: float = 0.0  # that it promised
     num_held: int = HOLD  # rounds
+    estimated: bool = False  # whether it rests on what drafters said of the guesses of that round
+    rule: DepthRule | None = None  # for a lone row, by what the drafter says in the rounds to come
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +243,13 @@ class Weighing:
     def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
         """What passes of so many rows take, some of which are drafted by these options."""
         return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.load.reads else None)
+
+    def rule(self, drafter: MeasuredDrafter, deepest: int) -> DepthRule:
+        """How far a lone row pays by the estimates of a lone drafter; `deepest` is the most that is looked at."""
+        prices = self.prices(1)
+        plain_s = max(NO_TIME_S, prices.expect(1))
+        drafted_s = [max(plain_s, prices.expect(1 + d)) + drafter.cost_s(d, 1) for d in range(1, 1 + deepest)]
+        return DepthRule([plain_s, *drafted_s], favor(1, self.costs.level.scatter))
 
     def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
         """The kind of the round in which rows are drafted by these options."""

@@ -8,7 +8,6 @@ used for long are tried again. `measured.py` chooses among the options.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -16,11 +15,11 @@ from operator import mul
 from typing import NamedTuple
 
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.config import Speculation
+from forerun.config import AUTO_DEPTH, Speculation
 from forerun.control.costs import SHARE, CostTable, Kind
 from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer
-from forerun.draft.base import AHEAD, MERGED, Budget, Outlook
-from forerun.economy import FADING, MOST, NO_TIME_S, Acceptance, damped, likeness
+from forerun.draft.base import MERGED, Budget, Outlook
+from forerun.economy import FADING, NO_TIME_S, Acceptance, damped, likeness
 
 WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
 ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
@@ -30,7 +29,6 @@ UNLIKELY = 0.5  # chances below which estimates are compared with what came of t
 MODEST = 2.0  # accepted guesses for an estimated one that is unlikely, from which counting starts
 NO_MINIMUM = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
 SLOWLY = 0.99  # what counts of earlier rounds in that comparison
-STEPS = 128  # of chances that are told apart where a member says how much it expects
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,10 @@ class DraftOption:
     """One way to draft a row: by `members`, in the name of the budget's drafter, at most as far as `budget` says.
 
     `survival` is the chance that a guess is accepted, by depth, going by all that is known; `promised` the same going
-    by what the member says. `num_unread` is what a member would have to read first. Where the depth is not `free`, the
-    row is drafted as far as the budget says. `made` is how many guesses are expected to be made to go so far, by depth,
-    where a minimum survival ends chains; what survives is counted of all that are planned.
+    by what the member says, if it `estimated` this round's guesses. `num_unread` is what a member would have to read
+    first. Where the depth is not `free`, the row is drafted as far as the budget says. `made` is how many guesses are
+    expected to be made to go so far, by depth, where a minimum survival ends chains; what survives is counted of all
+    that are planned.
     """
 
     budget: Budget
@@ -50,6 +49,7 @@ class DraftOption:
     num_unread: Mapping[int, int]
     free: bool
     made: Sequence[float] = ()
+    estimated: bool = False
 
     @property
     def gain(self) -> float:
@@ -175,17 +175,23 @@ class MeasuredDrafter:
         """The counts of late, or as long as they are fewer, those of a calibration."""
         return max(self.sampled, self.acceptance, key=lambda counts: sum(counts.offered) / counts.unit)
 
-    def promises(
-        self, expected: float | None, seq_id: int, depth: int, survival: Sequence[float] = ()
-    ) -> Sequence[float]:
-        """The chance of each depth: by what it says itself, or else as before, above all in the same text."""
-        if survival:
-            return survival[:depth]
-        if expected is not None:
-            return geometric(expected)[:depth]
+    def chances(self, seq_id: int, depth: int) -> Sequence[float]:
+        """The chance of each depth, by what was accepted before, above all in the same text."""
         rates = self.acceptance.rates()
         in_text = self.by_row.get(seq_id)
         return list(accumulate((in_text.of_one(rates, self.likeness) if in_text else rates)[:depth], mul))
+
+    def option(
+        self, seq_id: int, budget: Budget, estimate: Sequence[float] | None, num_unread: Mapping[int, int],
+        free: bool, made: Sequence[float],
+    ) -> DraftOption:  # fmt: skip
+        """The option to draft a sequence by this drafter alone; `estimate` is what it says of this round's guesses."""
+        members, depth = frozenset([budget.drafter]), budget.depth
+        if estimate is None:
+            survival = self.chances(seq_id, depth)
+            return DraftOption(budget, members, survival, survival, num_unread, free, made)
+        survival = [min(1.0, self.trust * chance) for chance in estimate[:depth]]
+        return DraftOption(budget, members, survival, estimate[:depth], num_unread, free, made, estimated=True)
 
     def count(self, rows: Sequence[tuple[RowOutcome, Assignment]]) -> None:
         """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
@@ -245,10 +251,9 @@ class MeasuredDrafters:
             self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
             self.all = [MeasuredDrafter() for _ in self.names]
         for learned, member in zip(self.all, outlook.drafters.values(), strict=False):
-            estimates = member.expected or [None] * len(judged)
-            rows = zip(judged, member.came_true, estimates, strict=False)
-            runs = {seq_id: run for seq_id, run, expected in rows if run[0] and expected is None}
-            if runs:
+            rows = zip(judged, member.came_true, strict=False)
+            runs = {seq_id: run for seq_id, run in rows if run[0]}
+            if runs and member.estimate is None:
                 learned.count_runs(list(runs), list(runs.values()))
                 learned.retry.patience, learned.retry.hopeful = LONGEST, False
 
@@ -261,38 +266,37 @@ class MeasuredDrafters:
         """
         by_drafter: dict[int, DraftOption] = {}
         for drafter, member in enumerate(outlook.drafters.values() if outlook.drafters else [outlook]):
-            budget = Budget.of(speculation, min(room, member.limit[i]))
+            learned, limit, survival = self.all[drafter], member.limit[i], None
+            if limit and member.estimate is not None:
+                survival = member.estimate(i)
+                limit = min(limit, len(survival)) if len(survival) < AUTO_DEPTH else limit
+            budget = Budget.of(speculation, min(room, limit))
             if budget.depth == 0:
                 continue
-            learned, expected = self.all[drafter], member.expected[i] if member.expected else None
-            promised = learned.promises(expected, seq_id, budget.depth, member.survival[i] if member.survival else ())
-            trust = 1.0 if expected is None else learned.trust
-            survival = [min(1.0, trust * chance) for chance in promised] if trust != 1.0 else promised
-            free = speculation.auto or (bool(outlook.drafters) and budget.width == 1 and speculation.drafter is None)
             made: Sequence[float] = ()
-            if speculation.auto and member.ends_early and budget.width == 1 and len(member.limit) == 1:
+            if speculation.auto and survival is None and member.ends_early and budget.width == 1 == len(member.limit):
                 budget = replace(budget, min_survival=learned.cut_off.min_survival)
                 made = learned.cut_off.num_made(budget.depth) if budget.min_survival > NO_MINIMUM else ()
-            budget, unread = replace(budget, drafter=drafter) if drafter else budget, {drafter: member.unread[i]}
-            by_drafter[drafter] = DraftOption(budget, frozenset([drafter]), survival, promised, unread, free, made)
+            budget = replace(budget, drafter=drafter) if drafter else budget
+            free = speculation.auto or (bool(outlook.drafters) and budget.width == 1 and speculation.drafter is None)
+            by_drafter[drafter] = learned.option(seq_id, budget, survival, {drafter: member.unread[i]}, free, made)
         if len(by_drafter) > 1 or (speculation.drafter == MERGED and by_drafter):
-            estimated = any(member.expected and member.expected[i] is not None for member in outlook.drafters.values())
-            by_drafter[len(self.all) - 1] = self.merged(seq_id, list(by_drafter.values()), estimated)
+            by_drafter[len(self.all) - 1] = self.merged(seq_id, list(by_drafter.values()))
         if speculation.drafter not in self.names:
             return by_drafter
         return {drafter: option for drafter, option in by_drafter.items() if self.names[drafter] == speculation.drafter}
 
-    def merged(self, seq_id: int, options: Sequence[DraftOption], estimated: bool) -> DraftOption:
+    def merged(self, seq_id: int, options: Sequence[DraftOption]) -> DraftOption:
         """All members together, as far as the one that goes furthest: no worse than the best of them."""
         furthest = max(options, key=lambda option: (option.budget.depth, option.budget.nodes))
         best = max(options, key=lambda option: option.gain)
         promised = [*best.survival, *([0.0] * (furthest.budget.depth - len(best.survival)))]
-        learned = self.all[-1]
+        learned, estimated = self.all[-1], any(option.estimated for option in options)
         if estimated or learned.retry.new:
             trust = max(1.0, learned.trust)
             survival = [min(1.0, trust * chance) for chance in promised]
         else:
-            survival = list(map(max, learned.promises(None, seq_id, len(promised)), promised))
+            survival = list(map(max, learned.chances(seq_id, len(promised)), promised))
         return DraftOption(
             budget=replace(furthest.budget, min_survival=0.0).merging(len(self.all) - 1),
             members=frozenset[int]().union(*(option.members for option in options)),
@@ -300,6 +304,7 @@ class MeasuredDrafters:
             promised=promised,
             num_unread={member: num for option in options for member, num in option.num_unread.items()},
             free=furthest.free,
+            estimated=estimated,
         )
 
     def cover(self, rows: Sequence[Mapping[int, DraftOption]]) -> None:
@@ -335,12 +340,3 @@ class MeasuredDrafters:
         for record in self.all:
             for seq_id in record.by_row.keys() - seq_ids:
                 del record.by_row[seq_id]
-
-
-def geometric(expected: float) -> list[float]:
-    """The chances by depth of a drafter that expects so many of AHEAD guesses to be accepted, each as likely."""
-    return CHANCES[min(STEPS - 1, bisect_left(EXPECTED, expected))]
-
-
-CHANCES = [[(step / STEPS) ** depth for depth in range(1, MOST + 1)] for step in range(STEPS)]
-EXPECTED = [sum(chances[:AHEAD]) for chances in CHANCES]

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.control.choices import Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
+from forerun.config import AUTO_DEPTH
+from forerun.control.choices import Choice, DepthRule, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.costs import CHANGED, LONG, CostTable
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
 from forerun.control.forecast import forecast
 from forerun.control.trials import FIRST_DEPTH, HOLD, NOTHING, OTHER_DEPTH, TRIAL_DEPTH, Advice, Trials
-from forerun.draft.base import Budget, Draft, Outlook
+from forerun.draft.base import NO_DRAFT, Budget, Draft, Outlook
 from forerun.economy import damped
 from forerun.tree import DraftTree
 
@@ -79,22 +80,33 @@ class MeasuredDepth:
             return FixedDepth().budgets(load, outlook, spare)
         self.drafters.meet(outlook, load.seq_ids if self.came_true else ())
         self.came_true = False
-        if self.holds(load) and self.lasts(load, outlook):
+        if self.holds(load) and (self.taken.rule is not None or self.lasts(load, outlook)):
             self.hold(load)
-            return fitting(load.seq_ids, self.taken.fallbacks, spare)
+            return fitting(load.seq_ids, self.taken.fallbacks if self.taken.rule is None else self.ruled(load), spare)
         self.load = load
         rows = self.options(load, outlook)
         planned = self.plan(rows)
-        self.advise(rows, planned.choice)
+        if self.trials.tried is None and any(option.free for options in rows for option in options.values()):
+            self.advise(drafting=any(planned.choice))
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
         num_held = 0 if lasting or self.advice.off else HOLD
-        return self.take(rows, planned.choice, spare, planned.tokens_per_s, num_held)
+        budgets = self.take(rows, planned.choice, spare, planned.tokens_per_s, num_held)
+        if self.trials.tried is None and follows_rule(load, outlook):
+            self.taken.rule, self.taken.num_held = self.weighing.rule(self.drafters.all[0], AUTO_DEPTH), 0
+        return budgets
 
-    def advise(self, rows: Sequence[Options], choice: Choice) -> None:
+    def ruled(self, load: Load) -> Sequence[Sequence[Budget]]:
+        """The budget of a lone row whose depth is decided when its draft is there, by what that says of itself."""
+        assert self.taken.rule is not None, "a rule is held"
+        self.taken.assigned, self.possible = dict.fromkeys(load.seq_ids), frozenset([0])
+        depth = Budget.of(load.speculations[0], load.rooms[0]).depth
+        least = min(1.0, self.taken.rule.min_survival / self.drafters.all[0].trust)
+        return [[Budget(depth, min_survival=least) if depth else NO_DRAFT]]
+
+    def advise(self, drafting: bool) -> None:
         """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
-        free = self.trials.tried is None and any(option.free for options in rows for option in options.values())
-        if free and self.advice.planned(drafting=any(choice)):
-            best = forecast(self.costs, self.drafters, len(rows), self.load.num_context)
+        if self.advice.planned(drafting):
+            best = forecast(self.costs, self.drafters, len(self.load.seq_ids), self.load.num_context)
             if not self.advice.off:
                 log.info("Drafting is on again.")
             elif best is not None and best.depth:
@@ -117,7 +129,8 @@ class MeasuredDepth:
         """Take this choice for the load, as far as it fits; the rest is as in `TakenPlan`."""
         budgets = [fallbacks(each, options) for each, options in zip(choice, rows, strict=True)]
         assigned = dict(zip(self.load.seq_ids, choice, strict=True))
-        self.taken, self.pending = TakenPlan(assigned, budgets, tokens_per_s, num_held), True
+        estimated = any(option.estimated for options in rows for option in options.values())
+        self.taken, self.pending = TakenPlan(assigned, budgets, tokens_per_s, num_held, estimated), True
         return fitting(self.load.seq_ids, budgets, spare)
 
     def follow(self, load: Load, outlook: Outlook, spare: Spare, drafter: int, depth: int) -> Sequence[Budget]:
@@ -169,19 +182,35 @@ class MeasuredDepth:
         return same and all(one is other for one, other in zip(load.speculations, self.load.speculations, strict=True))
 
     def lasts(self, load: Load, outlook: Outlook) -> bool:
-        """Whether that plan is still as good for what drafters say and how far they can go."""
-        estimated = any(
-            each is not None for member in outlook.drafters.values() or [outlook] for each in member.expected
-        )
+        """Whether that plan is still as good for how far drafters can go, and did not rest on estimates of a round."""
         limits = zip(load.rooms, outlook.limit, self.taken.assigned.values(), strict=True)
-        return not estimated and all(each is None or each.depth <= min(room, limit) for room, limit, each in limits)
+        fits = all(each is None or each.depth <= min(room, limit) for room, limit, each in limits)
+        return fits and not self.taken.estimated
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it. What it tells of its guesses is compared with what will come of them."""
+        """All of it, or for a lone row as far as the rule says that is held.
+
+        What it tells of its guesses is compared with what will come of them.
+        """
+        if self.taken.rule is not None and self.taken.num_held:
+            return self.admit_by_rule(self.taken.rule, draft, load)
         priced = any(each and each.option.budget.min_survival for each in self.taken.assigned.values())
         survival = draft.survival.tolist() if priced and draft.survival is not None else []
         self.survival = dict(zip(load.seq_ids, survival, strict=False))
         return draft.tree
+
+    def admit_by_rule(self, rule: DepthRule, draft: Draft, load: Load) -> DraftTree:
+        """The part of a lone row's chain that pays."""
+        (host,), learned = draft.tree.host(), self.drafters.all[0]
+        estimate = [] if draft.survival is None else draft.survival[0, 1 : len(host.tokens)].tolist()
+        option = learned.option(load.seq_ids[0], Budget(len(estimate)), estimate, {0: 0}, True, ())
+        depth = rule.depth(option.survival)
+        self.advise(drafting=depth > 0)
+        if depth:
+            assigned = Assignment(option, depth)
+            self.taken.assigned = {load.seq_ids[0]: assigned}
+            self.taken.tokens_per_s = (1 + assigned.gain) / rule.round_s[depth]
+        return draft.tree if depth == len(host.tokens) - 1 else DraftTree.of_texts([host.tokens[: 1 + depth]])
 
     def plan(self, rows: Sequence[Options]) -> Planned:
         """The choice for the rows of the load."""
@@ -271,6 +300,8 @@ class MeasuredDepth:
         `cheap`: the pass took less than was thought.
         """
         self.pending, self.came_true = False, True
+        if self.taken.rule is not None and self.taken.num_held:
+            self.drafters.cover([dict.fromkeys([0], each.option) for _, each in drafted] or [{}])
         for drafter in self.possible:
             self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
         if self.possible:
@@ -317,3 +348,9 @@ class MeasuredDepth:
         if self.costs.level.num_jumps != before:
             self.wake()
         return surprise < 1 / CHANGED
+
+
+def follows_rule(load: Load, outlook: Outlook) -> bool:
+    """Whether a lone row is drafted by a lone drafter that estimates every guess, and ends chains by that."""
+    alone = len(load.seq_ids) == 1 and not outlook.drafters and load.speculations[0].auto
+    return alone and outlook.ends_early and outlook.estimate is not None and load.speculations[0].width == 1

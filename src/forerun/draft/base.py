@@ -7,7 +7,7 @@ conditions and other requests' text are not visible to a drafter.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast, runtime_checkable
 
@@ -23,7 +23,6 @@ from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 
 MERGED = "merged"  # the name under which all members of a mix draft one tree
-AHEAD = 8  # guesses that `Outlook.expected` looks at: who drafts less far can expect no more than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +146,19 @@ class Draft:
 class Outlook:
     """A drafter's estimates before a round, without tensor work: host numbers, one per requested sequence.
 
-    `expected` is how many of `AHEAD` draft tokens would be accepted. A mix adds the outlook of each member, by name and
-    in order; MERGED is not among them. For members whose drafts were merged in the last round, `came_true` has for each
-    row how many of their tokens were judged and how many were right, along one path. `survival` is what each further
-    token of the best draft adds to `expected`, up to the limit; empty if unknown.
+    `estimate(i)` gives, for the best draft of the i-th sequence, the probability that its first 1, 2, ... tokens would
+    all be accepted; a list of fewer than `AUTO_DEPTH` says that there are no more. It is called only where drafters or
+    rows are compared, since it may take long; None for a drafter that has no estimates. A mix adds the outlook of each
+    member, by name and in order; MERGED is not among them. For members whose drafts were merged in the last round,
+    `came_true` has for each row how many of their tokens were judged and how many were right, along one path.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first
     limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
-    expected: Sequence[float | None] = field(default=())  # expected accepted tokens, None where unknown
+    estimate: Callable[[int], Sequence[float]] | None = None
     drafters: Mapping[str, Outlook] = field(default_factory=dict)
     came_true: Sequence[tuple[int, int]] = ()
-    ends_early: bool = False  # whether it draws chains guess by guess, so that a minimum spares it the rest
-    survival: Sequence[Sequence[float]] = ()
+    ends_early: bool = False  # whether its chains end at a minimum survival, so that it need not estimate before
 
 
 @runtime_checkable

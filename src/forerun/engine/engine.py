@@ -219,6 +219,8 @@ class Engine:
             return bare, bare.tree
         self.drafter_idle = False
         draft = drafter.propose(plan.draws, budgets)
+        if draft.tree.tokens.shape[1] == 1:
+            return bare, bare.tree
         safe = self.sanitized(draft.tree, plan, bare.tree, budgets)
         tree = controller.admit(replace(draft, tree=safe), load)
         return draft, tree if tree is safe else tree.without_law()  # pruned after sampling: `q` no longer holds

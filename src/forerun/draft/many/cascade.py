@@ -280,7 +280,7 @@ class CascadeDrafter:
         both = zip(lower.unread, judge.unread, judge.limit, strict=True)
         unread = [max(below, above) if room else below for below, above, room in both]
         limit = [room or below for room, below in zip(judge.limit, lower.limit, strict=True)]
-        return Outlook(unread=unread, limit=limit, expected=[None] * len(seq_ids))
+        return Outlook(unread, limit)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         self.lengths.forget(seq_ids)

@@ -150,7 +150,6 @@ class MixDrafter:
         return Outlook(
             unread=[max(row) for row in zip(*(outlook.unread for outlook in each), strict=True)],
             limit=[max(row) for row in zip(*(outlook.limit for outlook in each), strict=True)],
-            expected=[None] * len(seq_ids),
             drafters=dict(zip(self.names[:-1], each, strict=True)),
         )
 

@@ -369,7 +369,7 @@ class Follower:
             late = self.late(seq_id)
             unread.append(0 if late is None else self.num_unread(seq_id) + self.rereads)  # the root, unless it is given
             limit.append(0 if late is None else self.room(self.sequences[seq_id], late))
-        return Outlook(unread, limit, [None] * len(seq_ids), ends_early=not self.runner.draws_unseen)
+        return Outlook(unread, limit, ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop text and cache of these sequences; unknown ones are ignored."""

@@ -9,7 +9,6 @@ right before. After Saxena's prompt lookup decoding (2023).
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
+from forerun.config import AUTO_DEPTH
+from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.sampling.draws import Draws
@@ -172,17 +172,18 @@ class NgramDrafter:
         return n, [source[i % len(source)] for i in range(depth)]
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never unread; any depth where something matches, 0 elsewhere; expects what earlier matches gave."""
-        limit, expected = [], []
-        for seq_id in seq_ids:
-            history = self.histories.get(seq_id)
-            match = None if history is None else self.match(history)
-            limit.append(0 if match is None else sys.maxsize)
-            worth = 0.0
-            if history is not None and match is not None:
-                worth = math.fsum(self.survival(history.matches, match[0], AHEAD, self.matches))
-            expected.append(worth)
-        return Outlook(unread=[0] * len(seq_ids), limit=limit, expected=expected)
+        """Never unread; any depth where something matches, 0 elsewhere; estimates by what earlier matches gave."""
+        histories = [self.histories.get(seq_id) for seq_id in seq_ids]
+        matches = [None if history is None else self.match(history) for history in histories]
+
+        def estimate(i: int) -> Sequence[float]:
+            history, match = histories[i], matches[i]
+            if history is None or match is None:
+                return ()
+            return self.survival(history.matches, match[0], AUTO_DEPTH, self.matches)
+
+        limit = [0 if match is None else sys.maxsize for match in matches]
+        return Outlook([0] * len(seq_ids), limit, estimate, ends_early=True)
 
     def match(self, history: History) -> tuple[int, int] | None:
         """What the text ends with, its root included, that it held before."""

@@ -11,7 +11,7 @@ SuffixDecoding (Oliaro et al., 2411.04975).
 from __future__ import annotations
 
 import heapq
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from forerun.annotations import ProgressCallback
 from forerun.config import AUTO_DEPTH
-from forerun.draft.base import AHEAD, Budget, Committed, Draft, Outlook
+from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram_table import ORDER, NgramTable
@@ -39,15 +39,15 @@ TableOffers = Callable[[tuple[int, ...]], Mapping[int, float]]
 # What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in the past and in its text; and as many
 # of these tokens as a table may ask for.
 Contexts = tuple[Places, Places, tuple[int, ...]]
-LIKELIEST = Budget(AUTO_DEPTH)  # what an outlook looks at
+LIKELIEST = Budget(AUTO_DEPTH)  # what is estimated
 
 
 @dataclass(slots=True)
 class SuffixSequence:
     """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
 
-    `tenant` is None, and the past is not used, until the tenant is known. `likeliest` is the chain that an outlook
-    looked at, until the text grows.
+    `tenant` is None, and the past is not used, until the tenant is known. `likeliest` is the chain that was estimated,
+    until the text grows.
     """
 
     tree: SuffixTree
@@ -91,6 +91,8 @@ class SuffixDrafter:
                 new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
                 tree = self.guess(growing, budget, new)
             trees.append(HostTree.of_root(row.tokens[-1]) if tree is None else tree)
+        if all(len(tree.tokens) == 1 for tree in trees):
+            return Draft(DraftTree.bare(draws.roots_tokens))
         width = max((budget.width for budget in budgets), default=1)
         priced = any(budget.min_survival for budget in budgets)
         return Draft(DraftTree.of_hosts(trees, width), survival_of(trees) if priced else None)
@@ -121,21 +123,17 @@ class SuffixDrafter:
         return places
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never unread; as deep as the likeliest chain goes, and what each of its guesses adds."""
-        survival: list[Sequence[float]] = []
-        for seq_id in seq_ids:
-            growing = self.sequences.get(seq_id)
-            if growing is None:
-                survival.append(())
-                continue
-            growing.likeliest = self.guess(growing, LIKELIEST)
-            survival.append(growing.likeliest.survival[1:])
-        return Outlook(
-            unread=[0] * len(seq_ids),
-            limit=[len(chances) for chances in survival],
-            expected=[math.fsum(chances[:AHEAD]) for chances in survival],
-            survival=survival,
-        )
+        """Never unread; any depth."""
+        limit = [sys.maxsize if seq_id in self.sequences else 0 for seq_id in seq_ids]
+        return Outlook([0] * len(seq_ids), limit, lambda i: self.estimate(seq_ids[i]), ends_early=True)
+
+    def estimate(self, seq_id: int) -> Sequence[float]:
+        """The survival of each guess of the likeliest chain, which is kept for `propose`."""
+        growing = self.sequences.get(seq_id)
+        if growing is None:
+            return ()
+        growing.likeliest = self.guess(growing, LIKELIEST)
+        return growing.likeliest.survival[1:]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop these sequences; their answers become past answers of their tenant. Unknown ones are ignored."""

@@ -137,12 +137,7 @@ class MedusaDrafter:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Drafts as deep as there are heads; nothing has to be read first."""
         limit = [self.heads.config.num_heads if seq_id in self.states else 0 for seq_id in seq_ids]
-        return Outlook(
-            unread=[0] * len(seq_ids),
-            limit=limit,
-            expected=[None] * len(seq_ids),
-            ends_early=not self.target.draws_unseen,
-        )
+        return Outlook([0] * len(seq_ids), limit, ends_early=not self.target.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
