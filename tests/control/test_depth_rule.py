@@ -119,3 +119,18 @@ def test_a_rule_needs_no_measurements() -> None:
     rule = weighing.rule(MeasuredDrafter(), AUTO_DEPTH)
     assert (rule.depth([]), rule.depth([0.5, 0.4])) == (0, 2)
     assert 0 < rule.min_survival < 0.4
+
+
+def test_rounds_in_which_nobody_is_asked_do_not_say_how_often_there_is_something_to_draft() -> None:
+    controller = MeasuredDepth()
+    world = Estimating((0.9,), 0.02)
+    world.played(controller, 200, 0)
+    controller.advice.off, controller.taken.assigned = True, {0: None}
+    controller.taken.num_held = 0
+    assert controller.taken.rule is not None
+    before = controller.drafters.all[0].covered
+    assert before == pytest.approx(1.0)
+    load = Load([0], [AUTO_WISH], [AMPLE], 0)
+    while controller.skips(load):
+        controller.record(Outcome([RowOutcome(0, 0, 0, 0, 1)], 0, 1e-4, 0.1))
+    assert controller.drafters.all[0].covered == before

@@ -300,8 +300,6 @@ class MeasuredDepth:
         `cheap`: the pass took less than was thought.
         """
         self.pending, self.came_true = False, True
-        if self.taken.rule is not None and self.taken.num_held:
-            self.drafters.cover([dict.fromkeys([0], each.option) for _, each in drafted] or [{}])
         for drafter in self.possible:
             self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
         if self.possible:

@@ -3,11 +3,10 @@
 The graph alternates sampling and passes without a launch by the host in between. Layers that read states (EAGLE, MTP)
 first read their unread text with the target's states, and each draft token with their own output at its parent; layers
 on top of others read the states of these, in the same graph. Heads that predict several positions need no pass between
-two tokens, and at most one pass over mask tokens before the first. A graph does the same work in every round, so
-everything that depends on a request is in tensors.
+two tokens, and at most one over mask tokens before the first. All that depends on a request is in tensors.
 
-Chains may have different depths: the deepest come first, and at each step the rows of finished chains are padding. So a
-graph also serves shorter chains and fewer rows than it was captured for. Its result is the round's tree on the device.
+The deepest chains come first; at each step the rows of finished ones are padding. So a graph also serves shorter chains
+and fewer rows than it was captured for. Its result is the round's tree on the device.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class ChainGraph:
         texts: UnreadTexts | None,
         heads: ParallelHeads | None = None,
     ) -> Chains | None:
-        """Draft the chains, after these logits or texts (which stay in the cache), or by heads; None, with nothing
-        changed, if no graph can draft this round or the cache has no room.
+        """Draft chains after logits, after texts (which stay in the cache) or by heads; None if no graph or room fits.
 
         Draft tokens are not masked by grammars, since the host does not know them. Survival is not computed, so
         starts with `min_survival` are refused, as are rejection modes.
