@@ -2,7 +2,9 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from forerun import cli
-from forerun.config import Speculation
+from forerun.config import AUTO_DEPTH, Speculation
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.errors import ForerunError, InvalidRequest, InvalidTree
 from forerun.llm import LLM
@@ -124,6 +126,17 @@ def test_a_wish_takes_its_numbers_from_the_tree() -> None:
         assert caught.value.field == f"speculation.{name}"
     with unchecked(), pytest.raises(InvalidRequest, match="use a StaticTree"):
         Speculation(tree=SMALL)  # type: ignore[arg-type]
+
+
+def test_type_checkers_see_that_a_depth_may_be_auto_and_is_then_a_number() -> None:
+    assert get_type_hints(Speculation.__init__)["depth"] == int | Literal["auto"]
+    assert get_type_hints(Speculation)["depth"] is int
+    assert Speculation("auto") == Speculation() == Speculation(AUTO_DEPTH, auto=True)
+    assert Speculation("auto", tree=StaticTree(SMALL)) == Speculation(tree=StaticTree(SMALL))
+    assert replace(Speculation("auto"), width=2) == Speculation(width=2)
+    for wrong in ("aut", -1, 1.5, True, None):
+        with unchecked(), pytest.raises(InvalidRequest, match=r"speculation.depth: .* use auto, or a whole number"):
+            Speculation(wrong)  # type: ignore[arg-type]
 
 
 def test_the_command_line_takes_a_file(tmp_path: Path) -> None:

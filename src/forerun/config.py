@@ -20,7 +20,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "fp8")
 CPU_QUANTIZATIONS = QUANTIZATIONS[:2]
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 MOST_THREADS = 1024  # of a process; with many more torch ends the program
 AUTO_DEPTH = 16  # guesses of a round at most where the depth is chosen
 DEFAULT_DEPTH = 4
@@ -32,7 +32,7 @@ def require_whole(name: str, value: object, least: int) -> None:
         raise InvalidRequest(name, f"{shown(value)} must be a whole number of at least {least}.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Speculation:
     """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` draft tokens if `width` >
     1.
@@ -47,20 +47,27 @@ class Speculation:
     None means `width` times the depth; a tree has at most 512 nodes. Raises InvalidRequest naming the field.
     """
 
-    depth: int = AUTO  # type: ignore[assignment]  # the number that stands for it is set below
-    width: int = 1
-    nodes: int | None = None
-    drafter: str | None = None
-    tree: StaticTree | None = None
-    auto: bool = False
+    depth: int  # with `auto` the maximum
+    width: int
+    nodes: int | None
+    drafter: str | None
+    tree: StaticTree | None
+    auto: bool
 
-    def __post_init__(self) -> None:
-        depth: object = self.depth
+    def __init__(
+        self,
+        depth: int | Literal["auto"] = AUTO,
+        width: int = 1,
+        nodes: int | None = None,
+        drafter: str | None = None,
+        tree: StaticTree | None = None,
+        auto: bool = False,
+    ) -> None:
         if isinstance(depth, str) and depth == AUTO:
-            object.__setattr__(self, "depth", AUTO_DEPTH if self.tree is None else DEFAULT_DEPTH)
-            object.__setattr__(self, "auto", True)
-        if self.tree is not None:
-            object.__setattr__(self, "auto", False)
+            depth, auto = AUTO_DEPTH if tree is None else DEFAULT_DEPTH, True
+        values = {"depth": depth, "width": width, "nodes": nodes, "drafter": drafter, "tree": tree}
+        for name, value in (values | {"auto": auto and tree is None}).items():
+            object.__setattr__(self, name, value)
         for name, least, most in (("depth", 0, MOST_DEPTH), ("width", 1, MOST_WIDTH), ("nodes", 1, INT64)):
             value = getattr(self, name)
             if name != "nodes" or value is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.config import AUTO, Speculation
+from forerun.config import Speculation
 from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown, whole
 from forerun.llm import LLM
@@ -257,7 +257,7 @@ def speculation_of(value: Any) -> SpeculationOption:
     """`speculation` as the library takes it; an object has the fields of Speculation, whose default depth is "auto"."""
     if not isinstance(value, dict):
         return value  # type: ignore[no-any-return]
-    options = {name: each for name, each in value.items() if each is not None and (name, each) != ("depth", AUTO)}
+    options = {name: each for name, each in value.items() if each is not None}
     return Speculation(**options | ({"tree": StaticTree(options["tree"])} if "tree" in options else {}))
 
 
