@@ -6,10 +6,12 @@ are loaded; a benchmark that is pinned is therefore started again with them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.options import option
 
 ISAS: Mapping[str, Mapping[str, str]] = {
     "avx2": {"FORERUN_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -18,9 +20,9 @@ ISAS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def add_isa(parser: argparse.ArgumentParser) -> None:
+def isa_option() -> Any:
     """The option."""
-    parser.add_argument("--isa", choices=[*ISAS], help="instructions to use at most (default: all there are)")
+    return option(None, "instructions to use at most (default: all there are)", choices=[*ISAS])
 
 
 def pin(isa: str | None) -> None:

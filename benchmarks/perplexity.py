@@ -27,8 +27,9 @@ from contextlib import closing
 from pathlib import Path
 
 from benchmarks.peers.llama_cpp import LlamaCpp, Server, binary
-from benchmarks.peers.place import ROOT, Place, StepFailed, tail
+from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Mode, Setup
+from benchmarks.processes import ROOT, StepFailed, tail
 
 from forerun import LLM, SamplingParams
 
@@ -90,7 +91,7 @@ def peer_tokens(setup: Setup, text: str) -> list[int]:
     """The text as llama.cpp reads it."""
     with closing(Server(setup, Mode())) as server:
         body = json.dumps({"content": text, "add_special": True}).encode()
-        request = urllib.request.Request(f"{server.address}/tokenize", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{server.url}/tokenize", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
             tokens: list[int] = json.load(response)["tokens"]
     return tokens

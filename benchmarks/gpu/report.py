@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import markdown
+
 from forerun.store import Journal
 
 Row = Mapping[str, Any]
@@ -192,10 +194,7 @@ def headed(head: str, body: str) -> str:
 
 def table(names: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[Any]]) -> str:
     """A Markdown table; nothing where there is no row."""
-    if not rows:
-        return ""
-    lines = ["| " + " | ".join(map(str, line)) + " |\n" for line in (names, *map(cells, rows))]
-    return lines[0] + "|---" * len(names) + "|\n" + "".join(lines[1:])
+    return markdown.table(names, map(cells, rows)) if rows else ""
 
 
 def insert(results: Path, text: str) -> None:

@@ -5,79 +5,80 @@ Decides options, which engines meet in which class, and what names a run, so tha
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.isa import ISAS, add_isa
+from benchmarks.isa import ISAS, isa_option
+from benchmarks.options import option, options_of
 from benchmarks.peers.checkpoints import Material
 from benchmarks.peers.huggingface import Transformers
 from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.machine import bandwidth_bytes_per_s, machine, memory_bytes, source_digest
+from benchmarks.peers.machine import machine, source_digest
 from benchmarks.peers.openvino import OpenVino
 from benchmarks.peers.ours import Forerun
-from benchmarks.peers.place import ROOT, Place, StepFailed
+from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import MIX, Mode, Setup
 from benchmarks.peers.race import Race
 from benchmarks.peers.sglang import Sglang
-from benchmarks.peers.state import Cell, Failure, State
+from benchmarks.peers.state import Failure, State
 from benchmarks.peers.tables import OURS, markdown, rows
 from benchmarks.peers.vllm_cpu import Vllm
 from benchmarks.peers.worker import Command
+from benchmarks.processes import ROOT, StepFailed
 
 STOPPED = 3  # the exit status of a run that reached its time limit
 PRECISIONS = ("16-bit", "8-bit", "4-bit")
 
 
-class Engine(Protocol):
-    """How an engine comes to be: `formats` are its own words for the classes it takes part in.
-
-    Where it does not draft it is asked for plain answers alone.
-    """
-
-    name: str
-    formats: Mapping[str, str]
-    drafts: bool
-    module: str  # run as a worker
-    environment: Mapping[str, str]  # of the worker, beside the asker's
-
-    def make(self, place: Place, setup: Setup) -> None:
-        """Install, build and export what is not there yet; StepFailed if something cannot be made."""
-        ...
-
-    def python(self, place: Place) -> str:
-        """The interpreter that runs the worker."""
-        ...
+ENGINES: Mapping[str, Peer] = {e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino(), Vllm(), Sglang())}
 
 
-ENGINES: Mapping[str, Engine] = {
-    e.name: e for e in (Forerun(), Transformers(), LlamaCpp(), OpenVino(), Vllm(), Sglang())
-}
+class MakingOptions(Protocol):
+    """The options that say where and how peers are made, and with how many threads they compute."""
 
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a run is; `repeats` may grow from one call to the next. It stops at `until_s` of `time.monotonic`."""
-
-    engines: Sequence[str]
-    precisions: Sequence[str]
-    depths: Sequence[int]
-    repeats: int
-    tokens: int
-    prompts: int
     threads: int
     jobs: int
     folder: Path
-    isa: str | None = None
-    until_s: float | None = None
+    isa: str | None
+
+
+@dataclass(slots=True)
+class Options:
+    """What a run is; `repeats` may grow from one call to the next."""
+
+    peers: Sequence[str] = option(",".join(name for name in ENGINES if name != OURS), "which peers, of: %(default)s")
+    precisions: Sequence[str] = option(",".join(PRECISIONS), "which classes, of: %(default)s")
+    depths: Sequence[int] = option("3,5", "tokens guessed per round (default %(default)s)")
+    repeats: int = option(None, "repetitions (default 5)")
+    tokens: int = option(None, "new tokens per prompt (default 128)")
+    prompts: int = option(None, "how many prompts, of 3 (default: all)")
+    threads: int = option(os.cpu_count(), "of every engine (default: all cores)")
+    jobs: int = option(2, "compilers at once (default %(default)s)")
+    folder: Path = option(ROOT / "build" / "peers", "where everything is kept")
+    isa: str | None = isa_option()
+    time_limit: float | None = option(None, "stop after so many seconds; call again to go on", metavar="S")
+    quick: bool = option(False, "1 repetition, 1 prompt, 16 tokens, unless told otherwise")
+
+    def __post_init__(self) -> None:
+        require_known(self.peers, [name for name in ENGINES if name != OURS])
+        require_known(self.precisions, PRECISIONS)
+        usual = (1, 16, 1) if self.quick else (5, 128, 3)
+        given = self.repeats, self.tokens, self.prompts
+        self.repeats, self.tokens, self.prompts = (each or other for each, other in zip(given, usual, strict=True))
+        self.folder = self.folder.resolve()
+
+    @property
+    def engines(self) -> list[str]:
+        """forerun and the peers."""
+        return [OURS, *self.peers]
 
     @property
     def modes(self) -> list[Mode]:
@@ -85,41 +86,11 @@ class Options:
         return [Mode(), *(Mode(drafter, depth) for drafter in ("model", "ngram", MIX) for depth in self.depths)]
 
 
-def parse(arguments: Sequence[str]) -> Options:
-    """Options from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.splitlines()[0])
-    peers = [name for name in ENGINES if name != OURS]
-    parser.add_argument("--peers", default=",".join(peers), help="which peers, of: %(default)s")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="which classes, of: %(default)s")
-    parser.add_argument("--depths", default="3,5", help="tokens guessed per round (default %(default)s)")
-    parser.add_argument("--repeats", type=int, help="repetitions (default 5)")
-    parser.add_argument("--tokens", type=int, help="new tokens per prompt (default 128)")
-    parser.add_argument("--prompts", type=int, help="how many prompts, of 3 (default: all)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
-    add_isa(parser)
-    parser.add_argument("--time-limit", type=float, metavar="S", help="stop after so many seconds; call again to go on")
-    parser.add_argument("--quick", action="store_true", help="1 repetition, 1 prompt, 16 tokens, unless told otherwise")
-    given = parser.parse_args(arguments)
-    until_s = time.monotonic() + given.time_limit if given.time_limit else None
-    chosen, precisions = given.peers.split(","), given.precisions.split(",")
-    for name, known in [*((peer, peers) for peer in chosen), *((each, PRECISIONS) for each in precisions)]:
+def require_known(names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ValueError for a name that is not known."""
+    for name in names:
         if name not in known:
-            parser.error(f"{name!r} is not known; use {', '.join(known)}")
-    return Options(
-        engines=[OURS, *chosen],
-        precisions=precisions,
-        depths=[int(depth) for depth in given.depths.split(",")],
-        repeats=given.repeats or (1 if given.quick else 5),
-        tokens=given.tokens or (16 if given.quick else 128),
-        prompts=given.prompts or (1 if given.quick else 3),
-        threads=given.threads,
-        jobs=given.jobs,
-        folder=given.folder.resolve(),
-        isa=given.isa,
-        until_s=until_s,
-    )
+            raise ValueError(f"{name!r} is not known; use {', '.join(known)}")
 
 
 def run_name(options: Options, material: Material) -> str:
@@ -131,24 +102,25 @@ def run_name(options: Options, material: Material) -> str:
 
 def commands(options: Options, material: Material, precision: str) -> tuple[dict[str, Command], list[Failure]]:
     """How to start the class's workers, with everything made that they need; and what could not be made."""
-    found, failures = {}, []
-    for name in options.engines:
-        engine = ENGINES[name]
-        if precision not in engine.formats:
-            continue
-        folder = options.folder / (f"{name}-{options.isa}" if options.isa else name)
-        place = Place(folder, options.jobs, options.isa)
-        number_format = engine.formats[precision]
-        setup = Setup(str(material.target), str(material.draft), number_format, options.threads, str(place.folder))
-        command = made(engine, place, setup)
-        if isinstance(command, Failure):
-            failures.append(command)
-        else:
-            found[name] = command
-    return found, failures
+    peers = [ENGINES[name] for name in options.engines if precision in ENGINES[name].formats]
+    return all_made((peer, *setup_of(options, peer, material, precision)) for peer in peers)
 
 
-def made(engine: Engine, place: Place, setup: Setup) -> Command | Failure:
+def setup_of(options: MakingOptions, peer: Peer, material: Material, precision: str) -> tuple[Place, Setup]:
+    """The place of a peer, one for each instruction set, and what its worker is started with."""
+    place = Place(options.folder / "-".join(filter(None, (peer.name, options.isa))), options.jobs, options.isa)
+    number_format, folder = peer.formats[precision], str(place.folder)
+    return place, Setup(str(material.target), str(material.draft), number_format, options.threads, folder)
+
+
+def all_made(wanted: Iterable[tuple[Peer, Place, Setup]]) -> tuple[dict[str, Command], list[Failure]]:
+    """How to start the workers of these peers, with everything made that they need; and what could not be made."""
+    each = {peer.name: made(peer, place, setup) for peer, place, setup in wanted}
+    found = {name: command for name, command in each.items() if isinstance(command, Command)}
+    return found, [failure for failure in each.values() if isinstance(failure, Failure)]
+
+
+def made(engine: Peer, place: Place, setup: Setup) -> Command | Failure:
     """Everything made that an engine's worker needs, and how to start it; or what could not be made."""
     try:
         engine.make(place, setup)
@@ -160,40 +132,21 @@ def made(engine: Engine, place: Place, setup: Setup) -> Command | Failure:
     return Command(arguments, place.folder / f"worker-{setup.format}.log", environment, engine.drafts)
 
 
-def measure(options: Options, material: Material, precision: str, state: State) -> bool:
+def measure(options: Options, material: Material, precision: str, state: State, until_s: float | None) -> bool:
     """All repetitions of a class that are not there yet; False if the time limit came first.
 
     With a limit, engines start and modes are warmed up when they are first asked, so that a call that goes on with
     a few answers loads no more than it asks.
     """
-    missing = sorted(set(range(options.repeats)) - set(state.repetitions(precision)))
+    missing = state.missing(precision, options.repeats)
     if not missing:
         print(f"{precision}: all {options.repeats} repetitions are there already", flush=True)
         return True
     print(f"{precision}: {len(missing)} of {options.repeats} repetitions to do", flush=True)
     ready, failures = commands(options, material, precision)
-    begun = {number: state.begun(precision, number) for number in missing}
-    before = state.about(precision) if any(begun.values()) else {}
-    failures += [Failure(**each) for each in before.get("failures", ()) if Failure(**each) not in failures]
-    with Race(ready, options.modes, material.prompts, options.prompts, tell, failures) as race:
-        race.versions.update(before.get("versions", {}))
-        if options.until_s is None:
-            race.start_all()
-            race.warm_up(check_texts=precision == "16-bit")
-        for number in missing:
-            notes = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s(options.threads)}
-
-            def keep(cell: Cell, number: int = number) -> None:
-                state.keep(precision, number, [cell])
-
-            lengths = [options.tokens] * options.prompts
-            whole = race.repetition(number, lengths, begun[number], keep, options.until_s)
-            notes["memory_left_bytes"] = memory_bytes("MemAvailable")
-            state.note(precision, race.about | notes)
-            if not whole:
-                return False
-            state.close(precision, number)
-    return True
+    race = Race(ready, options.modes, material.prompts, options.prompts, tell, failures)
+    lengths, check_texts = [options.tokens] * options.prompts, None if until_s else precision == "16-bit"
+    return race.measure(state, precision, missing, lengths, options.threads, until_s, check_texts)
 
 
 def tell(text: str) -> None:
@@ -218,22 +171,20 @@ def report(options: Options, state: State) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """1 if something failed, with everything else done; STOPPED if the time limit came first."""
-    options = parse(arguments)
+    options = options_of(Options, arguments)
+    until_s = time.monotonic() + options.time_limit if options.time_limit else None
     os.environ.update(ISAS[options.isa] if options.isa else {})  # of every worker
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers are ended on the way out
     material = Material.make(options.folder / "checkpoints")
     state = State(options.folder / "state.jsonl", run_name(options, material))
     on = machine()
     for precision in options.precisions:
-        if not measure(options, material, precision, state):
+        if not measure(options, material, precision, state, until_s):
             print(f"{precision}: the time is over; the same command goes on", flush=True)
             return STOPPED
     classes = report(options, state)
-    settings = asdict(options) | {
-        "folder": str(options.folder),
-        "until_s": None,
-        "prompt_tokens": [len(p) for p in material.prompts],
-    }
+    settings = asdict(options) | {"folder": str(options.folder), "engines": options.engines}
+    settings["prompt_tokens"] = [len(prompt) for prompt in material.prompts]
     print(json.dumps({"run": state.run, "machine": on, "settings": settings, "classes": classes}))
     return 1 if any(found.get("failures") for found in classes.values()) else 0
 

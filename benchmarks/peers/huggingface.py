@@ -6,30 +6,23 @@ default varies them by a confidence threshold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.place import TORCH, Place
+from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
 
 
-class Transformers:
+class Transformers(Peer):
     """Reads the checkpoints as they are, and the weights of GGUF files unpacked."""
 
     name = "transformers"
-    formats: Mapping[str, str] = {"16-bit": "bfloat16"}
-    drafts = True
     module = "benchmarks.peers.huggingface"
-    environment: Mapping[str, str] = {}
 
     def make(self, place: Place, setup: Setup) -> None:
         """Install it."""
         place.install([TORCH], [TORCH, "transformers", "gguf", "accelerate"])  # the last two read GGUF files
-
-    def python(self, place: Place) -> str:
-        """Its environment's interpreter."""
-        return place.python
 
 
 def load(setup: Setup) -> Service:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import tarfile
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,13 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.place import Place, StepFailed, tail
+from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, serve
+from benchmarks.processes import ServerProcess, StepFailed, free_port
 
 PACKAGE = "llama-cpp-python"
 GGUF = ".gguf"
 MATCHED_TOKENS = 3  # of its n-grams; its default, 12, hardly ever matches in a text this short
-START_LIMIT_S, ASK_LIMIT_S = 300.0, 1800.0
+ASK_LIMIT_S = 1800.0
 CMAKE_FLAGS = (
     "-GNinja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF "
     "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF"
@@ -43,14 +42,12 @@ INCLUDED = Path(__file__).with_name("tile_config.h")  # says why
 BINARIES = ("llama-server", "llama-quantize", "llama-perplexity")
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     """Reads GGUF files, written from the checkpoints in bfloat16 and then quantised by its own tool."""
 
     name = "llama.cpp"
     formats: Mapping[str, str] = {"16-bit": "bf16", "8-bit": "q8_0", "4-bit": "q4_K_M"}
-    drafts = True
     module = "benchmarks.peers.llama_cpp"
-    environment: Mapping[str, str] = {}
 
     def make(self, place: Place, setup: Setup) -> None:
         """Build it and write both models in the setup's format; files of its own form are taken as they are."""
@@ -61,10 +58,6 @@ class LlamaCpp:
             if wanted != first:
                 command = [binary(place.folder, "llama-quantize"), str(first), str(wanted), setup.format]
                 place.once(wanted.stem, str(folder), partial(place.run, f"quantising to {setup.format}", command))
-
-    def python(self, place: Place) -> str:
-        """Its environment's interpreter."""
-        return place.python
 
     def make_programs(self, place: Place) -> None:
         """Build what is not there yet."""
@@ -121,39 +114,25 @@ def mode_flags(mode: Mode, draft: Path, threads: int) -> list[str]:
     return []
 
 
-class Server:
-    """One llama-server, up and ready; StepFailed with its last words where it does not come up."""
+def server_command(setup: Setup, mode: Mode, port: int, num_seqs: int, context_tokens: int) -> list[str]:
+    """The server in a mode, with so many tokens of context for each of so many requests at once."""
+    place, count = Path(setup.place), str(setup.threads)
+    target, draft = (gguf_of(place, Path(each), setup.format) for each in (setup.target, setup.draft))
+    return [
+        *(binary(place, "llama-server"), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
+        *("--parallel", str(num_seqs), "--ctx-size", str(num_seqs * context_tokens)),
+        *("--threads", count, "--threads-batch", count),
+        *mode_flags(mode, draft, setup.threads),
+    ]
+
+
+class Server(ServerProcess):
+    """One llama-server, which runs and is stopped with the process that asks it."""
 
     def __init__(self, setup: Setup, mode: Mode) -> None:
-        place = Path(setup.place)
-        target, draft = (gguf_of(place, Path(f), setup.format) for f in (setup.target, setup.draft))
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
-        self.log = place / f"server-{setup.format}-{mode}.log"
-        count = str(setup.threads)
-        command = [binary(place, "llama-server"), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--ctx-size", str(setup.context_tokens), "--parallel", "1"]
-        command += ["--threads", count, "--threads-batch", count]
-        with self.log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [*command, *mode_flags(mode, draft, setup.threads)], stdout=file, stderr=file
-            )
-        self.wait()
-
-    def wait(self) -> None:
-        """Until it has loaded its models."""
-        started = time.monotonic()
-        while time.monotonic() - started < START_LIMIT_S:
-            if self.process.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(f"{self.address}/health", timeout=10):
-                    return
-            except OSError:  # not listening yet, or still loading (503)
-                time.sleep(0.1)
-        said = tail(self.log.read_text(encoding="utf-8", errors="replace"))
-        raise StepFailed(f"llama-server did not start: exit status {self.process.poll()}\n{said}")
+        port = free_port()
+        log = Path(setup.place) / f"server-{setup.format}-{mode}.log"
+        super().__init__(server_command(setup, mode, port, 1, setup.context_tokens), port, log, {}, apart=False)
 
     def complete(self, prompt_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
         """Its answer to token ids, greedy and past the end-of-sequence token, nothing reused from before."""
@@ -166,15 +145,10 @@ class Server:
             "return_tokens": True,
         }
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.address}/completion", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(f"{self.url}/completion", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=ASK_LIMIT_S) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
-
-    def close(self) -> None:
-        """End it."""
-        self.process.terminate()
-        self.process.wait()
 
 
 def load(setup: Setup, stack: ExitStack) -> Service:

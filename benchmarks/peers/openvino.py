@@ -14,18 +14,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.place import TORCH, Place
+from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
 
 MATCHED_TOKENS = 3  # the longest n-gram of its prompt lookup, as in its own samples
 
 
-class OpenVino:
+class OpenVino(Peer):
     """Reads its own format, exported by optimum-intel with tokenizer and detokenizer beside it."""
 
     name = "openvino"
     formats: Mapping[str, str] = {"16-bit": "fp16", "8-bit": "int8"}
-    drafts = True
     module = "benchmarks.peers.openvino"
     environment: Mapping[str, str] = {"OPENVINO_LOG_LEVEL": "0"}
 
@@ -33,17 +32,12 @@ class OpenVino:
         """Install it and export both models in the setup's format."""
         place.install([TORCH], [TORCH, "openvino-genai", "openvino-tokenizers", "optimum-intel"])
         # optimum-intel brings a torchvision that may not be of this torch's build; text models need none
-        uninstall = [place.python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"]
-        place.once("torchvision", "none", partial(place.run, "pip uninstall torchvision", uninstall))
+        place.uninstall("torchvision")
         for folder in (setup.target, setup.draft):
             export = export_of(place.folder, folder, setup.format)
             command = [str(place.folder / "venv" / "bin" / "optimum-cli"), "export", "openvino", "--model", folder]
             command += ["--task", "text-generation-with-past", "--weight-format", setup.format, str(export)]
             place.once(export.name, folder, partial(place.run, f"exporting {export.name}", command))
-
-    def python(self, place: Place) -> str:
-        """Its environment's interpreter."""
-        return place.python
 
 
 def export_of(place: Path, checkpoint: str, number_format: str) -> Path:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.peers.place import ROOT, Place
+from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import MIX, Answer, Mode, Service, Setup, Stopwatch, serve
+from benchmarks.processes import ROOT
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 FindEngine = Callable[[Mode], "tuple[LLM, Engine]"]
 
 
-class Forerun:
+class Forerun(Peer):
     """Needs no environment but the one that asks."""
 
     name = "forerun"
     formats: Mapping[str, str] = {"16-bit": "bfloat16", "8-bit": "int8", "4-bit": "int4"}
-    drafts = True
     module = "benchmarks.peers.ours"
     environment: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 

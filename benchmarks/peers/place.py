@@ -1,4 +1,4 @@
-"""A peer's place: the folder below `build/peers` with its environment, its sources, its exports and its log.
+"""Peers, and the place of each: the folder below `build/peers` with its environment, its sources, its exports, its log.
 
 This file decides how environments are made; nothing is made twice. A step is done when its stamp holds what was asked
 for; one that fails raises StepFailed with the last lines it printed.
@@ -9,22 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-TAIL_LINES = 12
+from benchmarks.peers.protocol import Setup
+from benchmarks.processes import ROOT, StepFailed, tail
+
 TORCH = "torch==2.13.0"  # the project's own; a plain "torch" may bring gigabytes of CUDA
-
-
-class StepFailed(Exception):
-    """Something a peer needs could not be made, or a worker died; the message ends with what it last said."""
-
-
-def tail(text: str) -> str:
-    """The last lines that say anything."""
-    return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-TAIL_LINES:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +73,30 @@ class Place:
             said = file.read().decode(errors="replace")
         if code:
             raise StepFailed(f"{step}: exit status {code}\n{tail(said)}")
+
+    def uninstall(self, *packages: str) -> None:
+        """Remove what others brought along, once."""
+        command = [self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *packages]
+        self.once("unused", repr(packages), partial(self.run, f"pip uninstall {' '.join(packages)}", command))
+
+
+class Peer(ABC):
+    """How an engine comes to be: `formats` are its own words for the classes of precision that it takes part in.
+
+    Where it does not draft it is asked for plain answers alone. `module` is run as its worker, in `environment` beside
+    the asker's.
+    """
+
+    name: str
+    formats: Mapping[str, str] = {"16-bit": "bfloat16"}
+    drafts = True
+    module: str
+    environment: Mapping[str, str] = {}
+
+    @abstractmethod
+    def make(self, place: Place, setup: Setup) -> None:
+        """Install, build and export what is not there yet; StepFailed if something cannot be made."""
+
+    def python(self, place: Place) -> str:
+        """The interpreter that runs the worker."""
+        return place.python

@@ -12,28 +12,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from benchmarks.peers.place import StepFailed
+from benchmarks.peers.machine import bandwidth_bytes_per_s
 from benchmarks.peers.protocol import Answer, Mode
-from benchmarks.peers.state import Cell, Failure
+from benchmarks.peers.state import Cell, Failure, State
 from benchmarks.peers.tables import OURS, equal_tokens
 from benchmarks.peers.worker import Command, Worker
+from benchmarks.processes import StepFailed
+
+from forerun.bench.plan import rotated
+from forerun.machine import available_bytes
 
 WARMUP_TOKENS = 12
 LEAST_EQUAL = 8  # leading tokens, on the prompt where they are most: no accident in a vocabulary of thousands
 PLAIN = Mode()
 IDLE_S = 0.5
 Entry = tuple[str, Mode]  # engine, mode
-T = TypeVar("T")
-
-
-def turns(entries: Sequence[T], turn: int) -> list[T]:
-    """Who is asked in which order in a turn: the same circle, begun one further on every time."""
-    first = turn % len(entries) if entries else 0
-    return [*entries[first:], *entries[:first]]
 
 
 def circle(engines: Sequence[str], modes: Sequence[Mode], plain_only: Container[str] = ()) -> list[Entry]:
@@ -71,9 +67,7 @@ class Race:
         self.entries = [(e, mode) for e, mode in everybody if not out & {(e, "all"), (e, str(mode))}]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stack.close()
 
     def circle(self) -> list[Entry]:
@@ -81,15 +75,49 @@ class Race:
         plain_only = [engine for engine, command in self.commands.items() if not command.drafts]
         return [e for e in circle(list(self.commands), self.modes, plain_only) if e not in self.left_out]
 
+    def measure(
+        self,
+        state: State,
+        kind: str,
+        missing: Sequence[int],
+        num_tokens: Sequence[int],
+        threads: int,
+        until_s: float | None = None,
+        check_texts: bool | None = None,
+    ) -> bool:
+        """The repetitions that are missing, all kept as they come; False if `until_s` came before the last of them.
+
+        Unless `check_texts` is None, every mode is warmed up first, and texts are compared if it says so.
+        """
+        begun = {number: state.begun(kind, number) for number in missing}
+        before = state.about(kind) if any(begun.values()) else {}
+        self.failures += [out for each in before.get("failures", ()) if (out := Failure(**each)) not in self.failures]
+        self.versions.update(before.get("versions", {}))
+        with self:
+            if check_texts is not None:
+                self.start_all()
+                self.warm_up(check_texts)
+            for number in missing:
+                notes = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s(threads)}
+
+                def keep(cell: Cell, number: int = number) -> None:
+                    state.keep(kind, number, [cell])
+
+                whole = self.repetition(number, num_tokens, begun[number], keep, until_s)
+                state.note(kind, self.about | notes | {"memory_left_bytes": available_bytes()})
+                if not whole:
+                    return False
+                state.close(kind, number)
+        return True
+
     @property
     def about(self) -> dict[str, Any]:
         """What to keep of a race beside its times."""
-        failures = [{"engine": f.engine, "mode": f.mode, "reason": f.reason} for f in self.failures]
         return {
             "versions": self.versions,
             "idle_cpu_share": self.idle,
             "equal_in_warm_up": self.equal,
-            "failures": failures,
+            "failures": [asdict(failed) for failed in self.failures],
         }
 
     def start_all(self) -> None:
@@ -101,10 +129,11 @@ class Race:
     def start(self, engine: str) -> None:
         """Start a worker; where it does not come up, the engine leaves the race."""
         try:
-            self.workers[engine] = self.stack.enter_context(Worker(self.commands[engine]))
+            self.workers[engine] = Worker(self.commands[engine])
         except StepFailed as failed:
             self.leave(engine, None, str(failed))
             return
+        self.stack.callback(self.workers[engine].close)
         self.versions[engine] = self.workers[engine].versions
 
     def leave(self, engine: str, mode: Mode | None, reason: str) -> None:
@@ -175,7 +204,7 @@ class Race:
         num_asked = 0
         order = self.circle()
         for i, prompt in enumerate(self.prompts[: self.num_measured]):
-            for engine, mode in turns(order, number * self.num_measured + i):
+            for engine, mode in rotated(order, number * self.num_measured + i):
                 if (engine, mode) not in self.entries or (engine, str(mode), i) in done:
                     continue
                 if num_asked and until_s is not None and time.monotonic() > until_s:

@@ -13,19 +13,19 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from benchmarks.peers.place import Place, StepFailed
+from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+from benchmarks.processes import StepFailed
 
 REPOSITORY, VERSION = "https://github.com/sgl-project/sglang.git", "v0.5.23"
 PROJECTS = ("python", "python/sglang/kernels/aot")  # each with project files for several kinds of hardware
 CONTEXT_TOKENS = 2048
 
 
-class Sglang:
+class Sglang(Peer):
     """Reads the checkpoints as they are."""
 
     name = "sglang"
-    formats: Mapping[str, str] = {"16-bit": "bfloat16"}
     drafts = False
     module = "benchmarks.peers.sglang"
     environment: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
@@ -34,10 +34,6 @@ class Sglang:
         """Fetch its sources and install both projects from them."""
         place.install()
         place.once("build", VERSION, partial(self.build, place))
-
-    def python(self, place: Place) -> str:
-        """Its environment's interpreter."""
-        return place.python
 
     def build(self, place: Place) -> None:
         """The steps of its documentation for servers without a GPU."""

@@ -1,4 +1,4 @@
-"""The finished repetitions, stored so that a stopped run can continue: one JSON object per line, only ever appended.
+"""The finished repetitions, stored so that a stopped run can continue.
 
 This file decides what belongs together: every answer is kept as it comes, and a repetition is compared when it is
 complete. One that was interrupted goes on with the answers that it lacks.
@@ -6,13 +6,12 @@ complete. One that was interrupted goes on with the answers that it lacks.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.protocol import Answer
+from benchmarks.run_file import RunFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,57 +33,43 @@ class Failure:
     reason: str
 
 
-class State:
-    """The file of one benchmark. `run` names what must be equal for results to belong together."""
-
-    def __init__(self, path: Path, run: str) -> None:
-        self.path = path
-        self.run = run
+class State(RunFile):
+    """The file of one benchmark."""
 
     def repetitions(self, precision: str) -> dict[int, list[Cell]]:
         """All complete ones of a class, by number."""
-        complete = [record["repetition"] for record in self.records(precision) if record.get("complete")]
+        complete = [record["repetition"] for record in self.of(precision) if record.get("complete")]
         return {number: self.begun(precision, number) for number in complete}
+
+    def missing(self, precision: str, repeats: int) -> list[int]:
+        """The numbers of repetitions that are not complete."""
+        return sorted(set(range(repeats)) - set(self.repetitions(precision)))
 
     def begun(self, precision: str, repetition: int) -> list[Cell]:
         """What there is of a repetition, complete or not."""
         return [
             Cell(cell["engine"], cell["mode"], cell["prompt"], Answer(**cell["answer"]))
-            for record in self.records(precision)
+            for record in self.of(precision)
             if record.get("repetition") == repetition
             for cell in record.get("cells", ())
         ]
 
     def about(self, precision: str) -> dict[str, Any]:
         """Versions, failures and what else was noted when the class was last begun; empty before."""
-        return next((r["about"] for r in reversed(list(self.records(precision))) if "about" in r), {})
+        return next((r["about"] for r in reversed(self.of(precision)) if "about" in r), {})
+
+    def of(self, precision: str) -> list[dict[str, Any]]:
+        """The records of a class."""
+        return [record for record in self.records() if record["precision"] == precision]
 
     def keep(self, precision: str, repetition: int, cells: Sequence[Cell]) -> None:
         """Answers of a repetition."""
-        self.append(precision, {"repetition": repetition, "cells": [asdict(cell) for cell in cells]})
+        self.add(precision=precision, repetition=repetition, cells=[asdict(cell) for cell in cells])
 
     def close(self, precision: str, repetition: int) -> None:
         """Note that a repetition is complete."""
-        self.append(precision, {"repetition": repetition, "complete": True})
+        self.add(precision=precision, repetition=repetition, complete=True)
 
     def note(self, precision: str, about: Mapping[str, Any]) -> None:
         """What to know about a class."""
-        self.append(precision, {"about": dict(about)})
-
-    def append(self, precision: str, record: Mapping[str, Any]) -> None:
-        """One line, at once. It begins with a line break, which ends the half line of a run that was killed."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps({"run": self.run, "precision": precision} | dict(record)) + "\n")
-
-    def records(self, precision: str) -> Iterator[dict[str, Any]]:
-        """The run's records of a class; the half line of a run that was killed is none."""
-        if not self.path.is_file():
-            return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["run"] == self.run and record["precision"] == precision:
-                yield record
+        self.add(precision=precision, about=dict(about))

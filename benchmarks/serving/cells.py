@@ -5,15 +5,13 @@ This file decides what a cell sends and when it counts as failed. Requests are s
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.place import StepFailed
+from benchmarks.processes import StepFailed
+from benchmarks.run_file import RunFile
 
-from forerun.bench.figures import Spread
 from forerun.bench.material import Passage, mixed_passages
 from forerun.models.bundled import TARGET
 from forerun.models.loading import Blueprint
@@ -120,15 +118,8 @@ async def measure_cell(
     return cell
 
 
-class CellFile:
-    """The file of finished cells, one JSON object per line, only ever appended.
-
-    `run` names what must be equal for results to belong together. The half line of a run that was killed is none.
-    """
-
-    def __init__(self, path: Path, run: str) -> None:
-        self.path = path
-        self.run = run
+class CellFile(RunFile):
+    """The file of finished cells."""
 
     def cells(self) -> dict[CellKey, ServedCell]:
         """All cells of the run."""
@@ -139,28 +130,5 @@ class CellFile:
         return {cell.key: cell for cell in found}
 
     def keep(self, cell: ServedCell) -> None:
-        """Append one. The line begins with a line break, which ends the half line of a run that was killed."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"run": self.run, "key": asdict(cell.key), "seconds": cell.seconds}
-        record["answers"] = [asdict(answer) for answer in cell.answers]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps(record) + "\n")
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The lines of the run."""
-        if not self.path.is_file():
-            return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["run"] == self.run:
-                yield record
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of at least one value."""
-    found = Spread.of(values)
-    assert found is not None, "a spread of nothing"
-    return found
+        """Append one."""
+        self.add(key=asdict(cell.key), seconds=cell.seconds, answers=[asdict(answer) for answer in cell.answers])

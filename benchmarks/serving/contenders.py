@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.llama_cpp import LlamaCpp, binary, gguf_of, mode_flags
+from benchmarks.peers.llama_cpp import LlamaCpp, server_command
 from benchmarks.peers.ours import Forerun
 from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Mode, Setup
@@ -70,15 +69,8 @@ def forerun_command(place: Place, setup: Setup, places: Places, port: int) -> li
 
 
 def llama_command(place: Place, setup: Setup, places: Places, port: int, mode: Mode = PLAIN) -> list[str]:
-    """llama-server, which fixes how it guesses when it starts; its context is that of all places together."""
-    target, draft = (gguf_of(place.folder, Path(each), setup.format) for each in (setup.target, setup.draft))
-    count = str(setup.threads)
-    return [
-        *(binary(place.folder, "llama-server"), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
-        *("--parallel", str(places.num_seqs), "--ctx-size", str(places.num_seqs * places.context_tokens)),
-        *("--threads", count, "--threads-batch", count, "--cache-ram", "0"),
-        *mode_flags(mode, draft, setup.threads),
-    ]
+    """llama-server, which fixes how it guesses when it starts."""
+    return [*server_command(setup, mode, port, places.num_seqs, places.context_tokens), "--cache-ram", "0"]
 
 
 def llama_draft_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from benchmarks.peers.place import StepFailed
-from benchmarks.peers.race import turns
+from benchmarks.processes import ServerProcess, StepFailed
 from benchmarks.serving.cells import CellFile, CellKey, Load, ServedCell, measure_cell
 from benchmarks.serving.contenders import Contender
-from benchmarks.serving.server import ServerProcess
 
 from forerun.bench.material import Passage
+from forerun.bench.plan import rotated
 from forerun.errors import InvalidRequest
 
 Starter = Callable[[str], tuple[ServerProcess, Mapping[str, object]]]  # by server: the process, and more for bodies
@@ -36,7 +35,7 @@ class Grid:
         """In the order in which they are measured."""
         for concurrency in self.concurrencies:
             for repetition in range(self.repeats):
-                for contender in turns(self.contenders, repetition):
+                for contender in rotated(self.contenders, repetition):
                     yield CellKey(concurrency, repetition, contender.name), contender
 
 
@@ -93,9 +92,9 @@ class ServingRace:
         server, extra = self.servers[contender.server]
         place = (key.contender, key.concurrency)
         asked = (key, contender.speculation, self.load, self.prompts, extra, place in self.warm)
-        with server.awake() as url:
+        with server.awake():
             try:
-                cell = asyncio.run(measure_cell(url, *asked))
+                cell = asyncio.run(measure_cell(server.url, *asked))
             except (StepFailed, InvalidRequest) as failed:
                 raise StepFailed(f"{failed}\n{server.last_words()}") from failed
         self.warm.add(place)

@@ -10,8 +10,11 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from textwrap import indent
 
-from benchmarks.serving.cells import CellKey, ServedCell, spread
+from benchmarks.markdown import spread_cells, table
+from benchmarks.peers.tables import INDENT
+from benchmarks.serving.cells import CellKey, ServedCell
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.bench.figures import Spread
@@ -32,7 +35,7 @@ class ServedRow:
     contender: str
     num_repetitions: int
     num_failed: int
-    tokens_per_s: Spread
+    tokens_per_s: Spread | None
     ratio: Spread | None
     latency_ratio: Spread | None
     first_p50_s: float
@@ -61,7 +64,7 @@ def row(cells: Cells, concurrency: int, contender: str) -> ServedRow:
         contender,
         len(own),
         sum(cell.num_failed for cell in own.values()),
-        spread([cell.tokens_per_s for cell in own.values()]),
+        Spread.of(cell.tokens_per_s for cell in own.values()),
         Spread.of(best[i].tokens_per_s / own[i].tokens_per_s for i in own if i in best),
         Spread.of(best[i].latency_s(50.0) / own[i].latency_s(50.0) for i in own if i in best),
         median(lambda cell: cell.first_token_s(50.0)),
@@ -91,24 +94,19 @@ def different_answers(cells: Cells) -> int:
     return count
 
 
-def markdown(table: Sequence[ServedRow], failures: Mapping[str, str]) -> str:
+def markdown(rows: Sequence[ServedRow], failures: Mapping[str, str]) -> str:
     """The rows as a Markdown table, and the last words of servers that failed below it."""
-    heads = "| at once | server | tokens/s | quartiles | auto / this | quartiles | first token p50, ms | p95, ms | "
-    lines = [heads + "latency p50, s | p95, s | failed |", "|---" * 11 + "|", *map(table_line, table)]
-    for server, reason in failures.items():
-        lines += ["", f"{server} failed:", "", *(f"    {line}" for line in reason.splitlines())]
-    return "\n".join(lines) + "\n"
+    heads = ("at once", "server", "tokens/s", "quartiles", "auto / this", "quartiles", "first token p50, ms", "p95, ms")
+    words = [f"{server} failed:\n\n{indent(reason, INDENT)}\n" for server, reason in failures.items()]
+    return "\n".join([table((*heads, "latency p50, s", "p95, s", "failed"), map(row_cells, rows)), *words])
 
 
-def table_line(row: ServedRow) -> str:
-    """One row."""
-    speed, ratio = row.tokens_per_s, row.ratio
-    cells = [str(row.concurrency), row.contender, f"{speed.median:.1f}", f"{speed.low:.1f} to {speed.high:.1f}"]
-    compared = ratio is not None and row.contender != AUTO
-    cells += [f"{ratio.median:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}"] if ratio and compared else ["", ""]
-    cells += [f"{1000 * row.first_p50_s:.0f}", f"{1000 * row.first_p95_s:.0f}"]
-    cells += [f"{row.latency_p50_s:.2f}", f"{row.latency_p95_s:.2f}", str(row.num_failed or "")]
-    return f"| {' | '.join(cells)} |"
+def row_cells(row: ServedRow) -> list[object]:
+    """The cells of one row."""
+    speed, ratio = spread_cells(row.tokens_per_s, ".1f"), spread_cells(None if row.contender == AUTO else row.ratio)
+    first, latency = (row.first_p50_s, row.first_p95_s), (row.latency_p50_s, row.latency_p95_s)
+    times = [*(f"{1000 * each:.0f}" for each in first), *(f"{each:.2f}" for each in latency)]
+    return [row.concurrency, row.contender, *speed, *ratio, *times, row.num_failed or ""]
 
 
 def verdict(table: Sequence[ServedRow], num_different: int) -> Iterator[str]:
@@ -129,7 +127,7 @@ def verdict(table: Sequence[ServedRow], num_different: int) -> Iterator[str]:
 def picture(table: Sequence[ServedRow], title: str) -> str:
     """Throughput, times to the first token and latency by load, one line for each contender, as an SVG."""
     figures: dict[str, Callable[[ServedRow], float]] = {
-        "tokens a second": lambda row: row.tokens_per_s.median,
+        "tokens a second": lambda row: row.tokens_per_s.median if row.tokens_per_s else 0.0,
         "ms to the first token, p95": lambda row: 1000 * row.first_p95_s,
         "seconds to the last token, p50": lambda row: row.latency_p50_s,
     }

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.simulate.predict import Guesses, Setting
 from benchmarks.simulate.roofline import CARDS, Machine, Shape, config_named, drafter_of
 
@@ -62,8 +63,7 @@ def check_text(checked: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of rows that have the same columns."""
     names = [name.replace("_", " ") for name in rows[0]]
-    lines = [names, ["---"] * len(names), *([cell(*item) for item in row.items()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(names, ([cell(*item) for item in row.items()] for row in rows)).rstrip("\n")
 
 
 def cell(name: str, value: Any) -> str:

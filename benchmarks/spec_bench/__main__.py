@@ -5,7 +5,6 @@ Decides options, who is asked in which mode, and what names a run, so that it ca
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -15,21 +14,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.__main__ import ENGINES, STOPPED, made, tell
+from benchmarks.markdown import table
+from benchmarks.options import option, options_of, several
+from benchmarks.peers.__main__ import ENGINES, STOPPED, all_made, require_known, tell
 from benchmarks.peers.huggingface import Transformers
 from benchmarks.peers.llama_cpp import GGUF, LlamaCpp
-from benchmarks.peers.machine import bandwidth_bytes_per_s, machine, source_digest
-from benchmarks.peers.place import ROOT, Place
+from benchmarks.peers.machine import machine, source_digest
+from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import CHOSEN, Mode, Setup
 from benchmarks.peers.race import PLAIN, Race
-from benchmarks.peers.state import Cell, Failure, State
+from benchmarks.peers.state import State
 from benchmarks.peers.tables import OURS, Repetitions
-from benchmarks.peers.worker import Command
+from benchmarks.processes import ROOT
 from benchmarks.spec_bench.answers import BATCH, AnswerFile, Turn, answer_all, template_of
 from benchmarks.spec_bench.figures import Summary, as_objects, distinct_by_task, markdown, summaries
 from benchmarks.spec_bench.questions import SOURCE, Question, read_questions
@@ -73,37 +74,38 @@ class Step:
     first_token_s: float | None
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Options from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.spec_bench", description=__doc__.splitlines()[0])
-    named = "a GGUF file, a Hugging Face folder or a bundled name (default: the chat model that `make demo` fetches)"
-    parser.add_argument("--model", default=str(chat_model.place()), help=named)
-    parser.add_argument("--questions", type=Path, required=True, help=f"the questions. {SOURCE}")
-    parser.add_argument("--draft", action="append", metavar="DRAFT[@DEPTH]", help=f"a mode; default: {DRAFTS}")
-    parser.add_argument("--prompts-per-category", type=int, metavar="N", help="N of each category (default: all)")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of an answer (default %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="peers are asked at 0 alone (default 0)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions (default %(default)s)")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the longest text (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
-    parser.add_argument("--peers", nargs="?", const=",".join(PEERS), default="", help=f"of {', '.join(PEERS)}, or all")
-    parser.add_argument("--peer-depth", type=int, default=5, help="that peers guess by n-grams (default %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at once (default %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers", help="where everything is kept")
-    parser.add_argument("--output", type=Path, help="a JSON file to write; the tables are written beside it, as .md")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="stop after so many seconds; call again to go on")
-    given = parser.parse_args(arguments)
-    given.draft = given.draft or list(DRAFTS)
-    given.peers = [name for name in given.peers.split(",") if name]
-    if wrong := set(given.peers) - set(PEERS):
-        parser.error(f"{', '.join(wrong)} is not known: use {', '.join(PEERS)}")
-    if given.peers and given.temperature:
-        parser.error("peers are compared at temperature 0, where all give the same text: leave them or it out")
-    if LlamaCpp.name in given.peers and not given.model.endswith(GGUF):
-        parser.error(f"{LlamaCpp.name} reads GGUF files: name one, or leave it out")
-    if given.model.endswith(GGUF):
-        given.model = str(Path(given.model).resolve())
-    return given
+@dataclass(slots=True)
+class Options:
+    """What a run is; `repeats` may grow from one call to the next."""
+
+    questions: Path = option(what=f"the questions. {SOURCE}", required=True)
+    model: str = option(
+        str(chat_model.place()),
+        "a GGUF file, a Hugging Face folder or a bundled name (default: the chat model that `make demo` fetches)",
+    )
+    draft: Sequence[str] = option(None, f"a mode; default: {DRAFTS}", action="append", metavar="DRAFT[@DEPTH]")
+    prompts_per_category: int | None = option(None, "N of each category (default: all)", metavar="N")
+    tokens: int = option(256, "most tokens of an answer (default %(default)s)")
+    temperature: float = option(0.0, "peers are asked at 0 alone (default 0)")
+    repeats: int = option(3, "repetitions (default %(default)s)")
+    context: int = option(4096, "tokens of the longest text (default %(default)s)")
+    threads: int = option(os.cpu_count(), "of every engine (default: all cores)")
+    peers: Sequence[str] = option("", f"of {', '.join(PEERS)}, or all", type=several(str), nargs="?", const=PEERS)
+    peer_depth: int = option(5, "that peers guess by n-grams (default %(default)s)")
+    jobs: int = option(2, "compilers at once (default %(default)s)")
+    folder: Path = option(ROOT / "build" / "peers", "where everything is kept")
+    output: Path | None = option(None, "a JSON file to write; the tables are written beside it, as .md")
+    time_limit: float | None = option(None, "stop after so many seconds; call again to go on", metavar="S")
+
+    def __post_init__(self) -> None:
+        self.draft, self.peers = list(self.draft or DRAFTS), list(self.peers)
+        require_known(self.peers, PEERS)
+        if self.peers and self.temperature:
+            raise ValueError("peers are compared at temperature 0, where all give the same text: leave them or it out")
+        if LlamaCpp.name in self.peers and not self.model.endswith(GGUF):
+            raise ValueError(f"{LlamaCpp.name} reads GGUF files: name one, or leave it out")
+        if self.model.endswith(GGUF):
+            self.model = str(Path(self.model).resolve())
 
 
 def mode_of(draft: str) -> Mode:
@@ -111,29 +113,26 @@ def mode_of(draft: str) -> Mode:
     return Mode.parse(draft if "@" in draft else f"{draft}@{CHOSEN}")
 
 
-def commands(options: argparse.Namespace) -> tuple[dict[str, Command], list[Failure]]:
-    """How to start every engine's worker, and what could not be made."""
-    found, failures = dict[str, Command](), list[Failure]()
+def wanted(options: Options) -> Iterator[tuple[Peer, Place, Setup]]:
+    """The engines, with their places and what their workers are started with."""
     for name in (OURS, *options.peers):
         place = Place(options.folder / name, options.jobs)
-        setup = Setup(
-            target=options.model,
-            draft="",
-            format=FORMATS[name],
-            threads=options.threads,
-            place=str(place.folder),
-            context_tokens=options.context,
-            temperature=options.temperature,
+        yield (
+            ENGINES[name],
+            place,
+            Setup(
+                target=options.model,
+                draft="",
+                format=FORMATS[name],
+                threads=options.threads,
+                place=str(place.folder),
+                context_tokens=options.context,
+                temperature=options.temperature,
+            ),
         )
-        command = made(ENGINES[name], place, setup)
-        if isinstance(command, Failure):
-            failures.append(command)
-        else:
-            found[name] = command
-    return found, failures
 
 
-def run_names(options: argparse.Namespace, questions: Sequence[Question], about: Mapping[str, Any]) -> tuple[str, str]:
+def run_names(options: Options, questions: Sequence[Question], about: Mapping[str, Any]) -> tuple[str, str]:
     """16 hex digits each for what must be equal: that plain answers belong together, and that all answers do."""
     answers = [about["fingerprint"], about["template"], options.tokens, options.temperature, options.context]
     answers += [[question.number, question.turns] for question in questions]
@@ -142,7 +141,7 @@ def run_names(options: argparse.Namespace, questions: Sequence[Question], about:
     return hashlib.sha256(words[0].encode()).hexdigest()[:16], hashlib.sha256(words[1].encode()).hexdigest()[:16]
 
 
-def prepared(options: argparse.Namespace, questions: Sequence[Question]) -> tuple[Asked, str, dict[str, Any]]:
+def prepared(options: Options, questions: Sequence[Question]) -> tuple[Asked, str, dict[str, Any]]:
     """The plain answers, the run's name, and what is to be told about the model."""
     model = options.model
     llm = LLM(model, max_model_len=options.context, max_num_seqs=BATCH, threads=options.threads, use_tqdm_on_load=False)
@@ -155,32 +154,17 @@ def prepared(options: argparse.Namespace, questions: Sequence[Question]) -> tupl
     return Asked(answer_all(llm, questions, params, kept)), run, about
 
 
-def measure(options: argparse.Namespace, asked: Asked, state: State) -> bool:
+def measure(options: Options, asked: Asked, state: State) -> bool:
     """All repetitions that are not there yet; False if the time limit came first."""
     until_s = time.monotonic() + options.time_limit if options.time_limit else None
-    missing = sorted(set(range(options.repeats)) - set(state.repetitions(KIND)))
+    missing = state.missing(KIND, options.repeats)
     if not missing:
         return True
-    ready, failures = commands(options)
-    before = state.about(KIND)
-    failures += [Failure(**each) for each in before.get("failures", ()) if Failure(**each) not in failures]
+    ready, failures = all_made(wanted(options))
     grams = Mode("ngram", options.peer_depth)
     modes = [PLAIN, *map(mode_of, options.draft), *([grams] if options.peers else [])]
     race = Race(ready, modes, asked.prompts, len(asked.prompts), tell, failures, left_out=[(OURS, grams)])
-    with race:
-        race.versions.update(before.get("versions", {}))
-        for number in missing:
-            note = {"bandwidth_bytes_per_s": bandwidth_bytes_per_s(options.threads)}
-
-            def keep(cell: Cell, number: int = number) -> None:
-                state.keep(KIND, number, [cell])
-
-            whole = race.repetition(number, asked.lengths, state.begun(KIND, number), keep, until_s)
-            state.note(KIND, race.about | note)
-            if not whole:
-                return False
-            state.close(KIND, number)
-    return True
+    return race.measure(state, KIND, missing, asked.lengths, options.threads, until_s)
 
 
 def steps(asked: Asked, repetitions: Repetitions, about: Mapping[str, Any]) -> list[Step]:
@@ -200,19 +184,16 @@ def steps(asked: Asked, repetitions: Repetitions, about: Mapping[str, Any]) -> l
 def steps_table(found: Sequence[Step], about: Mapping[str, Any]) -> str:
     """What a plain step takes, and how long the first token."""
     size, speed = about["weights_bytes"] / 1e6, about["bandwidth_bytes_per_s"] / 1e9
-    lines = [
-        f"A plain step reads {size:.1f} MB of weights; a gigabyte was summed at {speed:.1f} GB/s.",
-        "",
-        f"| engine | plain step, ms | of the memory's speed | first token of {READ_TOKENS} tokens, ms |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for each in found:
         first = "" if each.first_token_s is None else f"{1e3 * each.first_token_s:.1f}"
-        lines.append(f"| {each.engine} | {1e3 * each.step_s:.2f} | {each.of_bandwidth:.0%} | {first} |")
-    return "\n".join(lines) + "\n"
+        rows.append([each.engine, f"{1e3 * each.step_s:.2f}", f"{each.of_bandwidth:.0%}", first])
+    heads = ("engine", "plain step, ms", "of the memory's speed", f"first token of {READ_TOKENS} tokens, ms")
+    said = f"A plain step reads {size:.1f} MB of weights; a gigabyte was summed at {speed:.1f} GB/s."
+    return f"{said}\n\n{table(heads, rows)}"
 
 
-def report(options: argparse.Namespace, asked: Asked, state: State, about: Mapping[str, Any]) -> list[Summary]:
+def report(options: Options, asked: Asked, state: State, about: Mapping[str, Any]) -> list[Summary]:
     """Print and write the tables and everything behind them."""
     repetitions = {i: cells for i, cells in state.repetitions(KIND).items() if i < options.repeats}
     everything = dict(about) | state.about(KIND) | {"machine": machine(), "commit": commit(), "run": state.run}
@@ -230,7 +211,7 @@ def report(options: argparse.Namespace, asked: Asked, state: State, about: Mappi
     text = "\n".join(lines)
     print(f"\n{text}")
     if options.output:
-        settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+        settings = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(options).items()}
         content = everything | {"settings": settings, "summaries": as_objects(found)}
         content |= {"steps": [asdict(each) for each in timed], "distinct": distinct_by_task(asked.turns)}
         content["lengths"] = [[len(turn.prompt_ids), len(turn.answer_ids)] for turn in asked.turns]
@@ -247,7 +228,7 @@ def commit() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """1 if a drafter changed forerun's tokens or a peer failed; STOPPED if the time limit came first."""
-    options = parse(arguments)
+    options = options_of(Options, arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers are ended on the way out
     questions = read_questions(options.questions, options.prompts_per_category)
     asked, run, about = prepared(options, questions)

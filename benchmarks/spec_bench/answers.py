@@ -7,12 +7,10 @@ are kept, a line each.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
+from benchmarks.run_file import RunFile
 from benchmarks.spec_bench.questions import Question
 
 from forerun import LLM, SamplingParams
@@ -34,35 +32,13 @@ class Turn:
     answer_ids: Sequence[int]
 
 
-class AnswerFile:
-    """The turns of one run, in a file that other runs may share."""
-
-    def __init__(self, path: Path, run: str) -> None:
-        self.path, self.run = path, run
+class AnswerFile(RunFile):
+    """The turns of one run."""
 
     def read(self) -> dict[int, list[Turn]]:
         """By question."""
-        found: dict[int, list[Turn]] = {}
-        for record in self.records():
-            turns = [Turn(**turn) for turn in record["turns"]]
-            found[turns[0].number] = turns
-        return found
-
-    def records(self) -> Iterator[Mapping[str, Any]]:
-        """The run's lines; half a line that a killed run left is none."""
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if record["run"] == self.run:
-                yield record
-
-    def add(self, turns: Sequence[Turn]) -> None:
-        """One question's."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" + json.dumps({"run": self.run, "turns": [asdict(turn) for turn in turns]}) + "\n")
+        questions = ([Turn(**turn) for turn in record["turns"]] for record in self.records())
+        return {turns[0].number: turns for turns in questions}
 
 
 def answer_all(llm: LLM, questions: Sequence[Question], params: SamplingParams, kept: AnswerFile) -> list[Turn]:
@@ -72,7 +48,7 @@ def answer_all(llm: LLM, questions: Sequence[Question], params: SamplingParams, 
     for first in range(0, len(missing), BATCH):
         batch = missing[first : first + BATCH]
         for turns in conversations(llm, batch, params):
-            kept.add(turns)
+            kept.add(turns=[asdict(turn) for turn in turns])
             found[turns[0].number] = turns
         print(f"  plain answers: {min(first + BATCH, len(missing))} of {len(missing)} questions", flush=True)
     return [turn for question in questions for turn in found[question.number]]

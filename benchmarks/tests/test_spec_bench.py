@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks.options import options_of
 from benchmarks.peers.__main__ import STOPPED
 from benchmarks.peers.protocol import Answer, Mode
 from benchmarks.peers.state import Cell
-from benchmarks.spec_bench.__main__ import Asked, main, mode_of, parse
+from benchmarks.spec_bench.__main__ import Asked, Options, main, mode_of
 from benchmarks.spec_bench.answers import AnswerFile, Turn, answer_all
 from benchmarks.spec_bench.figures import figure, markdown, summaries
 from benchmarks.spec_bench.questions import CATEGORIES, CONVERSATION, Question, read_questions
@@ -52,10 +53,10 @@ def test_a_drafter_without_a_depth_chooses_it_and_peers_are_greedy() -> None:
     assert mode_of("mix[ngram,suffix]") == Mode("mix[ngram,suffix]", 0, spec=True)
     assert mode_of("ngram@7") == Mode("ngram", 7, spec=True)
     needed = ["--model", "m.gguf", "--questions", "q"]
-    assert parse([*needed, "--peers"]).peers == ["llama.cpp", "transformers"]
+    assert options_of(Options, [*needed, "--peers"]).peers == ["llama.cpp", "transformers"]
     for wrong in (["--peers", "vllm"], ["--peers", "--temperature", "1"], ["--peers", "--model", "folder"]):
         with pytest.raises(SystemExit):
-            parse([*needed, *wrong])
+            options_of(Options, [*needed, *wrong])
 
 
 TURNS = [

@@ -114,5 +114,5 @@ def depth_name(depth: int) -> str:
 
 def rotated(values: Sequence[T], by: int) -> list[T]:
     """The values, rotated by `by` places."""
-    start = by % len(values)
+    start = by % len(values) if values else 0
     return [*values[start:], *values[:start]]
