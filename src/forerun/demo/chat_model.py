@@ -16,7 +16,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from http.client import HTTPException
-from importlib.util import find_spec
 from pathlib import Path
 
 from forerun.errors import ModelNotFound
@@ -53,8 +52,6 @@ def kept() -> Path | None:
 
 def fetch() -> Path:
     """The file, downloaded if necessary. Raises ModelNotFound, with the reasons, if it cannot be downloaded or read."""
-    if find_spec("gguf") is None:
-        raise ModelNotFound(f"{FILE} is read with the package gguf: pip install 'forerun[gguf]'")
     if (path := kept()) is not None:
         return path
     if forbidden := next((name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")), ""):

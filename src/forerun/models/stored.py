@@ -30,7 +30,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     format: str
 
-    held_bytes: ClassVar[float | None] = None  # bytes of a weight, if it stays as stored
+    form: ClassVar[None] = None  # a plain tensor has no groups
 
     @property
     def readable(self) -> bool:

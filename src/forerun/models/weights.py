@@ -91,21 +91,19 @@ class Checkpoint:
     while one of its tensors is copied, so loading needs memory for the weights and one tensor. Raises MissingWeights.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, on_gpu: bool = False) -> None:
+        """`on_gpu`: weights stored in groups are for GPU kernels."""
         self.folder = folder
         self.dtype = dtype
+        self.on_gpu = on_gpu
         self.stored = read_tensors(folder)
 
     @classmethod
     def of_model(cls, folder: Path, dtype: torch.dtype, on_gpu: bool = False) -> Checkpoint:
         """The tensors of a whole model, under their usual names: base models saved without a head lack the prefix
-        "model.", and wrappers add their own. `on_gpu`: quantized weights are for GPU kernels."""
-        checkpoint = cls(folder, dtype)
+        "model.", and wrappers add their own."""
+        checkpoint = cls(folder, dtype, on_gpu)
         checkpoint.stored = by_usual_names(checkpoint.stored)
-        if on_gpu:
-            for name, entry in checkpoint.stored.items():
-                if isinstance(entry, QuantizedTensor | GgufTensor):
-                    checkpoint.stored[name] = entry.for_gpu()
         return checkpoint
 
     def __contains__(self, name: str) -> bool:
@@ -128,19 +126,23 @@ class Checkpoint:
     def groups(self, name: str, shape: tuple[int, ...], part: int | None = None) -> GroupedWeight | None:
         """A matrix, or one expert's part of a stacked tensor, as stored in groups, with outputs before inputs; None if
         it is not stored in groups. Raises as `take`."""
-        return self.find(name, shape).groups(part)
+        entry = self.find(name, shape)
+        return entry.groups(part) if self.held_bytes(entry) else None
+
+    def held_bytes(self, entry: Stored) -> float:
+        """Bytes of a weight that stays in groups; 0 if it is dequantized."""
+        return entry.form.num_bytes(self.on_gpu) if entry.form else 0.0
 
     def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
         """The quantized weights of the model of this configuration; None if there are none."""
         size = float(self.dtype.itemsize)
-        kinds = Counter(
-            (bool(e.held_bytes), e.format) for e in self.stored.values() if e.format not in (*PLAIN, *WHOLE)
-        )
+        quantized = [entry for entry in self.stored.values() if entry.format not in (*PLAIN, *WHOLE)]
+        kinds = Counter((bool(self.held_bytes(entry)), entry.format) for entry in quantized)
         layers = [entry for name, entry in self.stored.items() if name.startswith("model.layers.")]
         numbers = [math.prod(entry.shape) for entry in layers]
-        held = sum(count * (entry.held_bytes or size) for count, entry in zip(numbers, layers, strict=True))
+        held = sum(count * (self.held_bytes(entry) or size) for count, entry in zip(numbers, layers, strict=True))
         head = self.stored.get(EMBEDDING if config.tied else HEAD)
-        of_head = (head and head.held_bytes) or size
+        of_head = (head and self.held_bytes(head)) or size
         stay, others = (
             tuple(name for (stays, name), _ in kinds.most_common() if stays is asked) for asked in (True, False)
         )

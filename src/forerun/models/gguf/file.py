@@ -1,8 +1,7 @@
 """GgufFile: the metadata of a GGUF model and the locations of its tensors, with errors that name the file.
 
-The package `gguf` names the number formats; this file selects the supported ones and joins the parts of a split model.
-The layout of the header is that of ggml's docs/gguf.md, versions 2 and 3 (ggml-org/ggml). Lists are read in one loop
-each, since a vocabulary may have a million entries.
+This file also joins the parts of a split model. The layout of the header is that of ggml's docs/gguf.md, versions 2 and
+3 (ggml-org/ggml). Lists are read in one loop each, since a vocabulary may have a million entries.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from forerun.errors import MissingPackage, MissingWeights, UnsupportedModel
+from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields, mistaken, short
+from forerun.models.gguf.formats import FORMATS, READABLE, UNREADABLE
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-WHOLE = ("I32", "I64")  # formats of tables of ids
 AGAIN = "download it again (`hf download owner/name FILE`)"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -162,7 +160,7 @@ class GgufFile:
         """Read the headers of a file and, if it is the first of several, of the others.
 
         Raises MissingWeights for a file that is cut off, damaged, or lacks a part beside it, UnsupportedModel for
-        numbers in a format that is not read, MissingPackage without the package `gguf`.
+        numbers in a format that is not read.
         """
         paths = parts_of(path)
         metadata, tensors = read_header(paths[0])
@@ -207,10 +205,6 @@ def parts_of(path: Path) -> list[Path]:
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
     """The metadata and the tensors of one file."""
     try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError as error:
-        raise MissingPackage(f"{path} is in GGUF, which needs the package gguf: pip install 'forerun[gguf]'") from error
-    try:
         with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
             if data[:4] != MAGIC and (what := mistaken(path)):
                 raise MissingWeights(f"{path} {what}")
@@ -219,20 +213,21 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
         raise MissingWeights(f"{path} cannot be read ({short(error)}): make it a readable file") from error
     except ValueError as error:
         raise MissingWeights(f"{path} is no GGUF file that can be read ({short(error)}): {AGAIN}") from error
-    formats, tensors = {each.value: each for each in GGMLQuantizationType}, {}
+    names, tensors = {each.code: name for name, each in FORMATS.items()}, {}
     for info in header.tensors:
-        kind = formats.get(info.format)
-        if kind is None or kind.name not in (*READABLE, *WHOLE):
+        name = names.get(info.format)
+        if name is None:
+            kind = UNREADABLE.get(info.format, f"type {info.format}")
             raise UnsupportedModel(
-                f"{path}: the tensor {short(info.name)} is stored as {kind.name if kind else f'type {info.format}'}; "
+                f"{path}: the tensor {short(info.name)} is stored as {kind}; "
                 f"read are {', '.join(READABLE)}: choose a file in one of these, such as Q4_K_M or Q8_0"
             )
-        numbers, block_bytes = GGML_QUANT_SIZES[kind]
-        num_bytes = math.prod(info.shape) // numbers * block_bytes
+        numbers = FORMATS[name].numbers
+        num_bytes = math.prod(info.shape) // numbers * FORMATS[name].num_bytes
         if numbers > 1 and info.shape[-1] % numbers:
             whole = f"which come in blocks of {numbers}: {AGAIN}"
             raise MissingWeights(f"{path}: the tensor {short(info.name)} has rows of {info.shape[-1]} numbers, {whole}")
         if info.offset + num_bytes > size:
             raise MissingWeights(f"{path} is cut off inside the tensor {short(info.name)} ({size} bytes): {AGAIN}")
-        tensors[info.name] = Place(path, info.offset, num_bytes, kind.name, info.shape)
+        tensors[info.name] = Place(path, info.offset, num_bytes, name, info.shape)
     return header.metadata, tensors

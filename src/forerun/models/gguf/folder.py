@@ -24,7 +24,7 @@ from forerun.store import cache_folder, replace_file
 from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
-FORM = 3  # version of the files in the folder, increased with every change of their content
+FORM = 4  # version of the files in the folder, increased with every change of their content
 
 
 def folder_of(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under Hugging Face's names: what each is made of, and how its numbers are unpacked.
 
-The table of names is this file's. Blocks of numbers are unpacked to float32 by the package `gguf`, exactly. llama.cpp
-holds the rows of queries and keys in another order where it rotates neighbours; here they get their order back.
+The table of names is this file's. llama.cpp holds the rows of queries and keys in another order where it rotates
+neighbours; here they get their order back.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.errors import MissingPackage, MissingWeights
-from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.errors import MissingWeights
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight, GroupForm
 from forerun.models.families import FAMILIES, ExpertNames, Family
 from forerun.models.gguf.file import AGAIN, GgufFile, Place
-from forerun.models.gguf.groups import GPU_BITS, GROUPED, grouped
+from forerun.models.gguf.formats import FORMATS
 
 # Architectures whose query and key heads have interleaved halves.
 ROTATED = ("llama", "mistral3", "internlm2", "eagle3")
 BLOCK_NUMBERS = 1 << 22  # numbers dequantized at a time
-PLAIN = {"F32": np.float32, "F16": np.float16, "I32": np.int32, "I64": np.int64}
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 INNER = {
     "attn_q": "self_attn.q_proj",
@@ -67,7 +66,7 @@ class GgufTensor:
 
     `shape` is that of the result. With `heads` the rows are those of so many heads with interleaved halves.
     `transposed`: the result has inputs before outputs. `added` is subtracted from each number; with `counted` its index
-    is subtracted too. `on_gpu`: the tensor is for GPU kernels.
+    is subtracted too.
     """
 
     shape: tuple[int, ...]
@@ -76,7 +75,6 @@ class GgufTensor:
     transposed: bool = False
     added: float = 0.0
     counted: bool = False
-    on_gpu: bool = False
 
     readable: ClassVar[bool] = True
 
@@ -89,16 +87,11 @@ class GgufTensor:
         return self.places[0].format
 
     @property
-    def held_bytes(self) -> float | None:
-        """Bytes of a weight that stays as stored; None if it is dequantized."""
-        is_matrix = len(self.places) == 1 and not self.transposed and len(self.shape) == 2
-        if not (is_matrix or self.transposed) or any(place.format not in GROUPED for place in self.places):
-            return None
-        others = GPU_BITS if self.on_gpu else {}
-        return max(others.get(place.format, GROUPED[place.format][3]) for place in self.places) / 8
-
-    def for_gpu(self) -> GgufTensor:
-        return replace(self, on_gpu=True)
+    def form(self) -> GroupForm | None:
+        """The form of a weight that stays as stored, the largest of its places'; None if it is dequantized."""
+        forms = [FORMATS[place.format].form for place in self.places]
+        stays = self.transposed or (len(forms) == 1 and len(self.shape) == 2)
+        return max((form for form in forms if form), key=GroupForm.num_bytes) if stays and all(forms) else None
 
     def read(self) -> Tensor:
         tensor = torch.stack([read_place(place) for place in self.places], 2 if self.transposed else -1)
@@ -118,19 +111,14 @@ class GgufTensor:
     def groups(self, part: int | None = None) -> GroupedWeight | None:
         """The matrix as it is stored, in groups, or that of an expert, with outputs before inputs; None where it is in
         a format that has none."""
-        if self.held_bytes is None or (part is None) == self.transposed:
+        if self.form is None or (part is None) == self.transposed:
             return None
-        if part is not None:
-            halves = (place.part(part) for place in self.places)
-            joined = GroupedWeight.joined([grouped(bytes_of(p), p.format, p.shape) for p in halves])
-            return joined[torch.arange(len(joined.numbers)).view(len(self.places), -1).T.flatten()]
-        place = self.places[0]
-        weight = grouped(bytes_of(place), place.format, self.shape)
-        parts = (weight.numbers, weight.scales, weight.least)
-        numbers, scales, least = (None if part is None else self.in_order(part) for part in parts)
-        assert numbers is not None
-        assert scales is not None
-        return replace(weight, numbers=numbers, scales=scales, least=least)
+        places = self.places if part is None else [place.part(part) for place in self.places]
+        weight = GroupedWeight.joined([FORMATS[place.format].grouped(bytes_of(place)) for place in places])
+        if len(places) == 1 and not self.heads:
+            return weight
+        order = torch.arange(len(weight.numbers))
+        return weight[self.in_order(order) if part is None else order.view(len(places), -1).T.flatten()]
 
     def in_order(self, rows: Tensor) -> Tensor:
         """Rows, or what belongs to them, in Hugging Face's order."""
@@ -147,20 +135,12 @@ def bytes_of(place: Place) -> NDArray[np.uint8]:
 
 
 def read_place(place: Place, result: Tensor | None = None) -> Tensor:
-    """A stored tensor, unpacked some rows at a time to `result` or float32. Raises MissingWeights, MissingPackage."""
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError as error:
-        raise MissingPackage(f"{place.file} needs the package gguf: pip install 'forerun[gguf]'") from error
+    """A stored tensor, unpacked some rows at a time to `result` or float32. Raises MissingWeights."""
     data, width = bytes_of(place), place.shape[-1]
     result = torch.empty(place.shape) if result is None else result
     rows, step = result.view(len(data), width), max(1, BLOCK_NUMBERS // width)
     for first in range(0, len(data), step):
-        part = data[first : first + step]
-        plain = PLAIN.get(place.format)
-        numbers = part.view(plain) if plain else dequantize(part, GGMLQuantizationType[place.format])
-        rows[first : first + step] = torch.from_numpy(np.array(numbers, np.float32))
+        rows[first : first + step] = FORMATS[place.format].dense(data[first : first + step])
     return result
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import Fields, short
-from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight, GroupForm
 from forerun.models.foreign import ORIGINAL
 from forerun.models.quantized.scheme import Scheme
-from forerun.models.quantized.tensors import QuantizedTensor, WholeNumbers, held_bytes, unpacked
+from forerun.models.quantized.tensors import GROUP, QuantizedTensor, WholeNumbers, group_form, unpacked
 from forerun.models.stored import AGAIN, StoredTensor
 
 WeightParts = Mapping[str, StoredTensor]  # the tensors of one weight by name ending, the identifying one first
@@ -131,8 +131,8 @@ def awq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     def unpack() -> WholeNumbers:
         return WholeNumbers(numbers(first), scales.read().float().T, numbers(zeros), 4, groups())
 
-    held = held_bytes(4, inputs, num_groups, scales.format, has_zeros=True)
-    return QuantizedTensor(first.file, (8 * words, inputs), "AWQ int4", unpack, held)
+    form = group_form(4, inputs, num_groups, scales.format, has_zeros=True)
+    return QuantizedTensor(first.file, (8 * words, inputs), "AWQ int4", unpack, form)
 
 
 def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -154,8 +154,8 @@ def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         offsets = unpacked(zeros.read() + added, bits).T
         return WholeNumbers(unpacked(first.read().T, bits), scales.read().float().T, offsets, bits, groups())
 
-    held = held_bytes(bits, inputs, num_groups, scales.format, not scheme.symmetric, scheme.by_activations)
-    return QuantizedTensor(first.file, (outputs, inputs), f"GPTQ int{bits}", unpack, held)
+    form = group_form(bits, inputs, num_groups, scales.format, not scheme.symmetric, scheme.by_activations)
+    return QuantizedTensor(first.file, (outputs, inputs), f"GPTQ int{bits}", unpack, form)
 
 
 def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -168,7 +168,7 @@ def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         raise unfit(first, f"for {short(parts['_shape'].name)}, {size}, that is no 4 or 8 bits for each")
     inputs, zeros = size[1], parts.get("_zero_point")
     scales, num_groups = scales_of(parts, outputs)
-    groups, scattered = groups_of(parts, "_g_idx", scales, num_groups, inputs), "_g_idx" in parts
+    groups = groups_of(parts, "_g_idx", scales, num_groups, inputs)
     if zeros is not None:
         fit(parts, "_zero_point", WORDS, (-(-outputs * bits // 32), num_groups))
 
@@ -177,8 +177,8 @@ def of_words(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
         return WholeNumbers(unpacked(first.read(), bits)[:, :inputs], factors, offsets, bits, groups())
 
-    held = held_bytes(bits, inputs, num_groups, scales.format, zeros is not None, scattered)
-    return QuantizedTensor(first.file, (outputs, inputs), f"compressed-tensors int{bits}", unpack, held)
+    form = group_form(bits, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
+    return QuantizedTensor(first.file, (outputs, inputs), f"compressed-tensors int{bits}", unpack, form)
 
 
 def scales_of(parts: WeightParts, outputs: int) -> tuple[StoredTensor, int]:
@@ -206,8 +206,8 @@ def of_bytes(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
         return WholeNumbers(first.read(), factors, offsets, 8, groups())
 
-    held = held_bytes(8, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
-    return QuantizedTensor(first.file, (outputs, inputs), "compressed-tensors int8", unpack, held)
+    form = group_form(8, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
+    return QuantizedTensor(first.file, (outputs, inputs), "compressed-tensors int8", unpack, form)
 
 
 def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -228,7 +228,7 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         factors = scales.read().float().view(blocks).repeat_interleave(min(rows, outputs), -2)[..., :outputs, :]
         return weight.read().float() * factors.repeat_interleave(min(columns, inputs), -1)[..., :inputs]
 
-    def floats() -> GroupedWeight | None:
+    def floats(_part: int | None) -> GroupedWeight | None:
         """The weight in groups of inputs with a scale for every output; None if it contains NaN."""
         numbers = weight.read()
         if bool(numbers.isnan().any()):
@@ -237,9 +237,8 @@ def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         return GroupedWeight(numbers, factors.contiguous(), None, 8, inputs // factors.shape[1])
 
     fits = not outer and weight.format == "F8_E4M3" and (blocks[1] == 1 or inputs % columns == columns % HELD == 0)
-    held = 1.0 if blocks[-1] == 1 else 1 + (4 if scales.format == "F32" else 2) / HELD  # each output's scales
-    as_floats = (floats, held) if fits else (None, None)
-    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, None, None, *as_floats)
+    form = GroupForm(0, inputs if blocks[-1] == 1 else HELD, gpu_bits=8) if fits else None
+    return QuantizedTensor(weight.file, weight.shape, "FP8", unpack, form, floats)
 
 
 def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -261,9 +260,11 @@ def mxfp4(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         dense = (expert(i).dense_into(torch.empty(sizes, dtype=torch.bfloat16)).T for i in range(experts))
         return torch.stack([*dense])
 
+    def groups(part: int | None) -> GroupedWeight | None:
+        return None if part is None else expert(part).grouped()
+
     shape = (experts, 32 * num_groups, outputs)
-    whole, on_gpu = (held_bytes(bits, shape[1], num_groups, "F16") for bits in (8, 4))
-    return QuantizedTensor(blocks.file, shape, "MXFP4", unpack, whole, expert, gpu_bytes=on_gpu)
+    return QuantizedTensor(blocks.file, shape, "MXFP4", unpack, GroupForm(8, GROUP, gpu_bits=4), groups)
 
 
 def of_tables(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -315,8 +316,8 @@ def of_largest(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     def unpack() -> WholeNumbers:
         return WholeNumbers(first.read(), scales.read()[:, None] / 127, None, 8)
 
-    held = held_bytes(8, inputs, 1, scales.format)
-    return QuantizedTensor(first.file, (outputs, inputs), "bitsandbytes int8", unpack, held)
+    form = group_form(8, inputs, 1, scales.format)
+    return QuantizedTensor(first.file, (outputs, inputs), "bitsandbytes int8", unpack, form)
 
 
 LAYOUTS: dict[str, tuple[WeightLayout, ...]] = {  # by the methods of scheme.py

@@ -7,7 +7,7 @@ support; all others are dequantized. layouts.py combines the tensors of a weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float, Int, Int8
-from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight, GroupForm
 
 GROUP = 32  # inputs of a group in kernels
-WIDE_BYTES = 1 + 4 / GROUP  # bytes of an 8-bit number with its share of a float32 scale
 BLOCK_NUMBERS = 1 << 22  # numbers dequantized at a time
 
 
@@ -72,19 +71,16 @@ class WholeNumbers:
 class QuantizedTensor:
     """A quantized weight, checked by the headers of its tensors. `unpack` reads them; `file` holds the first.
 
-    `format` is for a reader. `held_bytes` are the bytes of a weight that stays as stored; None if it is dequantized.
-    `unpack_part` reads one matrix of several, such as an expert's. On GPUs a weight takes `gpu_bytes`, if set, and
-    `floats` reads FP8 weights as they are.
+    `format` is for a reader. `form` is that of a weight that stays as stored; None if it is dequantized.
+    `unpack_groups`, in place of `unpack`, reads it in groups, or one matrix of several, such as an expert's.
     """
 
     file: Path
     shape: tuple[int, ...]
     format: str
     unpack: Callable[[], WholeNumbers | Tensor]
-    held_bytes: float | None = None
-    unpack_part: Callable[[int], WholeNumbers] | None = None
-    floats: Callable[[], GroupedWeight | None] | None = None
-    gpu_bytes: float | None = None
+    form: GroupForm | None = None
+    unpack_groups: Callable[[int | None], GroupedWeight | None] | None = None
 
     readable: ClassVar[bool] = True
 
@@ -98,31 +94,24 @@ class QuantizedTensor:
         return numbers.dense_into(result) if isinstance(numbers, WholeNumbers) else result.copy_(numbers)
 
     def groups(self, part: int | None = None) -> GroupedWeight | None:
-        """The matrix, or one of several, in groups as stored; None if it does not stay in groups."""
-        if self.held_bytes is None:
-            return None
-        if self.floats is not None:
-            return self.floats()
-        numbers = self.unpack() if part is None else self.unpack_part(part) if self.unpack_part else None
+        """The matrix, or one of several, in groups as stored; None if its groups do not stay."""
+        if self.unpack_groups is not None:
+            return self.unpack_groups(part)
+        numbers = self.unpack() if part is None else None
         return numbers.grouped() if isinstance(numbers, WholeNumbers) else None
 
-    def for_gpu(self) -> QuantizedTensor:
-        """The weight for GPU kernels, where scales of 8-bit numbers are in float32."""
-        held = self.held_bytes
-        return replace(self, held_bytes=self.gpu_bytes or (max(held, WIDE_BYTES) if held and held > 1 else held))
 
-
-def held_bytes(
+def group_form(
     bits: int, inputs: int, num_groups: int, scales: str, has_zeros: bool = False, scattered: bool = False
-) -> float | None:
-    """Bytes of a weight in groups of GROUP: its bits, a scale and, with zero points, a lowest value.
+) -> GroupForm | None:
+    """The form of a weight in groups of GROUP; None if the groups do not fit: stored groups must be multiples of GROUP
+    and, if their inputs are `scattered`, only one.
 
-    None if the groups do not fit: stored groups must be multiples of GROUP and, if their inputs are `scattered`, only
-    one. A lowest value has more bits than float16; then, or if `scales` are F32, both are in float32.
+    A lowest value, as with zero points, has more bits than float16; then, or if `scales` are F32, both are in float32.
     """
     if inputs % num_groups or inputs // num_groups % GROUP or (scattered and num_groups > 1):
         return None
-    return (bits + (32 if scales == "F32" or has_zeros else 16) * (1 + has_zeros) / GROUP) / 8
+    return GroupForm(bits, GROUP, has_zeros, wide=has_zeros or scales == "F32")
 
 
 def unpacked(words: Int[Tensor, "rows words"], bits: int) -> Int8[Tensor, "rows numbers"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,26 @@ from forerun.models.layer import Bias
 ROW_GROUP = 32
 LARGEST_INT8 = 127
 FORMS = ((4, 32), (8, 32), (8, 16))  # (bits, inputs of a group) that kernels support
+
+
+class GroupForm(NamedTuple):
+    """The form of weights in groups: bits of a number, inputs of a group, whether groups have a lowest value, whether
+    scales need more bits than float16 has (`wide`), and the bits of a number on GPUs, if others.
+
+    `bits` 0: only GPUs multiply them.
+    """
+
+    bits: int
+    size: int
+    has_least: bool = False
+    wide: bool = False
+    gpu_bits: int = 0
+
+    def num_bytes(self, on_gpu: bool = False) -> float:
+        """Bytes of a weight, 0 if it cannot stay in groups. GPUs have the scales of 8-bit numbers in float32."""
+        bits = self.gpu_bits or self.bits if on_gpu else self.bits
+        factor_bits = 32 if self.wide or (on_gpu and bits == 8) else 16
+        return (bits + factor_bits * (1 + self.has_least) / self.size) / 8 if bits else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +81,16 @@ class GroupedWeight:
     @classmethod
     def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
         """Several weights concatenated along the outputs, in a form that fits them all."""
-        form = max(p.bits for p in parts), min(p.size for p in parts), any(p.least is not None for p in parts)
-        form = form if form[:2] in FORMS else (8, *form[1:])
-        alike = [part.in_form(*form) for part in parts]
-        least = torch.cat([p.least for p in alike if p.least is not None]) if form[2] else None
-        return cls(torch.cat([p.numbers for p in alike]), torch.cat([p.scales for p in alike]), least, *form[:2])
+        bits, size = max(p.bits for p in parts), min(p.size for p in parts)
+        bits, has_least = bits if (bits, size) in FORMS else 8, any(p.least is not None for p in parts)
+        alike = [part.in_form(bits, size, has_least) for part in parts]
+        least = torch.cat([p.least for p in alike if p.least is not None]) if has_least else None
+        return cls(torch.cat([p.numbers for p in alike]), torch.cat([p.scales for p in alike]), least, bits, size)
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
         """The dequantized weights in float32."""
-        scales = self.scales.repeat_interleave(self.size, 1)
-        weights = scales * self.numbers.float()
-        return weights if self.least is None else weights + self.least.repeat_interleave(self.size, 1)
+        weights: Tensor = self.numbers.float().unflatten(1, (-1, self.size)).mul_(self.scales[:, :, None])
+        return (weights if self.least is None else weights.add_(self.least[:, :, None])).flatten(1)
 
 
 class GroupedLinear:

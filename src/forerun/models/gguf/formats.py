@@ -1,4 +1,4 @@
-"""The quantized block formats of GGUF as weights in groups: the same integers, scales and lowest values, unpacked.
+"""The number formats of GGUF: one row each, with the layout of its blocks and the form of its weights in groups.
 
 Layouts are those of ggml's block structures (ggml-org/ggml, src/ggml-common.h). Tests compare the values with those of
 the package `gguf`, which dequantizes to float32.
@@ -7,6 +7,7 @@ the package `gguf`, which dequantizes to float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.models.backends.torch_cpu.grouped import GroupedWeight
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight, GroupForm
 
 Bytes = NDArray[np.uint8]  # [blocks, bytes]
 Floats = NDArray[np.float32]  # [blocks, groups of a block]
@@ -100,29 +101,54 @@ def mxfp4(b: Bytes) -> Unpacked:
     return numbers, np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128) * numbers.any(1, keepdims=True), None
 
 
-BLOCK_NUMBERS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}  # numbers in a block; 32 in all others
-# By format: unpacking function, bits of a number, numbers of a group, and total bits for each number.
-GROUPED: dict[str, tuple[Callable[[Bytes], Unpacked], int, int, float]] = {
-    "Q8_0": (q8_0, 8, 32, 8.5),
-    "Q4_0": (q4_0, 4, 32, 4.5),
-    "Q4_1": (q4_1, 4, 32, 5),
-    "Q5_0": (q5_0, 8, 32, 8.5),
-    "Q5_1": (q5_1, 8, 32, 9),
-    "Q4_K": (q4_k, 4, 32, 6),
-    "Q5_K": (q5_k, 8, 32, 10),
-    "Q6_K": (q6_k, 8, 16, 10),
-    "MXFP4": (mxfp4, 8, 32, 8.5),
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A number format: its code in files, the numbers and bytes of a block and, if quantized, how a block is unpacked.
+
+    `form` is that of its weights in groups. Numbers that are not quantized have the dtype `plain`.
+    """
+
+    code: int
+    numbers: int
+    num_bytes: int
+    unpack: Callable[[Bytes], Unpacked] | None = None
+    form: GroupForm | None = None
+    plain: torch.dtype | None = None
+
+    def grouped(self, rows: Bytes) -> GroupedWeight:
+        """Rows of blocks as a weight in groups."""
+        assert self.unpack is not None and self.form is not None, "numbers by themselves have no groups"  # noqa: PT018
+        numbers, scales, least = self.unpack(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
+
+        def tensor(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).reshape(len(rows), -1)
+
+        return GroupedWeight(tensor(numbers), tensor(scales), None if least is None else tensor(least), *self.form[:2])
+
+    def dense(self, rows: Bytes) -> Tensor:
+        """The numbers of these rows, exactly."""
+        return self.grouped(rows).dense() if self.plain is None else torch.from_numpy(rows.copy()).view(self.plain)
+
+
+FORMATS = {
+    "F32": BlockFormat(0, 1, 4, plain=torch.float32),
+    "F16": BlockFormat(1, 1, 2, plain=torch.float16),
+    "BF16": BlockFormat(30, 1, 2, plain=torch.bfloat16),
+    "Q8_0": BlockFormat(8, 32, 34, q8_0, GroupForm(8, 32)),
+    "Q4_0": BlockFormat(2, 32, 18, q4_0, GroupForm(4, 32)),
+    "Q4_1": BlockFormat(3, 32, 20, q4_1, GroupForm(4, 32, has_least=True)),
+    "Q5_0": BlockFormat(6, 32, 22, q5_0, GroupForm(8, 32)),
+    "Q5_1": BlockFormat(7, 32, 24, q5_1, GroupForm(8, 32, has_least=True)),
+    "Q4_K": BlockFormat(12, 256, 144, q4_k, GroupForm(4, 32, has_least=True, wide=True)),
+    "Q5_K": BlockFormat(13, 256, 176, q5_k, GroupForm(8, 32, has_least=True, wide=True)),
+    "Q6_K": BlockFormat(14, 256, 210, q6_k, GroupForm(8, 16, wide=True)),
+    "MXFP4": BlockFormat(39, 32, 17, mxfp4, GroupForm(8, 32, gpu_bits=4)),
+    "I32": BlockFormat(26, 1, 4, plain=torch.int32),  # of tables of ids
+    "I64": BlockFormat(27, 1, 8, plain=torch.int64),
 }
-GPU_BITS = {"Q8_0": 9, "Q5_0": 9, "Q5_1": 10, "MXFP4": 4.5}  # total bits on GPUs, with float32 scales of 8-bit numbers
-
-
-def grouped(rows: NDArray[np.uint8], number_format: str, shape: tuple[int, ...]) -> GroupedWeight:
-    """A matrix of this shape as a weight in groups; `rows` are its blocks in this format."""
-    unpack, bits, size, _ = GROUPED[number_format]
-    num_blocks = shape[0] * shape[1] // BLOCK_NUMBERS.get(number_format, 32)
-    numbers, scales, least = unpack(np.ascontiguousarray(rows).reshape(num_blocks, -1))
-
-    def tensor(values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).reshape(shape[0], -1)
-
-    return GroupedWeight(tensor(numbers), tensor(scales), None if least is None else tensor(least), bits, size)
+READABLE = tuple(name for name in FORMATS if not name.startswith("I"))  # of weights
+UNREADABLE = {  # by code
+    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 28: "F64", 29: "IQ1_M"},
+    **{34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
+}
