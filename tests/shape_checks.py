@@ -1,7 +1,8 @@
 """Shape annotations are checked at run time, in the first calls that a test makes of a function and in some later ones.
 
 A check costs more than most of the functions that are checked: with a check of every call the suite takes three times
-as long. So what a test does thousands of times is checked now and then, and what it does a few times always.
+as long. So what a test does thousands of times is checked now and then, and what it does a few times always. Functions
+whose annotations hold no shape are left as they are: mypy has checked their calls.
 """
 
 import functools
@@ -9,7 +10,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args, get_origin
 from unittest.mock import patch
 
 import jaxtyping
@@ -49,19 +50,30 @@ def next_test() -> None:
 def checked_now_and_then(subject: Any) -> Any:
     """The function, or the dataclass with its `__init__`, checked in some of its calls.
 
-    A function inside another one is left alone: it would be compiled anew whenever the outer one runs.
+    One without shapes is left alone, and so is a function inside another one, which would be compiled anew whenever the
+    outer one runs.
     """
     if not inspect.isclass(subject):
-        return subject if "<locals>" in subject.__qualname__ else sampled(subject)
-    if is_dataclass(subject) and "__init__" in vars(subject):
+        return sampled(subject) if "<locals>" not in subject.__qualname__ and has_shapes(subject) else subject
+    if is_dataclass(subject) and "__init__" in vars(subject) and has_shapes(subject.__init__):
         subject.__init__ = sampled(subject.__init__)
     return subject
+
+
+def has_shapes(function: Callable[..., Any]) -> bool:
+    """Whether an annotation holds a shape, or a name that is not defined yet and may stand for one."""
+    function.__annotations__ = resolved_hints(function)
+    parts = (part for hint in function.__annotations__.values() for part in parts_of(hint))
+    return any(is_shape(part) or isinstance(part, str) for part in parts)
+
+
+def is_shape(part: Any) -> bool:
+    return inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray)
 
 
 def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, checked in its first calls of each test and in one of EVERY later ones."""
     unchecked, num_calls, check = 0, 0, None  # how many calls are not checked before the next one that is
-    function.__annotations__ = resolved_hints(function)
 
     def begin() -> None:
         nonlocal unchecked, num_calls
@@ -88,19 +100,19 @@ def sampled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked_always(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, checked in every call. Where there are shapes, a letter stands for the same number in all of them.
+    """The function, checked in every call if it has shapes: a letter stands for the same number in all of them.
 
     A call is then a context of jaxtyping's. Its decorator does the same in twice the time, and is left what is hard.
     """
     function.__annotations__ = resolved_hints(function)  # what was defined further down is defined by now
     parts = [part for hint in function.__annotations__.values() for part in parts_of(hint)]
-    shapes = [part.dim_str for part in parts if inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray)]
+    shapes = [part.dim_str for part in parts if is_shape(part)]
     unknown = any(isinstance(part, str) for part in parts) or any("{" in shape for shape in shapes)
     if unknown or any(ends_later(function) for ends_later in ENDS_LATER):
         return by_jaxtyping(function, typechecker=beartype)
-    check = beartype(function)
     if not shapes:
-        return check
+        return function
+    check = beartype(function)
 
     def call(*arguments: Any, **named: Any) -> Any:
         with by_jaxtyping("context"):
@@ -110,10 +122,11 @@ def checked_always(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parts_of(hint: Any) -> Iterator[Any]:
-    """An annotation and all that it consists of."""
+    """An annotation and all the annotations that it consists of."""
     yield hint
-    for part in hint if isinstance(hint, list | tuple) else get_args(hint):
-        yield from parts_of(part)
+    if get_origin(hint) is not Literal:
+        for part in hint if isinstance(hint, list | tuple) else get_args(hint):
+            yield from parts_of(part)
 
 
 def resolved_hints(function: Callable[..., Any]) -> dict[str, Any]:
