@@ -147,5 +147,5 @@ def test_an_engine_is_known_by_its_models_or_behind_a_gateway_by_its_metrics() -
     assert dialect_of("gateway", None) is UNKNOWN
     assert len({dialect.prefix for dialect in DIALECTS}) == len(DIALECTS)
     for dialect in DIALECTS:
-        assert dialect.depth_options is not None
-        assert "4" in dialect.depth_options(4)
+        assert "4" in str(dialect.options(4))
+    assert UNKNOWN.options(4) is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -59,29 +59,25 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
     text = (message.get("content") if isinstance(message, dict) else choice.get("text")) or ""
     chances = choice.get("logprobs") or {}
     if isinstance(chances.get("content"), list):
-        tokens = [TokenChance(str(each.get("token")), likely_of_entries(each)) for each in chances["content"]]
+        entries = [(each.get("token"), each.get("top_logprobs") or ()) for each in chances["content"]]
+        places = [(token, [(top.get("token"), top.get("logprob")) for top in likely]) for token, likely in entries]
     else:
-        likely = chances.get("top_logprobs") or [None] * len(chances.get("tokens") or ())
-        tokens = [
-            TokenChance(str(token), finite_chances(at_place or {}))
-            for token, at_place in zip(chances.get("tokens") or (), likely, strict=False)
+        tops = chances.get("top_logprobs") or [None] * len(chances.get("tokens") or ())
+        places = [
+            (token, list((likely or {}).items()))
+            for token, likely in zip(chances.get("tokens") or (), tops, strict=False)
         ]
-    return RemoteAnswer(text, tuple(tokens), choice.get("finish_reason") == "stop")
+    tokens = tuple(TokenChance(str(token), strongest(likely)) for token, likely in places)
+    return RemoteAnswer(text, tokens, choice.get("finish_reason") == "stop")
 
 
-def likely_of_entries(entry: Mapping[str, Any]) -> Mapping[str, float]:
-    """Top log-probabilities of an entry in a chat's list; if tokens share a text, the most likely one counts."""
+def strongest(pairs: Iterable[tuple[object, object]]) -> Mapping[str, float]:
+    """The log-probabilities that are numbers, by text; if tokens share a text, the most likely one counts."""
     chances: dict[str, float] = {}
-    for each in entry.get("top_logprobs") or ():
-        name, value = str(each.get("token")), each.get("logprob")
+    for name, value in pairs:
         if isinstance(value, int | float):
-            chances[name] = max(value, chances.get(name, -math.inf))
-    return finite_chances(chances)
-
-
-def finite_chances(chances: Mapping[str, Any]) -> Mapping[str, float]:
-    """The log-probabilities that are numbers."""
-    return {name: float(value) for name, value in chances.items() if isinstance(value, int | float)}
+            chances[str(name)] = max(float(value), chances.get(str(name), -math.inf))
+    return chances
 
 
 @dataclass(slots=True)
@@ -115,29 +111,23 @@ class Questioner:
         }
 
     async def learn(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:
-        """Find out how many top log-probabilities the server returns.
+        """Find out how many top log-probabilities the server returns, requesting fewer until it accepts.
 
         Raises InvalidRequest if it does not answer in time.
         """
         try:
             async with asyncio.timeout(limit.timeout_s):
-                await self.learn_in_time(prompt)
+                await self.server.client.complete(self.body(prompt, 0.0, 2, 0, 0))
+                self.most_likely = 0
+                for likely in MOST_LIKELY:
+                    with suppress(InvalidRequest):
+                        answer = answer_of(await self.server.client.complete(self.body(prompt, 0.0, 2, 0, likely)))
+                        if answer.tokens and answer.tokens[0].likely:
+                            self.most_likely = likely
+                            return
         except TimeoutError as error:
             base = self.server.client.address.base
             raise InvalidRequest("time_limit", f"{base} gave no first answer in time: allow more seconds.") from error
-
-    async def learn_in_time(self, prompt: Passage) -> None:
-        """`learn` without a time limit: request fewer top log-probabilities until the server accepts."""
-        await self.server.client.complete(self.body(prompt, 0.0, 2, 0, 0))
-        self.most_likely = 0
-        for likely in MOST_LIKELY:
-            try:
-                answer = answer_of(await self.server.client.complete(self.body(prompt, 0.0, 2, 0, likely)))
-            except InvalidRequest:
-                continue
-            if answer.tokens and answer.tokens[0].likely:
-                self.most_likely = likely
-                return
 
     async def ask(
         self,

@@ -6,8 +6,7 @@ filters, and the options that set the draft depth.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,9 @@ class Dialect:
     """One engine. `owner`: `owned_by` in its list of models; `prefix`: of its metrics' names.
 
     `unfiltered`: request fields that switch off all sampling filters, including the server's defaults. `exact_tokens`:
-    fields that make log-probabilities identify tokens unambiguously. `depth_options`: the server options for a depth
-    (0: plain decoding); None if unknown.
+    fields that make log-probabilities identify tokens unambiguously. `plain_options` and `depth_options`: the server
+    options for plain decoding, and for a depth, method and model unchanged; "" if unknown. `tree` is one more than
+    `depth`.
     """
 
     name: str
@@ -28,38 +28,14 @@ class Dialect:
     prefix: str
     unfiltered: Mapping[str, Any] = field(default_factory=lambda: {"top_p": 1.0})
     exact_tokens: Mapping[str, Any] = field(default_factory=dict)
-    depth_options: Callable[[int], str] | None = None
+    plain_options: str = ""
+    depth_options: str = ""
     counters_advice: str = ""
 
-
-def forerun_options(depth: int) -> str:
-    """The options of `forerun serve`, or of a request, for a depth."""
-    return f'forerun serve --depth {depth}, or "speculation": {depth} in a request'
-
-
-def vllm_options(depth: int) -> str:
-    """The options of `vllm serve` for a depth, with method and model unchanged."""
-    if depth == 0:
-        return "vllm serve without --speculative-config"
-    config = json.dumps({"num_speculative_tokens": depth})
-    return f"vllm serve --speculative-config '{config[:-1]}, …}}', its method and model as they are"
-
-
-def sglang_options(depth: int) -> str:
-    """The options of SGLang for a depth; a chain needs one more draft token than steps."""
-    if depth == 0:
-        return "without --speculative-algorithm"
-    chain = f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth + 1}"
-    return f"--speculative-num-steps {depth} {chain} (NGRAM: --speculative-num-draft-tokens {depth})"
-
-
-def llama_cpp_options(depth: int) -> str:
-    """The options of llama-server for a depth."""
-    if depth == 0:
-        return "llama-server --spec-type none, without a draft model"
-    return (
-        f"llama-server --spec-draft-n-max {depth} (--draft-max in older versions; ngrams: --spec-ngram-simple-size-m)"
-    )
+    def options(self, depth: int) -> str | None:
+        """The server options for a depth (0: plain decoding); None if unknown."""
+        form = self.depth_options if depth or not self.plain_options else self.plain_options
+        return form.format(depth=depth, tree=depth + 1) or None
 
 
 DIALECTS = (
@@ -68,7 +44,7 @@ DIALECTS = (
         "forerun",
         "forerun:",
         {**UNFILTERED, "top_k": 0, "repetition_penalty": 1.0},
-        depth_options=forerun_options,
+        depth_options='forerun serve --depth {depth}, or "speculation": {depth} in a request',
     ),
     Dialect(
         "vLLM",
@@ -76,14 +52,18 @@ DIALECTS = (
         "vllm:",
         {**UNFILTERED, "top_k": -1, "repetition_penalty": 1.0},
         {"return_tokens_as_token_ids": True},
-        vllm_options,
+        "vllm serve without --speculative-config",
+        "vllm serve --speculative-config '{{\"num_speculative_tokens\": {depth}, …}}', "
+        "its method and model as they are",
     ),
     Dialect(
         "SGLang",
         "sglang",
         "sglang:",
         {**UNFILTERED, "top_k": -1, "repetition_penalty": 1.0},
-        depth_options=sglang_options,
+        plain_options="without --speculative-algorithm",
+        depth_options="--speculative-num-steps {depth} --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens {tree} (NGRAM: --speculative-num-draft-tokens {depth})",
         counters_advice="start it with --enable-metrics",
     ),
     Dialect(
@@ -91,7 +71,9 @@ DIALECTS = (
         "llamacpp",
         "llamacpp:",
         {**UNFILTERED, "top_k": 0, "repeat_penalty": 1.0},
-        depth_options=llama_cpp_options,
+        plain_options="llama-server --spec-type none, without a draft model",
+        depth_options="llama-server --spec-draft-n-max {depth} (--draft-max in older versions; ngrams: "
+        "--spec-ngram-simple-size-m)",
         counters_advice="start llama-server with --metrics",
     ),
 )

@@ -152,9 +152,7 @@ def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
     """
     if one.text == other.text:
         return None
-    pairs = (one.names, other.names) if one.tokens and other.tokens else (one.text, other.text)
-    shared = next((i for i, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), None)
-    return min(map(len, pairs)) if shared is None else shared
+    return shared_length(one.names, other.names) if one.tokens and other.tokens else shared_length(one.text, other.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +166,11 @@ class AnswerPlace:
 
 def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, tolerance: float) -> TextDifference:
     """The first difference of two differing answers, and its meaning."""
-    position = parting(plain, other)
+    position, length = parting(plain, other), shared_length(plain.text, other.text)
     assert position is not None, "the texts differ"
     counts_tokens = bool(plain.tokens)
     if plain.tokens and not other.tokens:
-        token = token_at(plain, shared_length(plain.text, other.text))
+        token = token_at(plain, length)
         named = None if token is None else alternative(plain, other.text, *token)
         counts_tokens = token is not None
         position = position if token is None else token[0]
@@ -180,23 +178,21 @@ def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, 
         named = other.names[position] if position < len(other.tokens) else None
     chosen = plain.tokens[position] if counts_tokens and position < len(plain.tokens) else None
     gap, at_least = gap_of(dict(chosen.likely), chosen.token, named) if chosen else (None, False)
-    texts = [each.text[max(0, shared_length(plain.text, other.text)) :] for each in (plain, other)]
-    shared = plain.text[: shared_length(plain.text, other.text)]
     return TextDifference(
         place.prompt,
         place.at_once,
         position,
-        shared[-CONTEXT:],
-        chosen.token if chosen else texts[0][:CONTEXT],
-        named if named is not None else texts[1][:CONTEXT],
+        plain.text[:length][-CONTEXT:],
+        chosen.token if chosen else plain.text[length:][:CONTEXT],
+        named if named is not None else other.text[length:][:CONTEXT],
         gap,
         at_least,
         meaning_of(gap, at_least, tolerance, place.unsteady_from is not None and place.unsteady_from <= position),
     )
 
 
-def shared_length(one: str, other: str) -> int:
-    """The length of the common prefix of two texts."""
+def shared_length(one: Sequence[str], other: Sequence[str]) -> int:
+    """The length of the common prefix of two texts, or of two lists of tokens."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ PILOT_SHARE = 0.15  # share of the time for the choice of openings
 TWICE_Z = 1.96  # two tests both find it in 95 of 100 runs
 LETTERS = (24, 16, 12, 8, 4)  # lengths of prefixes that are counted without tokens
 ENOUGH_CELLS = 8
+TOO_FEW = "fewer than two prefixes of texts occurred often enough: ask for more texts, or give other prompts"
 UNNAMED = -1  # a token that cannot be identified
 
 
@@ -50,18 +51,18 @@ class ServedLaw:
     """
 
     opening: str
-    exact: bool
-    num_texts: int
-    counted: str
-    statistic: float
-    freedom: int
-    p_value: float
-    adjusted_p: float
-    smallest_bias: float
-    control_p: float | None
-    law_p: float | None
-    num_asked: int
-    num_drafted: float | None
+    exact: bool = False
+    num_texts: int = 0
+    counted: str = ""
+    statistic: float = 0.0
+    freedom: int = 0
+    p_value: float = 1.0
+    adjusted_p: float = 1.0
+    smallest_bias: float = 0.0
+    control_p: float | None = None
+    law_p: float | None = None
+    num_asked: int = 0
+    num_drafted: float | None = None
     problem: str = ""
 
     @property
@@ -139,57 +140,33 @@ def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[
     numbers = TokenNumbers()
     cells = cells_of(plain, len(speculating), numbers) if speculating else None
     if cells is None or not cells.enough or not any(answer.tokens for answer in speculating):
-        return counts_test(opening, plain, speculating)
+        return counts_test(ServedLaw(opening), plain, speculating)
     control, tested = (cells.test([numbers.text(answer) for answer in side]) for side in (plain, speculating))
-    num_texts, counted, law_p = len(speculating), f"{cells.num_tokens} tokens", tested.p_value
-    result = ServedLaw(
-        opening, True, num_texts, counted, tested.statistic, tested.freedom, law_p, 1.0, 0.0, control.p_value, law_p,
-        num_texts, None,
-    )  # fmt: skip
-    return counts_test(opening, plain, speculating, result) if result.doubtful else result
+    counted, law_p = f"{cells.num_tokens} tokens", tested.p_value
+    result = ServedLaw(opening, True, len(speculating), counted, control_p=control.p_value, law_p=law_p)
+    result = replace(result, **asdict(tested))
+    return counts_test(result, plain, speculating) if result.doubtful else result
 
 
-def counts_test(
-    opening: str,
-    plain: Sequence[RemoteAnswer],
-    speculating: Sequence[RemoteAnswer],
-    first: ServedLaw | None = None,
-) -> ServedLaw:
-    """Test the texts of both servers against each other; `first`: the result of the test against the exact law."""
-    control_p, law_p = (first.control_p, first.law_p) if first else (None, None)
-    num_texts = len(speculating)
-    beginnings = beginnings_of(plain, speculating) if speculating else None
-    if beginnings is None:
-        problem = "fewer than two prefixes of texts occurred often enough: ask for more texts, or give other prompts"
-        return ServedLaw(
-            opening, False, num_texts, "", 0.0, 0, 1.0, 1.0, 0.0, control_p, law_p, num_texts, None, problem
-        )
-    counted, one, other = beginnings
-    compared = two_samples(one, other)
-    assert compared is not None, "these beginnings have cells"
-    return ServedLaw(
-        opening, False, num_texts, counted, compared.statistic, compared.freedom, compared.p_value, 1.0, 0.0, control_p,
-        law_p, num_texts, None,
-    )  # fmt: skip
+def counts_test(first: ServedLaw, plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> ServedLaw:
+    """Test the texts of both servers against each other, by the longest prefixes with enough cells.
 
-
-Beginnings = tuple[str, list[Hashable], list[Hashable]]
-
-
-def beginnings_of(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> Beginnings | None:
-    """The prefixes of both servers' texts to count: the longest with enough cells."""
-    best: tuple[int, Beginnings] | None = None
-    for counted, one, other in candidates(plain, speculating):
-        result = two_samples(one, other)
-        num_cells = 0 if result is None else result.freedom + 1
-        if num_cells > (best[0] if best else 1):
-            best = num_cells, (counted, one, other)
-        if num_cells >= ENOUGH_CELLS:
+    `first`: the result of the test against the exact law, or an empty one.
+    """
+    best, counted = ChiSquare(0.0, 0, 1.0), ""
+    for prefix, one, other in candidates(plain, speculating) if speculating else ():
+        test = two_samples(one, other)
+        if test is not None and test.freedom > best.freedom:
+            best, counted = test, prefix
+        if best.freedom + 1 >= ENOUGH_CELLS:
             break
-    return best[1] if best else None
+    counts = {"exact": False, "num_texts": len(speculating), "counted": counted, **asdict(best)}
+    return replace(first, **counts, problem="" if counted else TOO_FEW)
 
 
-def candidates(plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> Iterator[Beginnings]:
+def candidates(
+    plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]
+) -> Iterator[tuple[str, list[Hashable], list[Hashable]]]:
     """Prefixes that could be counted, the longest first."""
     if all(any(answer.tokens for answer in side) for side in (plain, speculating)):
         for length in range(MOST_TOKENS, 1, -1):
@@ -208,17 +185,14 @@ def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare
     together, total = counts[0] + counts[1], len(one) + len(other)
     least = LEAST_EXPECTED * total / min(len(one), len(other))
     frequent = [key for key, count in together.most_common() if count >= least]
-    rest = total - sum(together[key] for key in frequent)
-    sizes = [together[key] for key in frequent]
     seen = [[count[key] for key in frequent] for count in counts]
-    if rest >= least:
-        sizes.append(rest)
-        for row, sample in zip(seen, (one, other), strict=True):
-            row.append(len(sample) - sum(row))
-    elif rest and frequent:
-        sizes[-1] += rest
-        for row, sample in zip(seen, (one, other), strict=True):
-            row[-1] += len(sample) - sum(row)
+    rests = [count.total() - sum(row) for count, row in zip(counts, seen, strict=True)]
+    for row, rest in zip(seen, rests, strict=True):
+        if sum(rests) >= least:
+            row.append(rest)
+        elif frequent:
+            row[-1] += rest
+    sizes = [sum(column) for column in zip(*seen, strict=True)]
     if len(sizes) < 2:
         return None
     expected = [[size * len(sample) / total for size in sizes] for sample in (one, other)]
@@ -246,10 +220,12 @@ async def compare_laws(
         within = limit.part(1 / (len(openings) - number))
         sampler = PairSampler(plain, speculating, opening, workload.seed + (number + 1) * MOST_TEXTS, progress)
         plain_texts, texts = await sampler.draw(workload.num_texts, within)
-        result = law_test(shown_opening(opening), plain_texts, texts)
+        talk = opening.conversation
+        end = str(talk[-1].get("content", "") if talk else opening.prompt)[-40:]
+        result = law_test(end, plain_texts, texts)
         if result.doubtful:
             more = await sampler.draw(workload.num_texts, within)
-            result = counts_test(result.opening, [*plain_texts, *more[0]], [*texts, *more[1]], result)
+            result = counts_test(result, [*plain_texts, *more[0]], [*texts, *more[1]])
         results.append(replace(result, num_asked=workload.num_texts, num_drafted=sampler.num_drafted))
     tested = [result for result in results if not result.problem]
     adjusted = iter(holm([result.p_value for result in tested]))
@@ -333,9 +309,3 @@ class PairSampler:
         self.num_drafted = None if None in both else sum(each or 0.0 for each in both)
         if num_drafted == 0:
             self.at_once = AT_ONCE
-
-
-def shown_opening(opening: Passage) -> str:
-    """The end of an opening, for display."""
-    talk = opening.conversation
-    return str(talk[-1].get("content", "") if talk else opening.prompt)[-40:]

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ from forerun.machine import LEAST_S, Neighbours
 from forerun.remote.counters import SpeculationCounts, counts_of, counts_of_answers
 from forerun.remote.dialects import Dialect, dialect_of
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
+from forerun.serve.access import is_loopback
 from forerun.traffic.client import ServedModel, ServerAddress, TrafficClient
 from forerun.traffic.figures import TrafficBlock
 from forerun.traffic.plan import OFF, ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
@@ -57,11 +57,7 @@ class RemoteServer:
     @property
     def is_local(self) -> bool:
         """Whether its address is a loopback one."""
-        host = urlsplit(self.client.address.base).hostname or ""
-        try:
-            return ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
+        return is_loopback(urlsplit(self.client.address.base).hostname or "")
 
 
 def same_model(server: RemoteServer, other: RemoteServer) -> None:

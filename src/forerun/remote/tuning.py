@@ -52,15 +52,14 @@ class ServerTuning:
     def unknown(self) -> list[str]:
         """What cannot be known from these servers, as sentences."""
         left, seen = [], self.acceptance
+        hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
         if self.against is None:
             left.append("whether speculation helps: give a server of the same model without it, with --against URL")
         if seen is None:
-            hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
             left.append(
                 f"acceptance, and so the cost of rounds and every other depth: the server counts no guesses{hint}"
             )
         elif seen.reached is None:
-            hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
             left.append(
                 f"acceptance by depth, and so which depth would pay: the server does not count guesses by depth{hint}"
             )
@@ -94,11 +93,10 @@ class ServerTuning:
 
     def cell_object(self, cell: ServedCell) -> dict[str, Any]:
         """One load as JSON, with the advised depth (null: the current setting) and its options."""
-        advice, options = advice_of(cell), self.dialect.depth_options
-        depth = advice.depth if advice else None
+        advice = advice_of(cell)
         return {
             **asdict(cell),
             "served_depth": cell.served_depth,
             "advice": advice and asdict(advice),
-            "options": None if depth is None or options is None else options(depth),
+            "options": None if not advice or advice.depth is None else self.dialect.options(advice.depth),
         }

@@ -181,7 +181,7 @@ def gain_line(cell: ServedCell) -> tuple[str, str]:
 
 def advice_lines(tuning: ServerTuning, cell: ServedCell, advice: DepthAdvice) -> Iterator[Text]:
     """The advised depth at a load, depths worth measuring, and the options that set them."""
-    at, options = f"at {counted(cell.clients, 'client')}", tuning.dialect.depth_options
+    at = f"at {counted(cell.clients, 'client')}"
     if not advice.clear:
         line, style = f"Nothing that was measured is clearly faster than plain decoding {at}", "yellow"
     elif advice.depth is None:
@@ -200,5 +200,5 @@ def advice_lines(tuning: ServerTuning, cell: ServedCell, advice: DepthAdvice) ->
         )
     yield Text(f"{line}.", style)
     changed = trial.depth if trial else advice.depth if advice.clear else None
-    if changed is not None and options is not None:
-        yield Text(f"  {options(changed)}")
+    if changed is not None and (options := tuning.dialect.options(changed)):
+        yield Text(f"  {options}")
