@@ -27,7 +27,8 @@ from forerun.output import Answers
 from forerun.replicas.replica import Call, ReplicaNews
 from forerun.replicas.routes import Route
 from forerun.request import Request
-from forerun.serve.gate import Gate, OpenRequest
+from forerun.serve.gate import OpenRequest
+from forerun.serve.metrics import MetricReader
 from forerun.serve.problems import FAULT_OF_SERVER, ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
@@ -160,13 +161,25 @@ class ReplicaFront:
             raise ReplicaLost("the replica stopped before the answer was complete.")
 
 
-class ReplicaReader:
-    """The last metrics of all replicas, each labelled with its replica's name."""
+class ReplicaService(Service):
+    """A service whose engines are replicas in other processes; `llm` is a RemoteLLM of their model.
 
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
+    It collects their last metrics, each labelled with its replica's name.
+    """
+
+    def __init__(self, llm: LLM, settings: ServeSettings, replicas: Replicas) -> None:
+        self.replicas, self.replica_front = replicas, ReplicaFront(replicas)
         self.readings: Mapping[str, Seq[Metric]] = {}
-        self.num_running = self.num_taken_over = 0
+        self.num_running = 0
+        super().__init__(llm, settings, self.replica_front)
+
+    def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
+        """The deltas of admitted sequences from replicas."""
+        return self.replica_front.follow(answers, entry.session_id, partial(self.gate.free, entry))
+
+    def reader(self) -> MetricReader:
+        """The Prometheus collector of the replicas."""
+        return self
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of the last reading."""
@@ -181,32 +194,11 @@ class ReplicaReader:
         yield GaugeMetricFamily("forerun:num_requests_queued", "Requests that wait for any replica.", value=waiting)
         yield GaugeMetricFamily("forerun:num_replicas", "Replicas that take requests.", value=self.num_running)
         text = "Times that a request went to another replica since its own was lost."
-        yield CounterMetricFamily("forerun:requests_taken_over", text, value=self.num_taken_over)
-
-
-class ReplicaService(Service):
-    """A service whose engines are replicas in other processes; `llm` is a RemoteLLM of their model."""
-
-    def __init__(self, llm: LLM, settings: ServeSettings, replicas: Replicas) -> None:
-        self.replicas, self.replica_front = replicas, ReplicaFront(replicas)
-        super().__init__(llm, settings, self.replica_front)
-
-    def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
-        """The deltas of admitted sequences from replicas."""
-        return self.replica_front.follow(answers, entry.session_id, partial(self.gate.free, entry))
-
-    def reader(self) -> ReplicaReader:
-        """The Prometheus collector of the replicas."""
-        self.replica_reader = ReplicaReader(self.gate)
-        return self.replica_reader
+        yield CounterMetricFamily("forerun:requests_taken_over", text, value=self.replica_front.num_taken_over)
 
     async def exposition(self) -> bytes:
         """The metrics of all replicas, and of this server."""
-        reader = self.replica_reader
-        reader.readings, reader.num_running = await asyncio.gather(
-            self.replicas.readings(), self.replicas.num_running()
-        )
-        reader.num_taken_over = self.replica_front.num_taken_over
+        self.readings, self.num_running = await asyncio.gather(self.replicas.readings(), self.replicas.num_running())
         return await super().exposition()
 
     async def require_ready(self) -> None:

@@ -59,6 +59,7 @@ class Writer(ABC):
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     named: bool = True
+    splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by choice
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -75,6 +76,12 @@ class Writer(ABC):
     def failed(self, problem: ApiError) -> dict[str, Any]:
         """The last event of a stream that failed."""
         return problem.body
+
+    def parts_of(self, delta: Delta, index: int = 0) -> list[AnswerPart]:
+        """The parts that a delta adds to a choice, without reasoning unless the body includes it."""
+        splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.parsed.form)
+        hidden = None if self.parsed.include_reasoning else "reasoning"
+        return [part for part in splitter.take(delta) if part.kind != hidden]
 
     @property
     def deltas(self) -> list[Delta]:
@@ -120,12 +127,13 @@ class AnswerWriter(Writer):
     named: bool = False
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
     begun: set[int] = field(default_factory=set)
-    splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by choice
     num_rounds: Counter[int] = field(default_factory=Counter)  # in the chunks so far, by choice
     echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by prompt
+    places: dict[int, int] = field(init=False)  # the index of the choice, by sequence
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.places = {sequence.id: index for index, sequence in enumerate(self.answers.sequences)}
 
     @property
     def chat(self) -> bool:
@@ -157,8 +165,7 @@ class AnswerWriter(Writer):
 
     def choice(self, index: int, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """One finished choice, joined from the pieces that a stream would show."""
-        sequence = self.answers.requests[index // self.parsed.n][1][sample.index]
-        deltas = self.answers.answers[sequence.id].deltas
+        deltas = self.answers.answers[self.answers.sequences[index].id].deltas
         shown = [self.shown(index, delta) for delta in deltas]
         joined = {
             name: "".join(each.get(name, "") for each in shown) for name in ("text", "content", "reasoning_content")
@@ -237,7 +244,7 @@ class AnswerWriter(Writer):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The stream chunks for one delta; empty if it has nothing to show yet."""
-        index = self.index_of(delta)
+        index = self.places[delta.seq_id]
         events = []
         shown = self.shown(index, delta)
         if self.chat and index not in self.begun:
@@ -262,14 +269,13 @@ class AnswerWriter(Writer):
                 self.begun.add(index)
                 text = self.echo_of(index).text + text
             return {"text": text}
-        splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.parsed.form)
-        num_calls = splitter.num_calls
-        parts = splitter.take(delta)
+        parts = self.parts_of(delta, index)
         fields: dict[str, Any] = {}
-        if self.parsed.include_reasoning and (thought := text_of(parts, "reasoning")):
+        if thought := text_of(parts, "reasoning"):
             fields["reasoning_content"] = thought
         if calls := [part.call for part in parts if part.call]:
-            fields["tool_calls"] = [call.described(number) for number, call in enumerate(calls, num_calls)]
+            first = self.splitters[index].num_calls - len(calls)
+            fields["tool_calls"] = [call.described(number) for number, call in enumerate(calls, first)]
         text = text_of(parts, "content")
         if text or not (fields or delta.finish_reason):
             fields["content"] = text
@@ -285,11 +291,6 @@ class AnswerWriter(Writer):
     def last_chunks(self) -> list[dict[str, Any]]:
         """The chunk with the usage, if requested."""
         return [self.chunk([], self.usage())] if self.parsed.include_usage else []
-
-    def index_of(self, delta: Delta) -> int:
-        """The index of the choice that a delta belongs to."""
-        first = {samples[0].request_id: number for number, (_, samples) in enumerate(self.answers.requests)}
-        return first[delta.request_id] * self.parsed.n + delta.sample
 
     def usage(self) -> dict[str, Any]:
         """Token counts and counts of speculation."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from forerun.accept.delta import Delta
 from forerun.serve.answers import Writer
-from forerun.serve.parts import AnswerPart, AnswerSplitter
+from forerun.serve.parts import AnswerPart
 from forerun.serve.problems import ApiError
 
 BlockKind = Literal["thinking", "text", "tool_use"]
@@ -50,10 +50,6 @@ class MessageWriter(Writer):
     blocks: list[dict[str, Any]] = field(default_factory=list)
     begun: bool = False
     open: bool = False  # whether the last block may grow
-    splitter: AnswerSplitter = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.splitter = AnswerSplitter(self.parsed.form)
 
     def whole(self) -> dict[str, Any]:
         """The message object of a finished answer."""
@@ -93,10 +89,7 @@ class MessageWriter(Writer):
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Add a delta to the blocks; returns the events."""
-        events: list[dict[str, Any]] = []
-        for part in self.splitter.take(delta):
-            if part.kind != "reasoning" or self.parsed.include_reasoning:
-                events += self.add(part)
+        events = [event for part in self.parts_of(delta) for event in self.add(part)]
         return events + (self.close() if delta.finish_reason else [])
 
     def add(self, part: AnswerPart) -> list[dict[str, Any]]:

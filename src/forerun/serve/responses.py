@@ -16,11 +16,15 @@ from forerun.accept.delta import Delta
 from forerun.serve.answers import Writer
 from forerun.serve.calls import ToolCall
 from forerun.serve.logprob_text import chat_entries
-from forerun.serve.parts import AnswerPart, AnswerSplitter, PartKind, TokenCounter
+from forerun.serve.parts import AnswerPart, PartKind, TokenCounter
 from forerun.serve.problems import ApiError
 
 IDS: dict[PartKind, str] = {"reasoning": "rs", "content": "msg", "call": "fc"}
-EVENTS = {"reasoning": "response.reasoning_text", "content": "response.output_text"}
+EVENTS: dict[PartKind, str] = {
+    "reasoning": "response.reasoning_text",
+    "content": "response.output_text",
+    "call": "response.function_call_arguments",
+}
 OPENING = ("created", "in_progress")
 STATUS = {"stop": "completed"}  # by finish reason; all others are incomplete
 ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logprobs", "max_output_tokens")
@@ -28,7 +32,7 @@ ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "top_logp
 
 @dataclass(slots=True)
 class OutputItem:
-    """One output item: its text so far, or its function call."""
+    """One output item: its text so far, or its function call and the arguments so far."""
 
     kind: PartKind
     id: str
@@ -38,18 +42,25 @@ class OutputItem:
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """The fields of events that locate what an item contains."""
+        place = {"item_id": self.id, "output_index": self.index}
+        return place if self.call is not None else {**place, "content_index": 0}
+
     def part(self) -> dict[str, Any]:
         """The content part of the item."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
-    def item(self, empty: bool = False) -> dict[str, Any]:
-        """The item object; `empty` when it is added to a stream."""
+    def item(self) -> dict[str, Any]:
+        """The item object; without content while it is in progress."""
+        fields: dict[str, Any] = {"id": self.id, "status": self.status}
         if self.call is not None:
-            called = {"name": self.call.name, "arguments": "" if empty else self.call.arguments}
-            return {"type": "function_call", "id": self.id, "status": self.status, "call_id": self.call.id, **called}
-        fields: dict[str, Any] = {"id": self.id, "status": self.status, "content": [] if empty else [self.part()]}
+            called = {"call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+            return {"type": "function_call", **fields, **called}
+        fields["content"] = [] if self.status == "in_progress" else [self.part()]
         if self.kind == "reasoning":
             return {"type": "reasoning", "summary": [], **fields}
         return {"type": "message", "role": "assistant", **fields}
@@ -63,11 +74,9 @@ class ResponseWriter(Writer):
     items: list[OutputItem] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens whose kind is undecided
     num_events: int = 0
-    splitter: AnswerSplitter = field(init=False)
     counter: TokenCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.splitter = AnswerSplitter(self.parsed.form)
         self.counter = TokenCounter(self.parsed.form, self.texts)
 
     def whole(self) -> dict[str, Any]:
@@ -78,10 +87,8 @@ class ResponseWriter(Writer):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The events for one delta; the first delta also opens the response."""
-        events = []
-        if not self.num_events:
-            events += [self.event(f"response.{kind}", response=self.response("in_progress")) for kind in OPENING]
-        return events + self.take(delta)
+        kinds = () if self.num_events else OPENING
+        return [self.event(f"response.{k}", response=self.response("in_progress")) for k in kinds] + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """The last event, with the whole response."""
@@ -103,20 +110,15 @@ class ResponseWriter(Writer):
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         """Add a delta to the items; returns the events."""
-        logprobs = self.logprobs_of(delta)
-        parts = [
-            part for part in self.splitter.take(delta) if part.kind != "reasoning" or self.parsed.include_reasoning
-        ]
-        if logprobs and not any(part.kind == "content" for part in parts):
+        parts, logprobs = self.parts_of(delta), self.logprobs_of(delta)
+        is_empty = delta.finish_reason and not parts and not self.items  # an answer has at least one item
+        if is_empty or (logprobs and not any(part.kind == "content" for part in parts)):
             parts.append(AnswerPart("content"))
-        if delta.finish_reason and not parts and not self.items:
-            parts.append(AnswerPart("content"))  # an answer has at least one item
         events: list[dict[str, Any]] = []
         for part in parts:
-            if part.call is not None:
-                events += self.called(part.call)
-                continue
-            events += self.grow(part.kind, part.text, logprobs if part.kind == "content" else [])
+            if part.call is not None or not self.items or self.items[-1].kind != part.kind:
+                events += self.close("stop") + self.opened(part)
+            events += self.grow(part, logprobs if part.kind == "content" else [])
             logprobs = [] if part.kind == "content" else logprobs
         return events + (self.close(delta.finish_reason) if delta.finish_reason else [])
 
@@ -127,58 +129,41 @@ class ResponseWriter(Writer):
         self.entries = entries[len(kinds) :]
         return [entry for kind, entry in zip(kinds, entries, strict=False) if kind == "content"]
 
-    def opened(self, kind: PartKind, call: ToolCall | None = None) -> list[dict[str, Any]]:
-        """Finish the last item and add a new one; returns the events."""
-        closing = self.close("stop")
-        item = OutputItem(kind, f"{IDS[kind]}_{secrets.token_hex(24)}", len(self.items), call)
+    def opened(self, part: AnswerPart) -> list[dict[str, Any]]:
+        """Add an empty item for this part; returns the events."""
+        item = OutputItem(part.kind, f"{IDS[part.kind]}_{secrets.token_hex(24)}", len(self.items), part.call)
         self.items.append(item)
-        empty = item.item(empty=True)
-        return [*closing, self.event("response.output_item.added", output_index=item.index, item=empty)]
-
-    def called(self, call: ToolCall) -> list[dict[str, Any]]:
-        """Add a complete function call; returns the events."""
-        opening = self.opened("call", call)
-        item = self.items[-1]
-        item.status = "completed"
-        place, kind = {"item_id": item.id, "output_index": item.index}, "response.function_call_arguments"
-        return [
-            *opening,
-            self.event(f"{kind}.delta", **place, delta=call.arguments),
-            self.event(f"{kind}.done", **place, name=call.name, arguments=call.arguments),
-            self.event("response.output_item.done", output_index=item.index, item=item.item()),
-        ]
-
-    def grow(self, kind: PartKind, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Append text to the last item, or to a new one if that is of another kind; returns the events."""
-        events = []
-        if not self.items or self.items[-1].kind != kind:
-            events += self.opened(kind)
-            item = self.items[-1]
-            events.append(self.event("response.content_part.added", **self.place(item), part=item.part()))
-        item = self.items[-1]
-        item.text += text
-        item.logprobs += logprobs
-        if text or logprobs:
-            more = {"logprobs": logprobs} if kind == "content" else {}
-            events.append(self.event(f"{EVENTS[kind]}.delta", **self.place(item), delta=text, **more))
+        events = [self.event("response.output_item.added", output_index=item.index, item=item.item())]
+        if part.call is None:
+            events.append(self.event("response.content_part.added", **item.place, part=item.part()))
         return events
 
-    def close(self, finish_reason: str | None) -> list[dict[str, Any]]:
+    def grow(self, part: AnswerPart, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add a part to the last item, which a call completes; returns the events."""
+        item, text = self.items[-1], part.text if part.call is None else part.call.arguments
+        item.text += text
+        item.logprobs += logprobs
+        if not (text or logprobs):
+            return []
+        more = {"logprobs": logprobs} if part.kind == "content" else {}
+        grown = self.event(f"{EVENTS[part.kind]}.delta", **item.place, delta=text, **more)
+        return [grown, *([] if part.call is None else self.close("stop"))]
+
+    def close(self, finish_reason: str) -> list[dict[str, Any]]:
         """Finish the last item if it is in progress; returns the events."""
         if not self.items or self.items[-1].status != "in_progress":
             return []
         item = self.items[-1]
-        item.status = STATUS.get(finish_reason or "", "incomplete")
-        more = {"logprobs": list(item.logprobs)} if item.kind == "content" else {}
-        return [
-            self.event(f"{EVENTS[item.kind]}.done", **self.place(item), text=item.text, **more),
-            self.event("response.content_part.done", **self.place(item), part=item.part()),
-            self.event("response.output_item.done", output_index=item.index, item=item.item()),
-        ]
-
-    def place(self, item: OutputItem) -> dict[str, Any]:
-        """The fields that locate a content part."""
-        return {"item_id": item.id, "output_index": item.index, "content_index": 0}
+        item.status = STATUS.get(finish_reason, "incomplete")
+        if item.call is not None:
+            events = [self.event(f"{EVENTS['call']}.done", **item.place, name=item.call.name, arguments=item.text)]
+        else:
+            more = {"logprobs": list(item.logprobs)} if item.kind == "content" else {}
+            events = [
+                self.event(f"{EVENTS[item.kind]}.done", **item.place, text=item.text, **more),
+                self.event("response.content_part.done", **item.place, part=item.part()),
+            ]
+        return [*events, self.event("response.output_item.done", output_index=item.index, item=item.item())]
 
     def response(self, status: str = "") -> dict[str, Any]:
         """The response object; the default status is that of the finished answer."""
