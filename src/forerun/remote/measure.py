@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -222,30 +222,28 @@ class ServerMeasurement:
         return Sender(server.client, server.model, traffic, self.passages, self.extra)
 
 
-def contenders_of(
-    server: RemoteServer, against: RemoteServer | None, depths: Sequence[int] = ()
-) -> list[ServedContender]:
-    """The contenders: forerun's server also offers plain decoding and depths, by request."""
-    contenders = [ServedContender(SPECULATING, server, SpeculationMode())]
-    if server.model.forerun:
-        contenders += [ServedContender(f"depth {depth}", server, SpeculationMode(str(depth))) for depth in depths]
-    plain = against or (server if server.model.forerun else None)
-    if plain is not None:
-        off = SpeculationMode(OFF) if plain.model.forerun else SpeculationMode()
-        contenders.append(ServedContender(PLAIN, plain, off))
-    return contenders
+@asynccontextmanager
+async def contenders_at(
+    address: ServerAddress, against: ServerAddress | None, prompts: Sequence[Passage], depths: Sequence[int] = ()
+) -> AsyncIterator[list[ServedContender]]:
+    """Context with the contenders: forerun's server also offers plain decoding and depths, by request.
 
-
-async def reach(
-    stack: AsyncExitStack, address: ServerAddress, other: ServerAddress | None
-) -> tuple[RemoteServer, RemoteServer | None]:
-    """Connect to both servers. Raises InvalidRequest if one does not answer, or their models differ."""
-    server = await RemoteServer.reached(await stack.enter_async_context(TrafficClient(address)))
-    if other is None:
-        return server, None
-    second = await RemoteServer.reached(await stack.enter_async_context(TrafficClient(other)))
-    same_model(server, second)
-    return server, second
+    Raises InvalidRequest if a prompt does not suit the address, a server does not answer, or their models differ.
+    """
+    for prompt in prompts:
+        asked_of(prompt, address.chat)
+    async with AsyncExitStack() as stack:
+        addresses = [address] if against is None else [address, against]
+        servers = [await RemoteServer.reached(await stack.enter_async_context(TrafficClient(a))) for a in addresses]
+        server, plain = servers[0], servers[-1]
+        same_model(server, plain)
+        contenders = [ServedContender(SPECULATING, server, SpeculationMode())]
+        if server.model.forerun:
+            contenders += [ServedContender(f"depth {depth}", server, SpeculationMode(str(depth))) for depth in depths]
+        if plain is not server or plain.model.forerun:
+            off = SpeculationMode(OFF) if plain.model.forerun else SpeculationMode()
+            contenders.append(ServedContender(PLAIN, plain, off))
+        yield contenders
 
 
 async def measure_servers(
@@ -260,9 +258,5 @@ async def measure_servers(
 
     Raises InvalidRequest if a server does not answer, has another model, or refuses the requests.
     """
-    for passage in passages:
-        asked_of(passage, address.chat)
-    async with AsyncExitStack() as stack:
-        contenders = contenders_of(*await reach(stack, address, against), plan.depths)
-        measurement = ServerMeasurement(contenders, plan, passages, extra or {})
-        return contenders, await measurement.run(report)
+    async with contenders_at(address, against, passages, plan.depths) as contenders:
+        return contenders, await ServerMeasurement(contenders, plan, passages, extra or {}).run(report)

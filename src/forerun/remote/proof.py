@@ -7,7 +7,6 @@ not be decided.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,10 +19,9 @@ from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import Questioner
 from forerun.remote.equality import TextEquality, compare_texts
 from forerun.remote.law import ServedLaw, compare_laws
-from forerun.remote.measure import PLAIN, contenders_of, reach
+from forerun.remote.measure import PLAIN, contenders_at
 from forerun.remote.time_limit import TimeLimit
 from forerun.traffic.client import ServerAddress
-from forerun.traffic.run import asked_of
 
 LIMIT_S = 300.0  # default
 
@@ -153,10 +151,7 @@ async def prove_server(
     Raises InvalidRequest if a server does not answer, has another model, or there is no plain server.
     """
     limit = TimeLimit.of(limit_s)
-    for prompt in prompts:
-        asked_of(prompt, address.chat)
-    async with AsyncExitStack() as stack:
-        contenders = contenders_of(*await reach(stack, address, plain_address))
+    async with contenders_at(address, plain_address, prompts) as contenders:
         if contenders[-1].name != PLAIN:
             raise InvalidRequest(
                 "plain",
@@ -168,21 +163,10 @@ async def prove_server(
             await who.learn(prompts[0], limit.part(0.5))
         asked = [prompts[index % len(prompts)] for index in range(workload.num_prompts)]
         equality = await compare_texts(
-            speculating,
-            plain,
-            asked,
-            workload,
-            lambda detail, done: report("equality", done),
-            limit.part(0.5),
+            speculating, plain, asked, workload, lambda _, done: report("equality", done), limit.part(0.5)
         )
-        laws = await compare_laws(
-            speculating,
-            plain,
-            list({str(prompt.prompt): prompt for prompt in prompts}.values()),
-            workload,
-            lambda detail, done: report("law", done),
-            limit,
-        )
+        openings = list({str(prompt.prompt): prompt for prompt in prompts}.values())
+        laws = await compare_laws(speculating, plain, openings, workload, lambda _, done: report("law", done), limit)
         return ServerProof(
             address.base,
             plain.server.client.address.base,

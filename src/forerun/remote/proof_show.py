@@ -19,6 +19,12 @@ MEANINGS: dict[Meaning, str] = {
     "unsteady": "no proof of a fault: the plain server itself has given another answer from there, or before, on",
     "undecided": "undecided: how near a tie it was is not known",
 }
+KINDS: dict[Meaning, str] = {
+    "fault": "by more than rounding",
+    "near tie": "by a near tie",
+    "unsteady": "where the plain server differs too",
+    "undecided": "undecided",
+}
 
 
 def server_proof_card(proof: ServerProof) -> RenderableType:
@@ -69,19 +75,8 @@ def equality_line(e: TextEquality) -> str:
     asked = f"{e.num_answers} answers to {e.num_prompts} prompts, alone and beside others, temperature 0"
     if not e.differences:
         return f"{asked}: identical{guesses}"
-    kinds = ", ".join(f"{e.count(kind)} {name}" for kind, name in kinds_of(e))
+    kinds = ", ".join(f"{e.count(kind)} {name}" for kind, name in KINDS.items() if e.count(kind))
     return f"{asked}: {len(e.differences)} differ, {kinds}{guesses}"
-
-
-def kinds_of(e: TextEquality) -> Iterator[tuple[Meaning, str]]:
-    """(meaning, name) of the differences that occurred."""
-    names: dict[Meaning, str] = {
-        "fault": "by more than rounding",
-        "near tie": "by a near tie",
-        "unsteady": "where the plain server differs too",
-        "undecided": "undecided",
-    }
-    yield from ((kind, name) for kind, name in names.items() if e.count(kind))
 
 
 def control_line(e: TextEquality) -> str:

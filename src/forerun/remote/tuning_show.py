@@ -32,20 +32,18 @@ ONCE = "Speed-up by depth, × where measured; one repetition does not tell how f
 
 def server_card(tuning: ServerTuning) -> RenderableType:
     """The report as a renderable card."""
-    parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads(tuning), Text()]
+    loads = FigureTable(HEADS, [list(load_row(tuning, cell)) for cell in tuning.cells])
+    parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads, Text()]
     if any(cell.by_depth for cell in tuning.cells):
+        heads = ("guesses\na round", *(counted(cell.clients, "client") for cell in tuning.cells))
+        known = [{each.depth: each for each in cell.by_depth} for cell in tuning.cells]
+        rows = [[str(depth), *(depth_cell(each.get(depth)) for each in known)] for depth in sorted(set().union(*known))]
         parts += [
             Text(DEPTHS if all(cell.num_repetitions > 1 for cell in tuning.cells) else ONCE, "bold"),
-            depths(tuning),
+            FigureTable(heads, rows),
             Text(),
         ]
     return Lines(*parts, fact_table(facts(tuning)), Text(), *verdict(tuning))
-
-
-def loads(tuning: ServerTuning) -> FigureTable:
-    """The table of loads."""
-    rows = [list(load_row(tuning, cell)) for cell in tuning.cells]
-    return FigureTable(HEADS, rows)
 
 
 def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
@@ -57,14 +55,6 @@ def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
     yield from speed_up_cells(cell.speed_up, tuning.disturbed)
     yield f"{seen.tokens_per_round:.2f}" if seen else "?"
     yield f"×{cell.cost.median:.2f}" if cell.cost else "?"
-
-
-def depths(tuning: ServerTuning) -> FigureTable:
-    """The table of speed-ups: a row for each depth, a column for each load."""
-    heads = ("guesses\na round", *(counted(cell.clients, "client") for cell in tuning.cells))
-    known = [{each.depth: each for each in cell.by_depth} for cell in tuning.cells]
-    rows = [[str(depth), *(depth_cell(each.get(depth)) for each in known)] for depth in sorted(set().union(*known))]
-    return FigureTable(heads, rows)
 
 
 def depth_cell(each: DepthRange | None) -> str:

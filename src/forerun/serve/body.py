@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.did_you_mean import nearest
 from forerun.limits import shown
-from forerun.serve.problems import ApiError, refused
+from forerun.serve.problems import ApiError, refused, unserved
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, FieldTable
 
 MOST_TOLD = 5  # unknown names that are logged per body
@@ -72,7 +72,7 @@ class NameCheck:
         where = f"{path} has no field" if path else "there is no field"
         problem = f"{where} {shown(name)} here" + (f": did you mean {near!r}?" if near else ".")
         if not self.lenient:
-            raise refused(joined(path, name), problem, "unknown_parameter")
+            raise ApiError(400, problem, code="unknown_parameter", param=joined(path, name))
         self.unknown.append(problem)
 
     def log_ignored(self) -> None:
@@ -104,14 +104,13 @@ def served_members(members: Mapping[str, Any], known: FieldTable, path: str, che
         elif entry.kind == "served":
             if entry.types and value is not None and not entry.takes(value):
                 param, kinds = joined(path, name), " or ".join(TYPES[each] for each in entry.types)
-                raise refused(param, f"{param}: {shown(value)} must be {kinds}.")
+                raise refused(param, f"{shown(value)} must be {kinds}.", param=param)
             kept[name] = (
                 value if entry.members is None else served_value(value, entry.members, joined(path, name), check)
             )
         elif entry.kind == "unserved" and value is not None and not entry.accepts(value):
             param = joined(path, name)
-            message = f"{param}: {shown(value)} is not served here: {entry.answer}."
-            raise refused(param, message, "unsupported_parameter")
+            raise unserved(param, value, entry.answer, param)
     return kept
 
 

@@ -8,12 +8,12 @@ are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from forerun.errors import InvalidGrammar
 from forerun.limits import shown
 from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar, quoted
-from forerun.serve.calls import KEY, CallForm, CallKind
+from forerun.serve.calls import KEY, CallForm
 from forerun.serve.parameters import DEFINITIONS, MOST_ALTERNATIVES, Room, Schema, object_of, parameters_of, required_of
 
 MOST_CALLS = 16  # in one answer that must call a tool
@@ -34,16 +34,15 @@ def call_grammar(
     any arguments. `special` maps tags that are special tokens to their ids.
     """
     parts: Parts = {}
-    rules = [RULES[form.kind](form, i, name, schema, parts) for i, (name, schema) in enumerate(arguments.items())]
+    rule = tagged_rule if form.kind == "tagged" else json_rule
+    rules = [rule(form, i, name, schema, parts) for i, (name, schema) in enumerate(arguments.items())]
     which = "which: " + " | ".join(f"call_{i}" for i in range(len(rules)))
-    start = untagged_start(form, free) if not form.opening else tagged_start(form, special, free=free, several=several)
+    if form.opening:
+        start = tagged_start(form, special, free=free, several=several)
+    else:  # the whole answer is one call
+        start = ["start: which | TEXT?", r"TEXT: /[ \n\t]*[^ \n\t{](.|\n)*/"] if free else ["start: which"]
     key = f"key: {lark_tag(form.key, special)}"
     return Grammar.lark("\n".join([*start, which, *rules, key, ANY]), **parts)
-
-
-def untagged_start(form: CallForm, free: bool) -> list[str]:
-    """The start rules for a format without tags: the whole answer is one call."""
-    return ["start: which | TEXT?", r"TEXT: /[ \n\t]*[^ \n\t{](.|\n)*/"] if free else ["start: which"]
 
 
 def tagged_start(form: CallForm, special: Mapping[str, int], *, free: bool, several: bool) -> list[str]:
@@ -62,17 +61,13 @@ def tagged_start(form: CallForm, special: Mapping[str, int], *, free: bool, seve
     return [start, f"call: begun {rest}", f"begun[lazy]: ANY {quoted(tag)}", text]
 
 
-def object_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: Parts) -> str:
-    """The rule of a call written as one JSON object."""
+def json_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: Parts) -> str:
+    """The rule of a call whose arguments are a JSON object: behind the name, or both in one object."""
     parts[f"arguments_{i}"] = of_object(schema)
+    if form.kind == "named":
+        return f"call_{i}: {quoted(name)} key @arguments_{i}"
     head = f'{{"name": {quoted(name)}, "{form.key}": '
     return f'call_{i}: {quoted(head)} @arguments_{i} "}}"'
-
-
-def named_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: Parts) -> str:
-    """The rule of a call written as a name and a JSON object of arguments."""
-    parts[f"arguments_{i}"] = of_object(schema)
-    return f"call_{i}: {quoted(name)} key @arguments_{i}"
 
 
 def of_object(schema: Schema | None) -> Grammar:
@@ -173,10 +168,3 @@ def lark_tag(tag: str, special: Mapping[str, int]) -> str:
         return lark_text(tag)
     before, _, behind = tag.partition(name)
     return f"{lark_text(before)} <[{special[name]}]> {lark_text(behind)}".strip()
-
-
-RULES: Mapping[CallKind, Callable[[CallForm, int, str, Schema | None, Parts], str]] = {
-    "object": object_rule,
-    "named": named_rule,
-    "tagged": tagged_rule,
-}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forerun.serve.growing import BLANKS, GrowingText, Scan, unbroken
-from forerun.serve.parameters import parameters_of, types_of
+from forerun.serve.parameters import types_of
 
 Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by function name
 CallKind = Literal["object", "named", "tagged", "harmony"]
@@ -176,7 +176,7 @@ def read_parameters(
 ) -> Scan[ToolCall | None]:
     """Parse a call of this function from its parameters on; the end positions of its values are added to `passed`."""
     first, last, closing = form.parameter[0], form.last or form.closing.strip(), form.closing.strip()
-    types: dict[str, set[str]] = text.once(("types", name), lambda: types_by_name(functions[name]))
+    types: dict[str, set[str]] = text.once(("types", name), lambda: types_of(functions[name]))
     hopeless: set[int] = text.once(("hopeless", name), set)
     values: dict[str, slice] = {}
     yield from text.run(BLANKS)
@@ -199,11 +199,6 @@ def read_parameters(
     if not form.value[0].strip():
         written = {key: value.removeprefix("\n").removesuffix("\n") for key, value in written.items()}
     return call_of(name, {key: typed(value, types.get(key, set())) for key, value in written.items()}, functions)
-
-
-def types_by_name(schema: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The JSON types that each parameter of a function allows."""
-    return {key: types_of(alternatives) for key, alternatives in parameters_of(schema).items()}
 
 
 def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple[slice, str]]:

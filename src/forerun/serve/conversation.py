@@ -19,7 +19,7 @@ from forerun.request import Request
 from forerun.serve.body import NameCheck, served_members
 from forerun.serve.harmony import history
 from forerun.serve.parts import reasons
-from forerun.serve.problems import MISSING, refused
+from forerun.serve.problems import UNSERVED, missing, refused, renamed
 from forerun.serve.schema import MESSAGE, TEMPLATE, BodyField
 from forerun.serve.settings import ServeSettings
 from forerun.serve.template_forms import is_harmony
@@ -55,7 +55,7 @@ class ChatBody:
         except InvalidRequest as error:
             if error.field != "messages":
                 raise
-            raise refused(field, str(error).replace("messages", field, 1)) from error
+            raise renamed(error, field) from error
 
 
 def effort_of(given: Mapping[str, Any]) -> tuple[str, object]:
@@ -74,15 +74,15 @@ def with_effort(options: ChatOptions, given: Mapping[str, Any], llm: LLM) -> Cha
     if effort is None:
         return options
     if effort not in EFFORTS:
-        raise refused(name, f"{name}: {shown(effort)} must be one of {', '.join(EFFORTS)}.")
+        raise refused(name, f"{shown(effort)} must be one of {', '.join(EFFORTS)}.")
     source, extra = options.source(llm.tokenizer), dict[str, Any]()
     if "reasoning_effort" in source:
         extra = {"reasoning_effort": effort}
     elif effort == "none" and "enable_thinking" in source:
         extra = {"enable_thinking": False}
     elif effort != "none" or reasons(source):
-        problem = f"{name}: the chat template has no efforts, so {shown(effort)} is not served"
-        raise refused(name, f"{problem}: leave it out, or say it in chat_template_kwargs.", "unsupported_parameter")
+        problem = f"the chat template has no efforts, so {shown(effort)} is not served"
+        raise refused(name, f"{problem}: leave it out, or say it in chat_template_kwargs.", UNSERVED)
     return replace(options, chat_template_kwargs=extra | dict(options.chat_template_kwargs))
 
 
@@ -93,9 +93,9 @@ def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Token
     """
     messages = given.get("messages")
     if messages is None:
-        raise refused("messages", "messages: it is missing: give a list of messages.", MISSING)
+        raise missing("messages", "give a list of messages")
     if not messages:
-        raise refused("messages", f"messages: {shown(messages)} is no list of messages.")
+        raise refused("messages", f"{shown(messages)} is no list of messages.")
     words, names = set(WORD.findall(options.source(tokenizer))), {name for message in messages for name in message}
     idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
     known, check = {**MESSAGE, **dict.fromkeys(idle & words, BodyField("served"))}, NameCheck(lenient)
@@ -109,11 +109,11 @@ def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOption
     """The template options of a body. Raises ApiError for a template of its own unless the server trusts those."""
     template, options = given.get("chat_template"), given.get("chat_template_kwargs", {})
     if not settings.trust_request_templates and (template is not None or "chat_template" in options):
-        problem = "no template of a body is run here: leave it out, or start with --trust-request-templates"
-        raise refused("chat_template", f"chat_template: {problem}.", "unsupported_parameter")
+        problem = "no template of a body is run here: leave it out, or start with --trust-request-templates."
+        raise refused("chat_template", problem, UNSERVED)
     reserved = {"self", "messages", "conversation", "tokens", "tools", "tokenize", *TEMPLATE} - {"documents"}
     if taken := reserved & options.keys():
-        problem = f"chat_template_kwargs: {shown(min(taken))} is no option of a template here: leave it out."
+        problem = f"{shown(min(taken))} is no option of a template here: leave it out."
         raise refused("chat_template_kwargs", problem)
     tools, goes_on = given.get("tools"), given.get("continue_final_message", False)
     return ChatOptions(

@@ -83,7 +83,8 @@ class GrowingText:
         """Consume the longest run of a character class (a pattern that is a repeated class); returns it."""
         start = self.at
         while True:
-            self.at = end_of(letters, self.text, self.at)
+            if match := letters.match(self.text, self.at):
+                self.at = match.end()
             if self.at < len(self.text) or self.ended:
                 return self.text[start : self.at]
             yield
@@ -152,12 +153,6 @@ class GrowingText:
             yield
 
 
-def end_of(letters: re.Pattern[str], text: str, at: int) -> int:
-    """The end position of a run of a character class."""
-    match = letters.match(text, at)
-    return match.end() if match else at
-
-
 def result_of(reading: Scan[Scanned]) -> Scanned:
     """The result of a parser whose text has ended."""
     try:
@@ -172,8 +167,7 @@ class Literals:
     """Marks tags in the text of ordinary tokens as literal text, also if several tokens spell one."""
 
     def __init__(self, tags: Collection[str]) -> None:
-        self.pattern = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
-        self.longest = max(map(len, tags), default=1) - 1
+        self.tags = tags_of(tuple(tags))
         self.end = ""  # of the text since the last special token: a tag may begin in it
 
     def broken(self, text: str, special: bool) -> str:
@@ -181,8 +175,8 @@ class Literals:
         if special:
             self.end = ""
             return text
-        so_far = self.pattern.sub(lambda tag: f"{tag[0][:-1]}{BREAK}{tag[0][-1]}", self.end + text)
-        text, self.end = so_far[len(self.end) :], so_far[max(0, len(so_far) - self.longest) :]
+        so_far = self.tags.pattern.sub(lambda tag: f"{tag[0][:-1]}{BREAK}{tag[0][-1]}", self.end + text)
+        text, self.end = so_far[len(self.end) :], so_far[max(0, len(so_far) - self.tags.longest) :]
         return text
 
 

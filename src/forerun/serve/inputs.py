@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.limits import shown, whole
 from forerun.serve.calls import arguments_of
-from forerun.serve.problems import MISSING, refused
+from forerun.serve.problems import MISSING, UNSERVED, missing, refused, unserved
 
 JsonObject = Mapping[str, Any]
 MOST_TOP_LOGPROBS = 20
@@ -41,8 +41,8 @@ def text_of(content: Any, name: str, kinds: Mapping[str, str]) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
         if not isinstance(text, str):
-            problem = f"{name}: {shown(part)} is not text, which is all that is read"
-            raise refused(name.partition("[")[0], f"{problem}: give text, or parts of the types {', '.join(kinds)}.")
+            problem = f"{shown(part)} is not text, which is all that is read"
+            raise refused(name, f"{problem}: give text, or parts of the types {', '.join(kinds)}.")
         texts.append(text)
     return "\n".join(texts)
 
@@ -80,12 +80,12 @@ def input_messages(given: JsonObject) -> list[dict[str, Any]]:
     """The messages from `instructions` and `input`."""
     items = given.get("input")
     if items is None:
-        raise refused("input", "input: it is missing: give text, or a list of items.", MISSING)
+        raise missing("input", "give text, or a list of items")
     messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     if not items:
-        raise refused("input", "input: it has no items: give text, or a list of items.")
+        raise refused("input", "it has no items: give text, or a list of items.")
     return messages + joined(
         (item_message(item, f"input[{place}]") for place, item in enumerate(items)),
         lambda last, item: item["role"] == "assistant" and ("content" not in last or "tool_calls" in item),
@@ -97,8 +97,8 @@ def item_message(item: Any, name: str) -> dict[str, Any]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if not isinstance(kind, str) or kind not in ITEMS:
         what = f"the type {shown(kind)}" if isinstance(item, dict) else shown(item)
-        problem = f"{name}: {what} is not served here: give items of the types {', '.join(ITEMS)}."
-        raise refused("input", problem, "unsupported_parameter" if isinstance(kind, str) else "invalid_value")
+        problem = f"{what} is not served here: give items of the types {', '.join(ITEMS)}."
+        raise refused(name, problem, UNSERVED if isinstance(kind, str) else "invalid_value")
     return ITEMS[kind](item, name)
 
 
@@ -106,7 +106,7 @@ def message_item(item: JsonObject, name: str) -> dict[str, Any]:
     """A message item of the input."""
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise refused("input", f"{name}: the role {shown(role)} must be one of {', '.join(ROLES)}.")
+        raise refused(name, f"the role {shown(role)} must be one of {', '.join(ROLES)}.")
     return {"role": ROLES[role], "content": text_of(item.get("content"), name, PARTS)}
 
 
@@ -120,11 +120,11 @@ def call_item(item: JsonObject, name: str) -> dict[str, Any]:
     """A function call of an earlier answer."""
     function, arguments = item.get("name"), item.get("arguments")
     if not isinstance(function, str):
-        raise refused("input", f"{name}: a function_call has a name, which is text.")
+        raise refused(name, "a function_call has a name, which is text.")
     try:
         values = arguments_of(arguments)
     except ValueError as error:
-        raise refused("input", f"{name}: the arguments {shown(arguments)} are no JSON object as text.") from error
+        raise refused(name, f"the arguments {shown(arguments)} are no JSON object as text.") from error
     call = {"id": item.get("call_id"), "type": "function", "function": {"name": function, "arguments": values}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -161,12 +161,11 @@ def input_tools(given: JsonObject) -> dict[str, Any]:
 def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:
     """One tool in that form. Fields that would change its use are refused, not dropped."""
     if tool.get("type") != "function":
-        problem = f'{name}: {shown(tool)} is no function: give {{"type": "function", "name": ..., "parameters": ...}}'
-        raise refused("tools", f"{problem}; other kinds are not served here.", "unsupported_parameter")
+        problem = f'{shown(tool)} is no function: give {{"type": "function", "name": ..., "parameters": ...}}'
+        raise refused(name, f"{problem}; other kinds are not served here.", UNSERVED)
     for key, value in tool.items():
         if key not in (*OF_FUNCTIONS, *OF_TOOLS) and value is not None and value is not False:
-            problem = f"{name}: {shown(key)} is not served here: a function has {', '.join(OF_FUNCTIONS)}"
-            raise refused("tools", f"{problem}.", "unsupported_parameter")
+            raise unserved(name, key, f"a function has {', '.join(OF_FUNCTIONS)}")
     strict = {"strict": tool["strict"]} if tool.get("strict") not in (None, False) else {}
     return {"type": "function", "function": {k: tool[k] for k in OF_FUNCTIONS if tool.get(k) is not None} | strict}
 
@@ -176,8 +175,7 @@ def response_logprobs(given: JsonObject) -> int | None:
     include, top = given.get("include", []), given.get("top_logprobs")
     for each in include:
         if each not in (LOGPROBS, *WITHOUT_EFFECT):
-            problem = f"include: {shown(each)} is not served here: {LOGPROBS} is."
-            raise refused("include", problem, "unsupported_parameter")
+            raise unserved("include", each, f"{LOGPROBS} is")
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_TOP_LOGPROBS}", 0, MOST_TOP_LOGPROBS)
     return top if top is not None or LOGPROBS not in include else 0
@@ -197,7 +195,7 @@ def message_fields(given: JsonObject) -> dict[str, Any]:
         messages.insert(0, {"role": "system", "content": text_of(given["system"], "system", BLOCKS)})
     thinking = given.get("thinking", {"type": "disabled"})
     if thinking.get("type") not in THINKING:
-        raise refused("thinking", f'thinking: {shown(thinking)} is not served: use the type "adaptive" or "disabled".')
+        raise refused("thinking", f'{shown(thinking)} is not served: use the type "adaptive" or "disabled".')
     if thinking["type"] != "disabled":
         chat["chat_template_kwargs"] = {"enable_thinking": True} | given.get("chat_template_kwargs", {})
     if thinking.get("display") == "omitted":
@@ -209,13 +207,13 @@ def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, 
     """The messages of a conversation, one for each block."""
     if not messages:
         code = MISSING if messages is None else "invalid_value"
-        raise refused("messages", f"messages: {shown(messages)} is no list of messages.", code)
+        raise refused("messages", f"{shown(messages)} is no list of messages.", code)
     for place, message in enumerate(messages):
         role, content, name = message.get("role"), message.get("content"), f"messages[{place}]"
         if role not in ("user", "assistant", "system"):
-            raise refused("messages", f"{name}: {shown(message)} has none of the roles user, assistant, system.")
+            raise refused(name, f"{shown(message)} has none of the roles user, assistant, system.")
         if not isinstance(content, str | list):
-            raise refused("messages", f"{name}.content: {shown(content)} is no text and no list of blocks.")
+            raise refused(f"{name}.content", f"{shown(content)} is no text and no list of blocks.")
         if isinstance(content, str):
             yield {"role": role, "content": content}
         else:
@@ -237,8 +235,8 @@ def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
         result = text_of(block.get("content", ""), f"{name}.content", BLOCKS)
         return {"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")}
     kinds = "text, tool_result" if role == "user" else "text, thinking, tool_use"
-    problem = f"{name}: {shown(block)} is not served in a message of the {role}: it has blocks of the types {kinds}."
-    raise refused("messages", problem, "unsupported_parameter")
+    problem = f"{shown(block)} is not served in a message of the {role}: it has blocks of the types {kinds}."
+    raise refused(name, problem, UNSERVED)
 
 
 def message_tools(given: JsonObject) -> dict[str, Any]:
@@ -253,15 +251,14 @@ def message_tools(given: JsonObject) -> dict[str, Any]:
     elif isinstance(kind, str) and kind in CHOICES:
         fields["tool_choice"] = CHOICES[kind]
     elif choice:
-        problem = f"tool_choice: {shown(choice)} has none of the types {', '.join((*CHOICES, 'tool'))}."
-        raise refused("tool_choice", problem)
+        raise refused("tool_choice", f"{shown(choice)} has none of the types {', '.join((*CHOICES, 'tool'))}.")
     return fields | ({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {})
 
 
 def message_tool(tool: JsonObject, name: str) -> dict[str, Any]:
     """One tool in the form of a chat."""
     if tool.get("type") not in (None, "custom"):
-        problem = f"{name}: {shown(tool)} is no tool of the caller's: give a name, a description and an input_schema"
-        raise refused("tools", f"{problem}; the server has no tools of its own.", "unsupported_parameter")
+        problem = f"{shown(tool)} is no tool of the caller's: give a name, a description and an input_schema"
+        raise refused(name, f"{problem}; the server has no tools of its own.", UNSERVED)
     function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}

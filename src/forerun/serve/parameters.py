@@ -62,9 +62,11 @@ def object_of(schema: Schema) -> Schema:
     return next(leaves(schema, schema, Room()), {})
 
 
-def types_of(alternatives: list[Schema]) -> set[str]:
-    """The types that a parameter may have; empty if its schema names none."""
-    return {str(leaf["type"]) for leaf in alternatives if "type" in leaf}
+def types_of(schema: Schema) -> dict[str, set[str]]:
+    """The types that each parameter may have, by name; empty if its schema names none."""
+    return {
+        name: {str(leaf["type"]) for leaf in every if "type" in leaf} for name, every in parameters_of(schema).items()
+    }
 
 
 def leaves(schema: Any, root: Schema, room: Room, depth: int = 0) -> Iterator[Schema]:

@@ -23,7 +23,7 @@ from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
 from forerun.serve.inputs import message_fields, response_fields, response_logprobs
 from forerun.serve.parts import AnswerForm
-from forerun.serve.problems import MISSING, TOO_MANY_TOKENS, refused
+from forerun.serve.problems import TOO_MANY_TOKENS, UNSERVED, missing, refused, renamed, unserved
 from forerun.serve.schema import PROMPTS, SAMPLING, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
 from forerun.serve.structured import constrained
@@ -78,7 +78,7 @@ def prepared(
     if (number := num_logprobs(answers)) > most:
         name = next((name for name in ("prompt_logprobs", "top_logprobs") if body.get(name) is not None), "logprobs")
         problem = f"{number} log-probabilities, of all tokens, samples and prompts together, are more than {most}"
-        raise refused(name, f"{name}: {problem}: ask for fewer, or for fewer tokens, samples or prompts at once.")
+        raise refused(name, f"{problem}: ask for fewer, or for fewer tokens, samples or prompts at once.")
     return replace(parsed, num_logprobs=number), answers
 
 
@@ -100,7 +100,7 @@ def prompt_named(name: str) -> Iterator[None]:
     try:
         yield
     except PromptTooLong as error:
-        raise refused(name, str(error).replace(error.field, name, 1), TOO_MANY_TOKENS) from error
+        raise renamed(error, name, TOO_MANY_TOKENS) from error
 
 
 def parse_body(
@@ -112,22 +112,22 @@ def parse_body(
         fields = response_fields(fields)
     elif endpoint == "messages":
         if "max_tokens" not in fields:
-            raise refused("max_tokens", "max_tokens: it is missing: give how many tokens the answer may have.", MISSING)
+            raise missing("max_tokens", "give how many tokens the answer may have")
         fields = message_fields(fields)
     stream, stream_options = fields.get("stream", False), fields.get("stream_options", {})
     if stream_options and not stream:
-        raise refused("stream_options", "stream_options: it requires stream: true.")
+        raise refused("stream_options", "it requires stream: true.")
     params = params_of(fields, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         name = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
-        raise refused(name, f"{name}: a stream has no log-probabilities of its prompt; leave out one of the two.")
+        raise refused(name, "a stream has no log-probabilities of its prompt; leave out one of the two.")
     speculation = speculation_of(fields.get("speculation"))
     chat = None if endpoint == "completions" else ChatBody.of(fields, llm, settings)
     tools = None if chat is None else tools_of(fields, lambda: call_form(llm.tokenizer, chat.options.chat_template))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
         field = "top_logprobs" if "top_logprobs" in fields else "include"
         problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
-        raise refused(field, f"{field}: {problem}.", "unsupported_parameter")
+        raise refused(field, f"{problem}.", UNSERVED)
     if chat is None:
         requests, form = completion_requests(fields, params, speculation, tenant, llm), AnswerForm()
     else:
@@ -137,7 +137,7 @@ def parse_body(
         requests = [replace(prompt, shown_special_ids=form.shown_special_ids)]
     if fields.get("draft_details"):
         if not stream:
-            raise refused("draft_details", "draft_details: it requires stream: true.")
+            raise refused("draft_details", "it requires stream: true.")
         requests = [replace(request, draft_details=True) for request in requests]
     requests = constrained(requests, fields, tools, form, llm)
     parsed = ParsedBody(
@@ -159,7 +159,7 @@ def parse_body(
     )
     if (num_samples := params.n * len(requests)) > MOST_SAMPLES_AT_ONCE:
         problem = f"{num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
-        raise refused("n", f"n: {problem}: ask for fewer at once.")
+        raise refused("n", f"{problem}: ask for fewer at once.")
     return parsed
 
 
@@ -175,7 +175,7 @@ def require_room(parsed: ParsedBody, prompt_lengths: Seq[int], room: int) -> Non
     if longest + params.max_tokens > room:
         raise refused(
             parsed.limit_field,
-            f"{parsed.limit_field}: this model's maximum context length is {room} tokens, and {longest} of the prompt "
+            f"this model's maximum context length is {room} tokens, and {longest} of the prompt "
             f"with {params.max_tokens} of the answer are more ({TOO_MANY_TOKENS}): ask for at most {room - longest}, "
             "or leave it out.",
             TOO_MANY_TOKENS,
@@ -192,7 +192,7 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
         whole("n", given["n"], fix, 1, MOST_SAMPLES_AT_ONCE)
     limits = [given[name] for name in LIMITS if name in given]
     if len(limits) == 2 and limits[0] != limits[1]:
-        raise refused("max_tokens", "max_tokens: max_completion_tokens says otherwise; use that one alone.")
+        raise refused("max_tokens", "max_completion_tokens says otherwise; use that one alone.")
     default = llm.generation_defaults.given.get("max_tokens")
     values["max_tokens"] = limits[0] if limits else default or (MAX_TOKENS if endpoint == "completions" else None)
     if asks_for_nothing(given, endpoint):
@@ -202,18 +202,17 @@ def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Samplin
     values["logprobs"] = LOGPROBS[endpoint](given)
     echoed = values["logprobs"] if given.get("echo") else None
     if echoed is not None and values.setdefault("prompt_logprobs", echoed) != echoed:
-        raise refused("prompt_logprobs", "prompt_logprobs: logprobs with echo say otherwise; use one of the two.")
+        raise refused("prompt_logprobs", "logprobs with echo say otherwise; use one of the two.")
     best = given.get("best_of")
     if best is not None and (isinstance(best, bool) or best != given.get("n", 1)):
-        problem = f"best_of: {shown(best)} is not served here: use n and choose by log-probability."
-        raise refused("best_of", problem, "unsupported_parameter")
+        raise unserved("best_of", best, "use n and choose by log-probability")
     try:
         return replace(defaults, **values)
     except InvalidRequest as error:
-        renamed = {"max_tokens": LIMITS[:2], "logprobs": ("top_logprobs",)}.get(error.field, ())
-        for name in renamed:
+        names = {"max_tokens": LIMITS[:2], "logprobs": ("top_logprobs",)}.get(error.field, ())
+        for name in names:
             if name in given:
-                raise refused(name, str(error).replace(error.field, name, 1)) from error
+                raise renamed(error, name) from error
         raise
 
 
@@ -223,7 +222,7 @@ def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
     if endpoint != "completions" or isinstance(limit, bool) or limit != 0:
         return False
     if not given.get("echo"):
-        raise refused("max_tokens", "max_tokens: 0 leaves no answer: ask for 1 or more, or for the prompt with echo.")
+        raise refused("max_tokens", "0 leaves no answer: ask for 1 or more, or for the prompt with echo.")
     return True
 
 
@@ -231,7 +230,7 @@ def chat_logprobs(given: Mapping[str, Any]) -> int | None:
     """The number of alternatives per token in a chat; None for no log-probabilities."""
     is_asked, top = given.get("logprobs", False), given.get("top_logprobs")
     if top and not is_asked:
-        raise refused("top_logprobs", "top_logprobs: it needs logprobs: true.")
+        raise refused("top_logprobs", "it needs logprobs: true.")
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_CHAT_LOGPROBS}", 0, MOST_CHAT_LOGPROBS)
     return (top or 0) if is_asked else None
@@ -249,7 +248,7 @@ def biases(values: Mapping[str, Any]) -> dict[int, Any]:
     """`logit_bias` with its keys, strings in JSON, as token ids."""
     for key in values:
         if not (key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")):
-            raise refused("logit_bias", f"logit_bias: {shown(key)} is not a token id.")
+            raise refused("logit_bias", f"{shown(key)} is not a token id.")
     return {int(key): bias for key, bias in values.items()}
 
 
@@ -267,16 +266,16 @@ def completion_requests(
     """One request for each prompt of a completion: text, token ids, or a list of either."""
     prompt = given.get("prompt")
     if prompt is None:
-        raise refused("prompt", "prompt: it is missing: give text or token ids.", MISSING)
+        raise missing("prompt", "give text or token ids")
     if not prompt:
-        raise refused("prompt", f"prompt: {shown(prompt)} must be text, token ids, or a list of either.")
+        raise refused("prompt", f"{shown(prompt)} must be text, token ids, or a list of either.")
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
     prompts = [prompt] if one else prompt
     if len(prompts) > MOST_SAMPLES_AT_ONCE:
-        raise refused("prompt", f"prompt: these are {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
+        raise refused("prompt", f"these are {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
     for each in prompts:
         if not isinstance(each, str | list):
-            raise refused("prompt", f"prompt: {shown(each)} must be text or a list of token ids.")
+            raise refused("prompt", f"{shown(each)} must be text or a list of token ids.")
     requests = requests_of(prompts, params, speculation, tenant)
     if given.get("add_special_tokens", True):
         return requests

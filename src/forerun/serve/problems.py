@@ -21,6 +21,7 @@ from forerun.errors import (
     UnknownKeyword,
 )
 from forerun.fields import short
+from forerun.limits import shown
 
 MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
 INTERNAL = "the server met an unexpected error, which is in its log. Other requests go on."
@@ -31,7 +32,7 @@ NO_MEMORY = "the server has no memory left for this request: ask for less at onc
 
 TOO_LONG = "took_too_long"
 OUT_OF_MEMORY = "out_of_memory"
-MISSING = "missing_required_parameter"
+MISSING, UNSERVED = "missing_required_parameter", "unsupported_parameter"
 TOO_MANY_TOKENS = "context_length_exceeded"
 
 
@@ -77,9 +78,24 @@ class ApiError(Exception):
         return headers if self.retry_s is None else {**headers, "Retry-After": str(self.retry_s)}
 
 
-def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """The ApiError 400 for an invalid field."""
-    return ApiError(400, message, code=code, param=param)
+def refused(place: str, problem: str, code: str = "invalid_value", param: str | None = None) -> ApiError:
+    """The ApiError 400 for an invalid value at a place such as `tools[0]`; `param` is by default the field it is in."""
+    return ApiError(400, f"{place}: {problem}", code=code, param=param or place.partition("[")[0])
+
+
+def missing(place: str, fix: str) -> ApiError:
+    """The ApiError 400 for a missing field."""
+    return refused(place, f"it is missing: {fix}.", MISSING)
+
+
+def unserved(place: str, value: object, answer: str, param: str | None = None) -> ApiError:
+    """The ApiError 400 for a value that has no effect here; `answer`: what to do instead."""
+    return refused(place, f"{shown(value)} is not served here: {answer}.", UNSERVED, param)
+
+
+def renamed(error: InvalidRequest, field: str, code: str = "invalid_value") -> ApiError:
+    """The library's error for a value as the ApiError 400 of the field that has it in a body."""
+    return ApiError(400, str(error).replace(error.field, field, 1), code=code, param=field)
 
 
 def problem_of(error: BaseException) -> ApiError:
@@ -87,11 +103,11 @@ def problem_of(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):
-        return refused(error.field, str(error), TOO_MANY_TOKENS)
+        return renamed(error, error.field, TOO_MANY_TOKENS)
     if isinstance(error, InvalidRequest):
-        return refused(error.field, str(error))
+        return renamed(error, error.field)
     if isinstance(error, ChatTemplateError):
-        return refused("chat_template", str(error))
+        return ApiError(400, str(error), code="invalid_value", param="chat_template")
     if isinstance(error, UnknownKeyword | TokenizerError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, RecursionError):  # a body that was parsed may still be too deep to encode again

@@ -17,7 +17,7 @@ from forerun.llm import LLM
 from forerun.request import Request
 from forerun.sampling.grammar import Grammar
 from forerun.serve.parts import AnswerForm
-from forerun.serve.problems import MISSING, refused
+from forerun.serve.problems import MISSING, UNSERVED, refused, renamed
 from forerun.serve.tools import ToolUse
 
 FORMATS = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", ...}'
@@ -37,7 +37,7 @@ def form_of(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     """(field, grammar) of a body; None for free text. Raises ApiError if several fields have one."""
     forms = [(name, grammar) for name in FIELDS_OF_FORM if name in given and (grammar := grammar_of(name, given[name]))]
     if len(forms) > 1:
-        raise refused(forms[1][0], f"{forms[1][0]}: {forms[0][0]} constrains the answer too; leave out one of the two.")
+        raise refused(forms[1][0], f"{forms[0][0]} constrains the answer too; leave out one of the two.")
     return forms[0] if forms else None
 
 
@@ -52,28 +52,28 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
             return structured(value)
         return FORMS[GUIDED[field]](value, True) if value is not False else None
     except InvalidGrammar as error:
-        raise refusal_of(error, field) from error
+        raise renamed(error, field) from error
 
 
 def format_grammar(field: str, value: Any) -> Grammar | None:
     """The grammar of a format: text, any JSON, or a schema, which is in `schema` or `json_schema.schema`."""
     kind = value.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise refused(field, f"{field}: {shown(value)} is not served here: use {FORMATS}.")
+        raise refused(field, f"{shown(value)} is not served here: use {FORMATS}.")
     inner, schema = value.get("json_schema"), value.get("schema")
     name = f"{field}.schema" if inner is None else f"{field}.json_schema.schema"
     if inner is not None and schema is not None:
-        raise refused(f"{field}.json_schema", f"{field}.json_schema: there is another schema beside it; leave out one.")
+        raise refused(f"{field}.json_schema", "there is another schema beside it; leave out one.")
     schema = schema if inner is None else inner.get("schema")
     if kind == "text" and (schema is not None or inner is not None):
-        raise refused(name, f'{name}: it says nothing about a text: use "type": "json_schema", or leave it out.')
+        raise refused(name, 'it says nothing about a text: use "type": "json_schema", or leave it out.')
     if schema is None:
         if kind == "json_schema" or inner is not None:
             holder = name.removesuffix(".schema")
-            raise refused(holder, f"{holder}: there is no schema: give one, as an object.", MISSING)
+            raise refused(holder, "there is no schema: give one, as an object.", MISSING)
         return Grammar.json_object() if kind == "json_object" else None
     if not isinstance(schema, dict | bool):
-        raise refused(name, f"{name}: {shown(schema)} is no object.")
+        raise refused(name, f"{shown(schema)} is no object.")
     return Grammar.json(schema)
 
 
@@ -81,7 +81,7 @@ def structured(value: Any) -> Grammar | None:
     """The grammar of vLLM's `structured_outputs`."""
     forms = [name for name in FORMS if value.get(name) is not None and value[name] is not False]
     if len(forms) != 1:
-        raise refused("structured_outputs", f"structured_outputs: give exactly one of {', '.join(FORMS)}.")
+        raise refused("structured_outputs", f"give exactly one of {', '.join(FORMS)}.")
     return FORMS[forms[0]](value[forms[0]], not value.get("disable_any_whitespace"))
 
 
@@ -94,7 +94,7 @@ def constrained(
     calls = None if tools is None else tools.grammar(answer.special, answer.begun or "")
     if calls is not None and (form is None or required):
         if form is not None:
-            raise refused(form[0], f"{form[0]}: a tool that must be called gives a form too; leave out one.")
+            raise refused(form[0], "a tool that must be called gives a form too; leave out one.")
         form = "tools", calls
     if form is None:
         return requests
@@ -112,12 +112,7 @@ def compiled(field: str, grammar: Grammar, llm: LLM) -> Grammar:
     try:
         llm.requests.matchers.matcher(grammar)
     except InvalidGrammar as error:
-        raise refusal_of(error, field) from error
+        raise renamed(error, field) from error
     except MissingPackage as error:
-        raise refused(field, f"{field}: {error}", "unsupported_parameter") from error
+        raise refused(field, str(error), UNSERVED) from error
     return grammar
-
-
-def refusal_of(error: InvalidGrammar, field: str) -> Exception:
-    """A grammar's error as the ApiError of its field."""
-    return refused(field, str(error).replace(f"{error.field}:", f"{field}:", 1))

@@ -18,7 +18,7 @@ from forerun.serve.calls import FORMS, PYTHON_TAG, CallForm, Functions, ToolCall
 from forerun.serve.growing import GrowingText, result_of
 from forerun.serve.harmony import MARKS, START, TAGS
 from forerun.serve.parts import AnswerForm, AnswerSplitter, reasoning_tags
-from forerun.serve.problems import refused
+from forerun.serve.problems import UNSERVED, refused
 from forerun.serve.tools import ToolUse
 from forerun.text.tokenizer import Tokenizer
 
@@ -44,17 +44,16 @@ def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
     Raises ApiError 400 if it is unknown or the template ignores tools, and ChatTemplateError if it fails without calls.
     """
     if NAME not in rendered(tokenizer, template, [USER], failing=InvalidRequest):
-        problem = "tools: the chat template does not show tools to the model: use a model whose template does"
-        raise refused("tools", f"{problem}.", "unsupported_parameter")
+        problem = "the chat template does not show tools to the model: use a model whose template does."
+        raise refused("tools", problem, UNSERVED)
     reply, _, _ = rendered(tokenizer, template, SAYING).partition(REPLY)
     for conversation in CONVERSATIONS:
         text = rendered(tokenizer, template, conversation)
         for form in FORMS:
             if any(json.loads(call.arguments) == ARGUMENTS for call in calls_in(text, form, reply)):
                 return form
-    problem = "tools: the template asks for calls in a form that is not known here"
-    known = ", ".join(form.name for form in FORMS)
-    raise refused("tools", f"{problem}: known are those of {known}.", "unsupported_parameter")
+    problem, known = "the template asks for calls in a form that is not known here", ", ".join(f.name for f in FORMS)
+    raise refused("tools", f"{problem}: known are those of {known}.", UNSERVED)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
 from forerun.serve.inputs import message_fields
 from forerun.serve.parse import prompt_named
-from forerun.serve.problems import MISSING, refused
+from forerun.serve.problems import MISSING, missing, refused
 from forerun.serve.service import Service
 
 
@@ -19,7 +19,7 @@ def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     fields = served_fields(body, "tokenize", service.settings.lenient)
     llm, prompt = service.llm, fields.get("prompt")
     if (prompt is None) == ("messages" not in fields):
-        raise refused("prompt", "prompt: give either a prompt or messages.", MISSING)
+        raise refused("prompt", "give either a prompt or messages.", MISSING)
     special = fields.get("add_special_tokens", prompt is not None)
     if prompt is None:
         chat = ChatBody.of(fields, llm, service.settings)
@@ -37,10 +37,10 @@ def detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     tokens = served_fields(body, "detokenize", service.settings.lenient).get("tokens")
     num_ids = service.llm.requests.num_ids
     if tokens is None:
-        raise refused("tokens", "tokens: it is missing: give a list of token ids.", MISSING)
+        raise missing("tokens", "give a list of token ids")
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < num_ids:
-            raise refused("tokens", f"tokens: {shown(token)} is not a token id from 0 to {num_ids - 1}.")
+            raise refused("tokens", f"{shown(token)} is not a token id from 0 to {num_ids - 1}.")
     return {"prompt": service.llm.tokenizer.decode(tokens)}
 
 

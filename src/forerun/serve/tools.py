@@ -13,7 +13,7 @@ from forerun.sampling.grammar import Grammar
 from forerun.serve.call_grammar import call_grammar, of_object
 from forerun.serve.calls import CallForm, arguments_of
 from forerun.serve.harmony import calls_grammar
-from forerun.serve.problems import refused
+from forerun.serve.problems import refused, renamed
 
 MOST_TOOLS = 128
 NO_PARAMETERS = {
@@ -53,7 +53,7 @@ class ToolUse:
                 return calls_grammar({name: of_object(schema) for name, schema in kept.items()}, begun, free=free)
             return call_grammar(self.form, kept, special, free=free, several=self.several)
         except InvalidGrammar as error:
-            raise refused("tools", str(error).replace("grammar:", "tools:", 1)) from error
+            raise renamed(error, "tools") from error
 
 
 def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolUse | None:
@@ -61,14 +61,14 @@ def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolU
     tools, choice = given.get("tools"), given.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise refused("tool_choice", f"tool_choice: {shown(choice)} needs tools, and there are none.")
+            raise refused("tool_choice", f"{shown(choice)} needs tools, and there are none.")
         return None
     if len(tools) > MOST_TOOLS:
-        raise refused("tools", f"tools: these are {len(tools)}: give at most {MOST_TOOLS}.")
+        raise refused("tools", f"these are {len(tools)}: give at most {MOST_TOOLS}.")
     schemas = dict(function_of(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True)
     if len(schemas) < len(tools):
-        raise refused("tools", "tools: two functions have the same name.")
+        raise refused("tools", "two functions have the same name.")
     mode, allowed, one = choice_of(choice, schemas)
     if choice == "none":
         return None
@@ -79,14 +79,14 @@ def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, A
     """A function's name, and the schema of its arguments."""
     function = tool.get("function") if tool.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise refused("tools", f'{name}: {shown(tool)} is no function: give {{"type": "function", "function": ...}}.')
+        raise refused(name, f'{shown(tool)} is no function: give {{"type": "function", "function": ...}}.')
     function_name, schema = function.get("name"), function.get("parameters")
     if not isinstance(function_name, str) or not function_name:
-        raise refused("tools", f"{name}: {shown(function_name)} is no name of a function.")
+        raise refused(name, f"{shown(function_name)} is no name of a function.")
     if not isinstance(schema, dict | None):
-        raise refused("tools", f"{name}: the parameters {shown(schema)} are no JSON schema.")
+        raise refused(name, f"the parameters {shown(schema)} are no JSON schema.")
     if not isinstance(function.get("strict"), bool | None):
-        raise refused("tools", f"{name}: strict: {shown(function['strict'])} must be true or false.")
+        raise refused(name, f"strict: {shown(function['strict'])} must be true or false.")
     return function_name, NO_PARAMETERS if schema is None else schema
 
 
@@ -104,8 +104,7 @@ def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mappin
     elif kind == "function" and (name := function_name_of(choice)) is not None and name in schemas:
         return "required", {name: schemas[name]}, True
     known = '"none", "auto", "required", allowed_tools'
-    problem = f"tool_choice: {shown(choice)} is none of {known} and the functions {shown([*schemas])}."
-    raise refused("tool_choice", problem)
+    raise refused("tool_choice", f"{shown(choice)} is none of {known} and the functions {shown([*schemas])}.")
 
 
 def function_name_of(tool: Any) -> str | None:
@@ -127,7 +126,7 @@ def with_calls(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """One message with parsed arguments; an empty `tool_calls` is removed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list | None):
-        raise refused("messages", f"{name}.tool_calls: {shown(calls)} is no list of calls.")
+        raise refused(f"{name}.tool_calls", f"{shown(calls)} is no list of calls.")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     if not calls:
         return rest
@@ -139,9 +138,9 @@ def with_object(call: Any, name: str) -> dict[str, Any]:
     """One call with parsed arguments; missing or empty arguments become an empty object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused("messages", f"{name}: {shown(call)} is no call of a function with a name.")
+        raise refused(name, f"{shown(call)} is no call of a function with a name.")
     try:
         return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
     except ValueError as error:
-        problem = f"{name}: the arguments {shown(function['arguments'])} are no JSON object"
-        raise refused("messages", f'{problem}: give an object as text, such as "{{}}".') from error
+        problem = f"the arguments {shown(function['arguments'])} are no JSON object"
+        raise refused(name, f'{problem}: give an object as text, such as "{{}}".') from error
