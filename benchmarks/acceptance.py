@@ -1,6 +1,6 @@
 """Acceptance on the reference pair: stories260k drafted by stories280k, 160 texts of 200 tokens at temperature 1.
 
-    python benchmarks/acceptance.py [DEPTH ...]
+    python -m benchmarks.acceptance [DEPTH ...]
 
 For every depth and rule: accepted / drafted, acceptance at each depth, tokens per round. What the overlap of the two
 models' laws makes of it is independent of the machine; no time is measured.
@@ -8,6 +8,8 @@ models' laws makes of it is independent of the machine; no time is measured.
 
 import sys
 from pathlib import Path
+
+from benchmarks.markdown import show, show_header
 
 from forerun import LLM, SamplingParams
 from forerun.config import VERIFICATIONS
@@ -18,8 +20,7 @@ NUM_TEXTS, NUM_TOKENS = 160, 200
 
 def main(depths: list[int]) -> None:
     params = [SamplingParams(seed=i, max_tokens=NUM_TOKENS, ignore_eos=True) for i in range(NUM_TEXTS)]
-    print("| verification | depth | accepted / drafted | tokens per round | acceptance at depth 1, 2, … |")
-    print("|---|---|---|---|---|")
+    show_header("verification", "depth", "accepted / drafted", "tokens per round", "acceptance at depth 1, 2, …")
     for verification in VERIFICATIONS:
         for depth in depths:
             llm = LLM(
@@ -32,8 +33,7 @@ def main(depths: list[int]) -> None:
             llm.generate([[1]] * NUM_TEXTS, params, speculation=depth)
             stats = llm.stats
             at_depth = " ".join(f"{rate:.3f}" for rate in stats.acceptance_at_depth)
-            row = [verification, str(depth), f"{stats.acceptance_rate:.3f}", f"{stats.tokens_per_round:.3f}", at_depth]
-            print(f"| {' | '.join(row)} |", flush=True)
+            show(verification, depth, f"{stats.acceptance_rate:.3f}", f"{stats.tokens_per_round:.3f}", at_depth)
 
 
 if __name__ == "__main__":

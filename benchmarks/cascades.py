@@ -20,26 +20,18 @@ formula knows no prompts.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from benchmarks.drafters import PLAIN, Mode, answer, mode_of, passages
+from benchmarks.drafters import Setting, TextOptions, verdict
+from benchmarks.markdown import show, show_header, spread_cells
+from benchmarks.options import option, options_of
 
 from forerun.accept.outcome import Stats
-from forerun.bench.figures import Spread
-from forerun.bench.material import Item, workload_of
-from forerun.bench.plan import SHIPPED
-from forerun.config import QUANTIZATIONS, Quantization, Speculation
-from forerun.demo.material import TARGET_PARAMETERS, widen
 from forerun.draft.many.cascade import CascadeDrafter, MeasuredLengths, RoundTiming
 from forerun.economy import LinearCost, best_depth, cost_per_token, expected_tokens
-from forerun.llm import LLM
-from forerun.machine import bandwidth_bytes_per_s
-from forerun.models.bundled import TARGET
-from forerun.models.loading import Blueprint
 
 MIDDLE = "model:stdlib-middle"
 
@@ -113,65 +105,26 @@ def predict(acceptance: Sequence[float], guess_s: float, pass_s: Callable[[int],
     return Prediction(depth, by_depth[depth - 1], by_depth)
 
 
-def total(mode: Mode) -> Stats:
-    """A mode's counts and times over all its runs."""
-    added = Stats()
-    for pace in mode.paces.values():
-        for name in ("num_drafted", "num_accepted", "num_rounds", "num_passes", "draft_s", "pass_s"):
-            setattr(added, name, getattr(added, name) + getattr(pace.stats, name))
-        for depth, offered in enumerate(pace.stats.offered_at_depth):
-            if depth == len(added.offered_at_depth):
-                added.offered_at_depth.append(0)
-                added.accepted_at_depth.append(0)
-            added.offered_at_depth[depth] += offered
-            added.accepted_at_depth[depth] += pace.stats.accepted_at_depth[depth]
-    return added
+@dataclass(slots=True, kw_only=True)
+class Options(TextOptions):
+    """The first drafter, and how far every way guesses at first."""
 
-
-def run(llm: LLM, modes: Sequence[Mode], items: Sequence[Item], repeats: int, options: argparse.Namespace) -> bool:
-    """Every mode answers every prompt, by turns; whether all said the same. The first answers are a warm-up."""
-    said: dict[int, list[list[int]]] = {}
-    same = True
-    for repetition in range(-1, repeats):
-        for number, item in enumerate(items if repetition >= 0 else items[:1]):
-            first = (repetition + number) % len(modes)
-            for mode in [*modes[first:], *modes[:first]]:
-                pace, tokens = answer(llm, mode, [item], options, tenant=str(repetition), uncounted=1)
-                same &= said.setdefault(number, tokens) == tokens
-                if repetition >= 0:
-                    mode.paces[repetition, number] = pace
-    return same
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", default="model:stdlib-draft")
-    parser.add_argument("--workload", choices=SHIPPED, default="code")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    for name, default in (("tokens", 96), ("num-prompts", 3), ("repeats", 3), ("deepest", 12)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--quantize", choices=QUANTIZATIONS)
-    return parser.parse_args()
+    first: str = option("model:stdlib-draft", "the first drafter (default %(default)s)")
+    deepest: int = option(12, "tokens guessed at first (default %(default)s)")
 
 
 def main() -> int:
     """Predict, measure, print; 1 if any way changed the tokens."""
-    options = arguments()
-    quantize: Quantization | None = options.quantize
-    folder = widen(TARGET, TARGET_PARAMETERS, None)
-    target = Blueprint.of(folder, dtype="auto", quantize=quantize)
-    workload = workload_of(options.workload, passages(options.workload), options.num_prompts, target.tokenizer())
-    length = workload.longest(options.tokens)
-    llm = LLM(folder, quantize=quantize, max_model_len=length, max_num_seqs=1)
+    options = options_of(Options)
+    setting = Setting.of(options)
     specs = [options.first, MIDDLE, f"cascade[{options.first},{MIDDLE}]"]
-    ways = [mode_of(f"{spec}@{options.deepest}", llm, target, 2 * (length + 64)) for spec in specs]
+    ways = [setting.drafted(f"{spec}@{options.deepest}") for spec in specs]
     cascade = ways[-1].drafter
     assert isinstance(cascade, CascadeDrafter), "the last way is the cascade"
     cascade.lengths = probe = Probe()
-    probes = [Mode(PLAIN, None, Speculation(0)), *ways]
-    same = run(llm, probes, workload.items, 1, options)
-    sums = [total(mode) for mode in probes]
+    probes = [setting.plain(), *ways]
+    differ = setting.run(probes, 1, uncounted=1)
+    sums = [mode.total.stats for mode in probes]
     pass_s = straight([(1, sums[0].pass_s / sums[0].num_passes)] + [passed(s) for s in sums[1:]])
     guesses_s = [each.draft_s / each.num_drafted for each in sums[1:3]]
     inner_length, inner_s = probe.inner(guesses_s[1])
@@ -180,24 +133,21 @@ def main() -> int:
     predicted = [predict(s.acceptance_at_depth, c, pass_s) for s, c in zip(chances, guesses_s, strict=True)]
     for mode, prediction in zip(ways, predicted, strict=True):
         mode.paces.clear()
-        mode.wish = replace(mode.wish, depth=prediction.depth)
+        mode.depth = prediction.depth
     cascade.lengths = MeasuredLengths()
-    plain = Mode(PLAIN, None, Speculation(0))
-    same &= run(llm, [plain, *ways], workload.items, options.repeats, options)
+    plain = setting.plain()
+    differ |= setting.run([plain, *ways], options.repeats, uncounted=1)
     last = options.deepest + 1
     print(f"target's pass {1e3 * pass_s(1):.1f} ms, over {last} tokens {1e3 * pass_s(last):.1f} ms;")
     print(f"inside the cascade {inner_length} guesses at a time are predicted to be best\n")
-    print("| drafter | depth | a guess, ms | predicted | measured | quartiles | measured over predicted |")
-    print("|---|---|---|---|---|---|---|")
+    show_header("drafter", "depth", "a guess, ms", "predicted", "measured", "quartiles", "measured over predicted")
     for spec, mode, prediction, guess_s in zip(specs, ways, predicted, guesses_s, strict=True):
-        ratio = Spread.of(mode.speed(r) / plain.speed(r) for r in range(options.repeats))
-        assert ratio is not None, "there is at least one repetition"
-        print(
-            f"| {spec} | {prediction.depth} | {1e3 * guess_s:.2f} | {prediction.speedup:.2f} | {ratio.median:.2f} | "
-            f"{ratio.low:.2f} to {ratio.high:.2f} | {ratio.median / prediction.speedup:.2f} |"
-        )
-    print(f"\na gigabyte was summed at {bandwidth_bytes_per_s() / 1e9:.1f} GB/s; the same tokens: {same}")
-    return 0 if same else 1
+        ratio = mode.over(plain)
+        beside = "" if ratio is None else f"{ratio.median / prediction.speedup:.2f}"
+        cells = f"{1e3 * guess_s:.2f}", f"{prediction.speedup:.2f}", *spread_cells(ratio), beside
+        show(spec, prediction.depth, *cells)
+    print(verdict(differ))
+    return 1 if differ else 0
 
 
 def passed(stats: Stats) -> tuple[int, float]:

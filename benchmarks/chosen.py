@@ -21,7 +21,6 @@ Where `auto` is better than that it may be above 1.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from pathlib import Path
 
 import torch
 from benchmarks.drafters import passages
+from benchmarks.markdown import show, show_header
+from benchmarks.options import option, options_of
 from safetensors.torch import load_file, save_file
 
 from forerun.bench.material import Item, Workload, workload_of
@@ -86,11 +87,6 @@ class Queue:
         return share
 
 
-def show(*cells: object) -> None:
-    """A line of the table."""
-    print(f"| {' | '.join(map(str, cells))} |", flush=True)
-
-
 def shuffled(folder: Path) -> str:
     """A copy of the bundled draft model that guesses wrong."""
     for path in BUNDLED[DRAFT].iterdir():
@@ -104,33 +100,36 @@ def shuffled(folder: Path) -> str:
     return f"model:{folder}"
 
 
+@dataclass(slots=True)
+class Options:
+    """What is measured."""
+
+    workload: Sequence[str] = option(",".join(SHIPPED), "texts (default %(default)s)")
+    batch: Sequence[int] = option("1,4,16", "batch sizes (default %(default)s)")
+    depth: Sequence[int] = option("1,2,4,8", "fixed depths (default %(default)s)")
+    draft: str | None = option(None, "a drafter (default: ngram for edits, the draft model for the others)")
+    tokens: int = option(32, "counted tokens of each row (default %(default)s)")
+    answer_tokens: int = option(96, "of each answer (default %(default)s)")
+    prompt_tokens: int = option(64, "of each prompt (default %(default)s)")
+    num_prompts: int = option(8, "prompts (default %(default)s)")
+    repeats: int = option(3, "repetitions (default %(default)s)")
+    temperature: float = option(0.0)
+    wrong: bool = option(False, "a draft model that guesses wrong")
+
+
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--workload", default=",".join(SHIPPED))
-    parser.add_argument("--batch", default="1,4,16")
-    parser.add_argument("--depth", default="1,2,4,8")
-    parser.add_argument("--draft")
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--answer-tokens", type=int, default=96)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--num-prompts", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--wrong", action="store_true")
-    options = parser.parse_args()
-    batches = [int(each) for each in options.batch.split(",")]
-    depths = in_order({0, CHOSEN, *(int(each) for each in options.depth.split(","))})
+    options = options_of(Options)
+    depths = in_order({0, CHOSEN, *options.depth})
     shares = []
-    show("text", "batch", "plain tokens/s", *depths[1:-1], "auto", "chosen before", "auto over it", "from, to")
-    show(*["---"] * (len(depths) + 5))
+    show_header("text", "batch", "plain tokens/s", *depths[1:-1], "auto", "chosen before", "auto over it", "from, to")
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.workload.split(","):
+        for name in options.workload:
             draft = options.draft or ("ngram" if name == "edits" else f"model:{DRAFT}")
             target, draft = widened_pair(TARGET, draft, None)
             drafter = shuffled(Path(folder)) if options.wrong else draft
-            queue = queue_of(name, target, drafter, options, max(batches) * len(depths))
-            for batch in batches:
+            queue = queue_of(name, target, drafter, options, max(options.batch) * len(depths))
+            for batch in options.batch:
                 group = Group(name, batch, 0.0 if name == "edits" else options.temperature)
                 shares.append(queue.cell(group, depths, options.repeats))
             queue.stage.llm.close()
@@ -144,7 +143,7 @@ def last_of(item: Item, num_tokens: int) -> Item:
     return replace(item, prompt=item.prompt[-num_tokens:], answer=answer)
 
 
-def queue_of(name: str, target: str, draft: str, options: argparse.Namespace, places: int) -> Queue:
+def queue_of(name: str, target: str, draft: str, options: Options, places: int) -> Queue:
     """The models loaded, and the texts."""
     tokenizer = Blueprint.of(target).tokenizer()
     whole = workload_of(name, passages(name), options.num_prompts, tokenizer)

@@ -1,7 +1,7 @@
 """Drafters side by side over one widened target: which way of guessing brings most, on the texts of `forerun bench`.
 
-    python benchmarks/drafters.py [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
-                                  [--batch 1] [--quantize int4] MODE ...
+    python -m benchmarks.drafters [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
+                                   [--batch 1] [--quantize int4] MODE ...
 
 A mode is a draft specification and how far to guess: `ngram@7` for chains of 7, `model:stdlib-draft@4x3x12` for trees
 of depth 4, at most 3 children a node, 12 guesses. Bundled models stand for their widened forms: the target of 0.51 B
@@ -14,7 +14,6 @@ rounds that read no prompt.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import sys
@@ -23,18 +22,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.markdown import show, show_header, spread_cells
+from benchmarks.options import option, options_of
+
 from forerun.bench.figures import Spread
-from forerun.bench.material import Item, Passage, shipped, workload_of
-from forerun.bench.plan import SHIPPED
-from forerun.bench.run import Lane, Pace
-from forerun.config import QUANTIZATIONS, EngineOptions, Quantization, Speculation
+from forerun.bench.material import Passage, Workload, shipped, workload_of
+from forerun.bench.plan import SHIPPED, Group, rotated
+from forerun.bench.run import Pace, Stage, waves
+from forerun.config import QUANTIZATIONS, Quantization, Speculation
 from forerun.control.controller import FixedDepth
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
 from forerun.draft.base import Committed, Drafter
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import plan
-from forerun.engine.engine import Engine
 from forerun.heads.kinds import HEADS
 from forerun.heads.widen import cached_widened_drafter
 from forerun.llm import LLM
@@ -42,28 +43,43 @@ from forerun.machine import bandwidth_bytes_per_s
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider
-from forerun.request import Request
-from forerun.sampling.draws import Draws
-from forerun.sampling.params import SamplingParams
-from forerun.sampling.recorded import Recording
 
 MODE = re.compile(r"(?P<spec>.+?)(?:/(?P<quantize>int8|int4))?@(?P<depth>\d+)(x(?P<width>\d+)x(?P<nodes>\d+))?")
 SIZES = {TARGET: TARGET_PARAMETERS, "stdlib-middle": 100_000_000, DRAFT: DRAFT_PARAMETERS}
-PLAIN = "plain"
+
+
+@dataclass(slots=True, kw_only=True)
+class TextOptions:
+    """What the widened target answers, and how often."""
+
+    workload: str = option("code", "texts (default %(default)s)", choices=(*SHIPPED, "demo"))
+    temperature: float = option(0.0)
+    tokens: int = option(96, "of each answer (default %(default)s)")
+    num_prompts: int = option(3, "prompts (default %(default)s)")
+    repeats: int = option(3, "repetitions (default %(default)s)")
+    quantize: Quantization | None = option(None, "of the target", choices=QUANTIZATIONS, type=str)
+
+
+@dataclass(slots=True, kw_only=True)
+class Options(TextOptions):
+    """The modes, and how many prompts are answered at once."""
+
+    modes: Sequence[str] = option(what="a drafter and how far it guesses", nargs="+", metavar="MODE")
+    batch: int = option(1, "prompts at once (default %(default)s)")
 
 
 @dataclass(slots=True)
 class Mode:
-    """A way to decode: its drafter, its wish, and what its runs gave by repetition and prompt.
+    """A way to decode: its drafter on a stage, how far it guesses, and what its runs gave by repetition and batch.
 
-    The controller is that of all its engines, as in a server: what it learned of costs and arms stays.
+    The controller is that of all its engines, as in a server: what it learned of costs and drafters stays.
     """
 
     name: str
-    drafter: Drafter | None
-    wish: Speculation
+    stage: Stage
+    depth: int
     paces: dict[tuple[int, int], Pace] = field(default_factory=dict)
-    controller: FixedDepth = field(default_factory=FixedDepth)
+    total: Pace = field(default_factory=Pace)
     told_s: float = 0.0  # in telling the drafter what became final
     drafting_s: list[float] = field(default_factory=list)  # of the rounds that counted
 
@@ -78,20 +94,113 @@ class Mode:
 
             self.drafter.observe = observed  # type: ignore[method-assign]
 
+    @property
+    def drafter(self) -> Drafter | None:
+        """Its drafter; None for plain decoding."""
+        return self.stage.drafter
+
+    def answer(
+        self, group: Group, numbers: Sequence[int], tenant: str, paces: Sequence[Pace], uncounted: int = 0
+    ) -> list[list[int]]:
+        """The prompts of these numbers at once, to their ends: what was said. A `tenant` of its own remembers no
+        answers. Rounds count in `paces`, but for the first ones that decode, so many of which are `uncounted`."""
+        lane = self.stage.lane(group, self.depth, numbers, tenant=tenant)
+        while lane.engine.has_work:
+            before_s = self.told_s
+            timed = lane.step(self.stage.clock)
+            decodes = not timed.outcome.num_prompt_tokens
+            if decodes and uncounted:
+                uncounted -= 1
+                continue
+            for pace in paces:
+                pace.count(timed.outcome, timed.step_s)
+            if decodes and paces:
+                self.drafting_s.append(timed.outcome.draft_s + self.told_s - before_s)
+        return [sequence.tokens for sequence in lane.sequences]
+
     def speed(self, repetition: int) -> float:
         """Decoded tokens per second over all prompts of a repetition."""
         paces = [pace for (r, _), pace in self.paces.items() if r == repetition]
         return sum(p.num_decoded for p in paces) / sum(p.decode_s for p in paces)
 
-    def speeds_by_prompt(self) -> list[float]:
-        """Medians over the repetitions."""
-        prompts = sorted({prompt for _, prompt in self.paces})
-        return [statistics.median(p.tokens_per_s for (_, q), p in self.paces.items() if q == i) for i in prompts]
+    def over(self, other: Mode) -> Spread | None:
+        """The ratio to another mode's speed, within repetitions."""
+        return Spread.of(self.speed(r) / other.speed(r) for r in {r for r, _ in self.paces})
 
-    def tokens_per_round(self) -> float:
-        """Of all runs."""
-        stats = [pace.stats for pace in self.paces.values()]
-        return 1 + sum(s.num_accepted for s in stats) / sum(s.num_rounds for s in stats)
+    def speeds_by_batch(self) -> list[float]:
+        """Medians over the repetitions."""
+        batches = sorted({batch for _, batch in self.paces})
+        return [statistics.median(p.tokens_per_s for (_, b), p in self.paces.items() if b == each) for each in batches]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The widened target, and the texts of a workload that it answers."""
+
+    llm: LLM
+    target: Blueprint
+    workload: Workload
+    group: Group
+    num_tokens: int
+
+    @classmethod
+    def of(cls, options: TextOptions, batch: int = 1) -> Setting:
+        """The target and texts of these options, loaded."""
+        target = Blueprint.of(widen(TARGET, TARGET_PARAMETERS, None), dtype="auto", quantize=options.quantize)
+        name, most = options.workload, options.num_prompts
+        workload = workload_of(name, passages(name), most, target.tokenizer())
+        length = workload.longest(options.tokens)
+        llm = LLM(str(target.folder), quantize=options.quantize, max_model_len=length, max_num_seqs=batch)
+        return cls(llm, target, workload, Group(name, batch, options.temperature), options.tokens)
+
+    def plain(self) -> Mode:
+        """Plain decoding."""
+        return self.mode("plain", None, Speculation(0))
+
+    def mode(self, name: str, drafter: Drafter | None, speculation: Speculation) -> Mode:
+        """A mode of this drafter, which guesses so far."""
+        stage = Stage(
+            self.llm,
+            {self.workload.name: self.workload},
+            self.num_tokens,
+            speculation=lambda depth: replace(speculation, depth=depth),
+            drafter=drafter,
+            controller=FixedDepth(),
+        )
+        return Mode(name, stage, speculation.depth or 0)
+
+    def drafted(self, text: str) -> Mode:
+        """A mode as it is spelled, its drafter loaded."""
+        found = MODE.fullmatch(text)
+        if found is None:
+            raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
+        depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
+        quantize: Quantization | None = found["quantize"] or self.target.spec.quantize  # type: ignore[assignment]
+        context = DraftContext(
+            replace(self.target, spec=replace(self.target.spec, quantize=quantize)), self.llm.tokenizer
+        )
+        planned = plan(widened(parse_spec(found["spec"]), self.target.folder), context)
+        cache_tokens = 2 * self.group.batch * (self.workload.longest(self.num_tokens) + 64)
+        drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, self.llm.engine.runner)
+        return self.mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
+
+    def run(self, modes: Sequence[Mode], repeats: int, uncounted: int = 0) -> set[str]:
+        """Every mode answers every prompt, by turns; returns the names of those that said something else than the
+        first. The first answers are a warm-up."""
+        batches = list(waves(len(self.workload.items), self.group.batch))
+        said: dict[int, list[list[int]]] = {}
+        differ = set()
+        for repetition in range(-1, repeats):
+            for number, numbers in enumerate(batches if repetition >= 0 else batches[:1]):
+                for mode in rotated(modes, repetition + number):
+                    pace, tenant = Pace(), str(repetition)
+                    counted = [pace, mode.total] if repetition >= 0 else []
+                    tokens = mode.answer(self.group, numbers, tenant, counted, uncounted)
+                    if said.setdefault(number, tokens) != tokens:
+                        differ.add(mode.name)
+                    if counted:
+                        mode.paces[repetition, number] = pace
+        return differ
 
 
 def widened(spec: DraftSpec, target: Path) -> DraftSpec:
@@ -105,57 +214,6 @@ def widened(spec: DraftSpec, target: Path) -> DraftSpec:
     return replace(spec, argument=argument, members=tuple(widened(member, target) for member in spec.members))
 
 
-def mode_of(text: str, llm: LLM, target: Blueprint, cache_tokens: int) -> Mode:
-    """A mode as it is spelled, its drafter loaded."""
-    found = MODE.fullmatch(text)
-    if found is None:
-        raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
-    depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
-    quantize: Quantization | None = found["quantize"] or target.spec.quantize  # type: ignore[assignment]
-    spec = replace(target.spec, quantize=quantize)
-    context = DraftContext(replace(target, spec=spec), llm.tokenizer)
-    planned = plan(widened(parse_spec(found["spec"]), target.folder), context)
-    drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, llm.engine.runner)
-    return Mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
-
-
-def answer(
-    llm: LLM, mode: Mode, items: Sequence[Item], options: argparse.Namespace, tenant: str, uncounted: int = 0
-) -> tuple[Pace, list[list[int]]]:
-    """These prompts at once, to their ends: how fast, and what was said. A `tenant` of its own remembers no answers.
-
-    So many rounds of decoding are `uncounted`, from the first on.
-    """
-    recording, sequences = Recording(), []
-    for number, item in enumerate(items):
-        length = options.tokens if item.answer is None else len(item.answer)
-        params = SamplingParams(temperature=options.temperature, seed=number, max_tokens=length, ignore_eos=True)
-        (sequence,) = llm.requests.sequences(Request.of(item.prompt, params, mode.wish, tenant))
-        if item.answer is not None:
-            recording.texts[sequence.id] = [*item.prompt, *item.answer]
-        sequences.append(sequence)
-    engine = Engine(
-        llm.engine.runner,
-        mode.drafter,
-        options=EngineOptions(len(items)),
-        controller=mode.controller,
-        num_ids=llm.requests.num_ids,
-        draws=recording if recording.texts else Draws,
-        kernels=llm.engine.kernels,
-    )
-    lane, pace = Lane(engine, sequences), Pace()
-    while engine.has_work:
-        before_s = mode.told_s
-        timed = lane.step(time.perf_counter)
-        if timed.outcome.num_prompt_tokens or uncounted == 0:
-            pace.count(timed.outcome, timed.step_s)
-            if not timed.outcome.num_prompt_tokens:
-                mode.drafting_s.append(timed.outcome.draft_s + mode.told_s - before_s)
-        else:
-            uncounted -= 1
-    return pace, [s.tokens for s in sequences]
-
-
 def passages(workload: str) -> list[Passage]:
     """The texts of a workload."""
     if workload != "demo":
@@ -163,60 +221,29 @@ def passages(workload: str) -> list[Passage]:
     return [Passage(prompt.text, "demo") for prompt in load_prompts() if not prompt.repeats]
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modes", nargs="+", metavar="MODE")
-    parser.add_argument("--workload", choices=(*SHIPPED, "demo"), default="code")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    for name, default in (("tokens", 96), ("num-prompts", 3), ("repeats", 3), ("batch", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--quantize", choices=QUANTIZATIONS)
-    return parser.parse_args()
+def verdict(differ: set[str]) -> str:
+    """How fast memory was read, and whether all modes said the same."""
+    speed = bandwidth_bytes_per_s() / 1e9
+    return f"\na gigabyte was summed at {speed:.1f} GB/s; the same tokens: {', '.join(differ) or 'all'}"
 
 
 def main() -> int:
     """Run all modes by turns and print a table; 1 if any changed the tokens."""
-    options = arguments()
-    quantize: Quantization | None = options.quantize
-    folder = widen(TARGET, TARGET_PARAMETERS, None)
-    target = Blueprint.of(folder, dtype="auto", quantize=quantize)
-    texts = passages(options.workload)
-    workload = workload_of(options.workload, texts, options.num_prompts, target.tokenizer())
-    length = workload.longest(options.tokens)
-    llm = LLM(folder, quantize=quantize, max_model_len=length, max_num_seqs=options.batch)
-    room = 2 * options.batch * (length + 64)
-    modes = [Mode(PLAIN, None, Speculation(0)), *(mode_of(text, llm, target, room) for text in options.modes)]
-    batches = [workload.items[i : i + options.batch] for i in range(0, len(workload.items), options.batch)]
-    said: dict[int, list[list[int]]] = {}
-    differ = set()
-    for repetition in range(-1, options.repeats):  # the first is a warm-up
-        for number, items in enumerate(batches if repetition >= 0 else batches[:1]):
-            first = (repetition + number) % len(modes)
-            for mode in [*modes[first:], *modes[:first]]:
-                pace, tokens = answer(llm, mode, items, options, tenant=str(repetition))
-                if said.setdefault(number, tokens) != tokens:
-                    differ.add(mode.name)
-                if repetition >= 0:
-                    mode.paces[repetition, number] = pace
-    show(modes, options.repeats)
-    print(f"\na gigabyte was summed at {bandwidth_bytes_per_s() / 1e9:.1f} GB/s; the same tokens: {differ or 'all'}")
-    return 1 if differ else 0
-
-
-def show(modes: Sequence[Mode], repeats: int) -> None:
-    """The table."""
-    print("| mode | tokens/s | over plain | quartiles | tokens per round | drafting, ms a round | by prompt |")
-    print("|---|---|---|---|---|---|---|")
+    options = options_of(Options)
+    setting = Setting.of(options, options.batch)
+    modes = [setting.plain(), *map(setting.drafted, options.modes)]
+    differ = setting.run(modes, options.repeats)
+    show_header(
+        *("mode", "tokens/s", "over plain", "quartiles", "tokens per round", "drafting, ms a round", "by prompt")
+    )
     for mode in modes:
-        ratio = Spread.of(mode.speed(r) / modes[0].speed(r) for r in range(repeats))
-        assert ratio is not None, "there is at least one repetition"
-        speed = statistics.median(mode.speed(r) for r in range(repeats))
-        prompts = " ".join(f"{each:.0f}" for each in mode.speeds_by_prompt())
-        quartiles = f"{ratio.low:.2f} to {ratio.high:.2f}"
-        rounds, drafting = f"{mode.tokens_per_round():.2f}", f"{1e3 * statistics.median(mode.drafting_s):.1f}"
+        speed = statistics.median(map(mode.speed, range(options.repeats)))
         name = re.sub(r"/\S*/([^/\]\s,@]+)", r"\1", mode.name)
-        print(f"| {name} | {speed:.1f} | {ratio.median:.2f} | {quartiles} | {rounds} | {drafting} | {prompts} |")
+        prompts = " ".join(f"{each:.0f}" for each in mode.speeds_by_batch())
+        rounds, drafting = mode.total.stats.tokens_per_round or 0.0, 1e3 * statistics.median(mode.drafting_s)
+        show(name, f"{speed:.1f}", *spread_cells(mode.over(modes[0])), f"{rounds:.2f}", f"{drafting:.1f}", prompts)
+    print(verdict(differ))
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":

@@ -15,18 +15,17 @@ goal is a ratio of at most 3.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.drafters import passages
+from benchmarks.markdown import show, show_header
+from benchmarks.options import option, options_of
+from benchmarks.processes import serving
 
 from forerun.demo.material import widened_pair
 from forerun.models.bundled import TARGET
@@ -37,6 +36,20 @@ from forerun.traffic.figures import percentile
 ANSWER_TOKENS = 16
 WARM_UP = 4  # short requests before the first block
 PAUSE_S = 0.25  # at most, before each short request
+
+
+@dataclass(slots=True, kw_only=True)
+class Options:
+    """What is asked of which server."""
+
+    serve: Sequence[str] = option(what="of forerun serve, behind --", nargs="*", metavar="OPTION")
+    widened: bool = option(False, "the widened target")
+    draft: str | None = option(None, "a drafter; none by default")
+    long: int = option(2, "clients with long prompts (default %(default)s)")
+    short_tokens: int = option(32, "of a short prompt (default %(default)s)")
+    long_tokens: int = option(1500, "of a long prompt (default %(default)s)")
+    num_requests: int = option(40, "short requests of a block (default %(default)s)")
+    repeats: int = option(3, "repetitions (default %(default)s)")
 
 
 @dataclass(slots=True)
@@ -71,7 +84,7 @@ class Asker:
 
     client: TrafficClient
     texts: Texts
-    options: argparse.Namespace
+    options: Options
     number: int = 0
 
     async def ask(self, num_tokens: int) -> TimedAnswer:
@@ -119,12 +132,7 @@ def first_ms(answers: Sequence[TimedAnswer], share: float) -> float:
     return 1000 * percentile([answer.first_token_s for answer in answers], share)
 
 
-def show(*cells: object) -> None:
-    """A line of the table."""
-    print(f"| {' | '.join(map(str, cells))} |", flush=True)
-
-
-async def measure(url: str, texts: Texts, options: argparse.Namespace) -> float:
+async def measure(url: str, texts: Texts, options: Options) -> float:
     """All blocks, and the table; the ratio over all requests."""
     blocks: dict[int, list[Block]] = {0: [], options.long: []}
     async with TrafficClient(ServerAddress(url)) as client:
@@ -133,8 +141,7 @@ async def measure(url: str, texts: Texts, options: argparse.Namespace) -> float:
         for turn in range(options.repeats):
             for num_long in (0, options.long) if turn % 2 == 0 else (options.long, 0):
                 blocks[num_long].append(await asker.block(num_long))
-    show("beside", "short requests", "first token p50, ms", "p95, ms", "slowest, ms", "long tokens/s")
-    show(*["---"] * 6)
+    show_header("beside", "short requests", "first token p50, ms", "p95, ms", "slowest, ms", "long tokens/s")
     for num_long, own in blocks.items():
         short = [answer for block in own for answer in block.short]
         read = sum(len(block.long) for block in own) * options.long_tokens / sum(block.seconds for block in own)
@@ -149,38 +156,17 @@ async def measure(url: str, texts: Texts, options: argparse.Namespace) -> float:
     return ratio
 
 
-@contextmanager
-def serving(target: str, draft: str | None, more: Sequence[str]) -> Iterator[str]:
-    """The address of a server that ends with the block."""
-    command = [sys.executable, "-m", "forerun", "serve", "--model", target, "--port", "0"]
-    command += [*(["--draft", draft] if draft else []), *more]
-    process = subprocess.Popen(command, env=os.environ | {"NO_COLOR": "1"}, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        line = next((line for line in process.stderr if "/v1" in line), None)
-        if line is None:
-            raise SystemExit(f"the server ended with {process.wait()}")
-        yield line.split(" at ")[1].split("/v1")[0]
-    finally:
-        process.terminate()
-        process.communicate()
-
-
 def main() -> int:
     """Run and print; 1 where the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widened", action="store_true", help="the widened target")
-    parser.add_argument("--draft", help="a drafter; none by default")
-    sizes = (("long", 2), ("short-tokens", 32), ("long-tokens", 1500), ("num-requests", 40), ("repeats", 3))
-    for name, default in sizes:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("serve", nargs="*", metavar="OPTION", help="of forerun serve, behind --")
-    options = parser.parse_args()
+    options = options_of(Options)
     tokenizer = Blueprint.of(TARGET).tokenizer()
     texts = [str(passage.prompt) for name in ("code", "prose") for passage in passages(name)]
     tokens = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
-    target, draft = widened_pair(TARGET, options.draft or "ngram", None) if options.widened else (TARGET, None)
-    with serving(target, draft if options.draft else None, options.serve) as url:
+    target, draft = (
+        widened_pair(TARGET, options.draft or "ngram", None) if options.widened else (TARGET, options.draft or "")
+    )
+    drafted = ("--draft", draft) if options.draft else ()
+    with serving("--model", target, *drafted, *options.serve) as url:
         ratio = asyncio.run(measure(url, Texts(tokens, random.Random(0)), options))
     return 0 if ratio <= 3 else 1
 

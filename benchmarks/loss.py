@@ -1,18 +1,21 @@
 """What each number format of the weights costs in quality: cross-entropy of held-out files of the standard library.
 
-    python benchmarks/loss.py [--model stdlib] [--kernels auto] [--windows 40]
+    python -m benchmarks.loss [--model stdlib] [--kernels auto] [--windows 40]
 
 Every token of the windows once, each window behind `<s>`, by the code that serves; nats per token, and by how much that
 is more than in float32. The files are those that the bundled models were not trained on.
 """
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from benchmarks.markdown import show, show_header
+from benchmarks.options import option, options_of
 from recipes.stdlib.corpus import read_corpus, standard_library
 from torch.nn import functional
 
-from forerun.config import KERNEL_CHOICES, Quantization
+from forerun.config import KERNEL_CHOICES, KernelChoice, Quantization
 from forerun.models.bundled import BUNDLED
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
@@ -45,21 +48,25 @@ def loss(model: Blueprint, windows: list[list[int]]) -> float:
     return total / sum(map(len, windows))
 
 
+@dataclass(slots=True)
+class Options:
+    """What is measured."""
+
+    model: Sequence[str] = option(tuple(BUNDLED), "models (default: all bundled ones)", nargs="*")
+    kernels: KernelChoice = option("auto", choices=KERNEL_CHOICES, type=str)
+    windows: int = option(40, "of held-out text (default %(default)s)")
+
+
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", default=list(BUNDLED))
-    parser.add_argument("--kernels", choices=KERNEL_CHOICES, default="auto")
-    parser.add_argument("--windows", type=int, default=40)
-    options = parser.parse_args()
-    print("| model | tokens | format | nats per token | over float32 |\n|---|---|---|---|---|")
+    options = options_of(Options)
+    show_header("model", "tokens", "format", "nats per token", "over float32")
     for name in options.model:
         windows, first = held_out(name, options.windows), None
         for dtype, quantize in FORMATS:
             found = loss(Blueprint.of(name, dtype=dtype, quantize=quantize, kernels=options.kernels), windows)
             first = found if first is None else first
-            title = quantize or dtype
-            print(f"| {name} | {sum(map(len, windows))} | {title} | {found:.4f} | {found - first:+.4f} |", flush=True)
+            show(name, sum(map(len, windows)), quantize or dtype, f"{found:.4f}", f"{found - first:+.4f}")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the forerun command has it
 
 import torch
+from benchmarks.options import option, options_of
 
 from forerun import LLM, SamplingParams
 
@@ -46,14 +47,19 @@ def tokens_per_s(llm: LLM, params: SamplingParams) -> float:
     return len(output.outputs[0].token_ids) / (time.perf_counter() - started_s)
 
 
+@dataclass(slots=True)
+class Options:
+    """The models, and what keeps cores busy beside them."""
+
+    model: str = option(what="the target")
+    draft: str | None = option(what="a drafter (default: none)", nargs="?")
+    busy: Sequence[int] = option((0, 1, 2), "busy programs, by turns (default: 0 1 2)", nargs="+")
+    tokens: int = option(256, "of an answer (default %(default)s)")
+    repeats: int = option(3, "repetitions (default %(default)s)")
+
+
 def main() -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("draft", nargs="?")
-    parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = options_of(Options)
     llm, params = LLM(args.model, args.draft), SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     tokens_per_s(llm, params)
     speeds: dict[int, list[float]] = {count: [] for count in args.busy}

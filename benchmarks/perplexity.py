@@ -12,7 +12,6 @@ Status 1: the two differ by more than half a percent.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import math
@@ -24,8 +23,10 @@ import sysconfig
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.options import option, options_of
 from benchmarks.peers.llama_cpp import LlamaCpp, Server, binary
 from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Mode, Setup
@@ -97,14 +98,21 @@ def peer_tokens(setup: Setup, text: str) -> list[int]:
     return tokens
 
 
+@dataclass(slots=True, kw_only=True)
+class Options:
+    """The file, and how much of it is judged."""
+
+    model: str = option(what="a GGUF file", required=True)
+    pages: int = option(20, "default %(default)s")
+    tokens: int = option(512, "of a page (default %(default)s)")
+    threads: int = option(os.cpu_count(), "of both engines (default: all cores)")
+    jobs: int = option(2, "compilers at once (default %(default)s)")
+    folder: Path = option(ROOT / "build" / "peers", "where everything is kept")
+
+
 def main() -> int:
     """Both perplexities and how far they are apart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a GGUF file")
-    for name, default in (("pages", 20), ("tokens", 512), ("threads", os.cpu_count()), ("jobs", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers")
-    options = parser.parse_args()
+    options = options_of(Options)
     place = Place(options.folder.resolve() / LlamaCpp.name, options.jobs)
     model = str(Path(options.model).resolve())
     setup = Setup(model, "", "as stored", options.threads, str(place.folder), options.tokens)

@@ -1,16 +1,17 @@
 """What it costs to multiply many rows in the pieces that keep their bits: 512 rows, packed bfloat16 layers.
 
-    python benchmarks/pieces.py
+    python -m benchmarks.pieces
 
 For every shape: how many rows this machine is trusted with at a time, and the time in such pieces over that in one
 call; median and quartiles of alternating pairs.
 """
 
-import statistics
 import time
 
 import torch
+from benchmarks.markdown import show, show_header, spread_cells
 
+from forerun.bench.figures import Spread
 from forerun.models.backends.torch_cpu.linear import PackedLinear, trusted_rows
 
 SHAPES = ((1024, 384), (384, 1024), (4864, 896), (896, 2432), (14336, 4096))  # outputs, inputs
@@ -27,18 +28,16 @@ def seconds(layer: PackedLinear, x: torch.Tensor) -> float:
 @torch.inference_mode()
 def main() -> None:
     print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
-    print("| outputs | inputs | rows at a time | in pieces / in one call | quartiles |")
-    print("|---|---|---|---|---|")
+    show_header("outputs", "inputs", "rows at a time", "in pieces / in one call", "quartiles")
     for outputs, inputs in SHAPES:
         rows = trusted_rows(outputs, inputs, torch.bfloat16, False, torch.get_num_threads())
         if not rows:
-            print(f"| {outputs} | {inputs} | none: fixed blocks | | |")
+            show(outputs, inputs, "none: fixed blocks", "", "")
             continue
         weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(NUM_ROWS, inputs).bfloat16()
         pieces, whole = PackedLinear(weight, None, rows), PackedLinear(weight, None, NUM_ROWS)
         pairs = [(seconds(pieces, x), seconds(whole, x)) for _ in range(NUM_PAIRS + 3)][3:]
-        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
-        print(f"| {outputs} | {inputs} | {rows} | {middle:.2f} | {low:.2f} to {high:.2f} |", flush=True)
+        show(outputs, inputs, rows, *spread_cells(Spread.of(a / b for a, b in pairs)))
 
 
 if __name__ == "__main__":

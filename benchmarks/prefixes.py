@@ -13,7 +13,6 @@ emptied before each case, and no text is drafted, unless `--draft` names a draft
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from benchmarks.options import option, options_of
 
 from forerun.cache.beginnings import Beginning, LiveText, begin_row
 from forerun.commands.widening import read_amount
@@ -174,21 +174,26 @@ def table(
         print(f"{row:8} {1e3 * a:10.1f} {1e3 * b:12.1f} {r:8.2f}")
 
 
+@dataclass(slots=True)
+class Options:
+    """Which parts, of which models."""
+
+    parameters: str = option("0.1B", "of the widened target (default %(default)s)")
+    draft: str | None = option(None, "a drafter (default: none)")
+    repeats: int = option(3, "repetitions (default %(default)s)")
+    only: Sequence[str] = option(",".join(PARTS), "parts (default %(default)s)")
+
+
 def main() -> None:
     """All parts that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", default="0.1B")
-    parser.add_argument("--draft")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default=",".join(PARTS))
-    options = parser.parse_args()
+    options = options_of(Options)
     folder = widen(TARGET, read_amount(options.parameters), None)
     depth = 4 if options.draft else 0
     llm = LLM(folder, options.draft, speculation=depth, max_model_len=1536, max_num_seqs=8, use_tqdm_on_load=False)
     print(f"{llm!r}, {torch.get_num_threads()} threads; {llm.plan.cache_tokens} tokens in the cache")
     sides = Sides(llm, depth, options.repeats)
     for name, part in zip(PARTS, (chats, alone, samples, copies), strict=True):
-        if name in options.only.split(","):
+        if name in options.only:
             print(f"\n{name}")
             with torch.inference_mode():
                 part(sides)

@@ -1,6 +1,6 @@
 """What a round costs outside model passes: an engine and a model drafter whose passes give ready logits at once.
 
-    python benchmarks/round.py [ROUNDS [MEGABYTES]]
+    python -m benchmarks.round [ROUNDS [MEGABYTES]]
 
 Everything but the passes is the engine's own: scheduler, draws, growing the draft, sanitize, verify, accept, caches,
 detokenising. Chains of depth 4; the logits fall as a language model's do (rank ** -1.5), and in the rows called
@@ -23,8 +23,10 @@ from typing import Any
 
 import tokenizers
 import torch
+from benchmarks.markdown import show, show_header, spread_cells
 from torch import Tensor
 
+from forerun.bench.figures import Spread
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.model.model import ModelDrafter
@@ -171,16 +173,14 @@ def rounds(
 def main(count: int = 60, megabytes: int = 0) -> None:
     weights = torch.ones(megabytes * 250_000) if megabytes else None
     print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
-    print(f"| vocabulary | batch | sampling | {' | '.join(VERBS)} | whole | quartiles |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    show_header("vocabulary", "batch", "sampling", *VERBS, "whole", "quartiles")
     for vocab in (4096, 151_936):
         for batch in (1, 8):
             for name, params in CASES:
                 found = rounds(vocab, batch, params, "flat" in name, count, weights)
                 each = [statistics.median(r[verb] for r in found) * 1e3 for verb in VERBS]
-                low, middle, high = (1e3 * q for q in statistics.quantiles((r["whole"] for r in found), n=4))
-                cells = [f"{vocab:,}", str(batch), name, *(f"{ms:.2f}" for ms in each), f"{middle:.2f}"]
-                print(f"| {' | '.join(cells)} | {low:.2f} to {high:.2f} |", flush=True)
+                whole = spread_cells(Spread.of(1e3 * r["whole"] for r in found))
+                show(f"{vocab:,}", batch, name, *(f"{ms:.2f}" for ms in each), *whole)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a draft of another vocabulary is worth beside one of the target's own: acceptance, counted and not timed.
 
-    python benchmarks/vocabularies.py DIR [--target stdlib] [--draft stdlib-draft] [--depth 4] [--tokens 96]
+    python -m benchmarks.vocabularies DIR [--target stdlib] [--draft stdlib-draft] [--depth 4] [--tokens 96]
 
 The prompts are those of `forerun bench`'s workload `code`, which no bundled model was trained on. DIR drafts in both
 ways, with shared tokens and with its text encoded again, whichever forerun would choose. "of the draft's" is the ratio
@@ -9,7 +9,11 @@ of accepted / drafted to that of the draft of the same vocabulary. Every output 
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.markdown import show, show_header
+from benchmarks.options import option, options_of
 
 from forerun import LLM, SamplingParams
 from forerun.bench.material import shipped
@@ -22,21 +26,22 @@ from forerun.models.loading import Blueprint
 CACHE_TOKENS = 1 << 15
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="DIR")
-    parser.add_argument("--target", default="stdlib")
-    parser.add_argument("--draft", default="stdlib-draft")
-    for name, default in (("depth", 4), ("tokens", 96), ("num-prompts", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    return parser.parse_args()
+@dataclass(slots=True)
+class Options:
+    """The models, and what they answer."""
+
+    folder: str = option(what="the draft model of another vocabulary", metavar="DIR")
+    target: str = option("stdlib", "default: %(default)s")
+    draft: str = option("stdlib-draft", "the draft model of the target's vocabulary (default: %(default)s)")
+    depth: int = option(4, "tokens drafted per round (default %(default)s)")
+    tokens: int = option(96, "of each answer (default %(default)s)")
+    num_prompts: int = option(8, "prompts (default %(default)s)")
+    temperatures: Sequence[float] = option((0.0, 1.0), "default: 0 1", nargs="+")
 
 
 def main() -> None:
     """Print a line for each temperature and drafter."""
-    options = arguments()
+    options = options_of(Options)
     prompts = [str(passage.prompt) for passage in shipped("code")][: options.num_prompts]
     target, foreign = Blueprint.of(options.target), Blueprint.of(options.folder)
     way = plan_translation(DraftContext(target, target.tokenizer()), foreign)
@@ -46,8 +51,7 @@ def main() -> None:
     print(
         f"{len(shared)} of {way.target.num_ids} tokens are shared, of weight {shared_weight(way.target, shared):.3f}\n"
     )
-    print("| temperature | drafter | accepted / drafted | of the draft's | tokens per round | by depth |")
-    print("|---|---|---|---|---|---|")
+    show_header("temperature", "drafter", "accepted / drafted", "of the draft's", "tokens per round", "by depth")
     for temperature in options.temperatures:
         params = [
             SamplingParams(temperature=temperature, seed=i, max_tokens=options.tokens, ignore_eos=True)
@@ -70,8 +74,8 @@ def main() -> None:
             rate = stats.acceptance_rate or 0.0
             first = first or rate
             depths = " ".join(f"{rate:.3f}" for rate in stats.acceptance_at_depth)
-            cells = [f"{temperature:g}", name, f"{rate:.3f}", f"{rate / first:.2f}"]
-            print(f"| {' | '.join([*cells, f'{stats.tokens_per_round:.3f}', depths])} |", flush=True)
+            ratio, rounds = f"{rate / first:.2f}", f"{stats.tokens_per_round:.3f}"
+            show(f"{temperature:g}", name, f"{rate:.3f}", ratio, rounds, depths)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ that follow), tokens per round at a depth (4.78@7), or a file of kept costs. `--
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import option, options_of
 from benchmarks.simulate.check import check, check_text, markdown
 from benchmarks.simulate.predict import Prediction, Setting, chain, kept_controller, kept_prediction, tree
 from benchmarks.simulate.roofline import CARDS, Machine, Shape, config_named, drafter_of
@@ -49,7 +49,7 @@ def acceptance(text: str) -> Sequence[float]:
     return rates
 
 
-def computed(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def computed(options: Options) -> Iterator[dict[str, Any]]:
     """Every combination of what was asked for; no numbers where weights and caches do not fit."""
     rates = acceptance(options.acceptance)
     guesses = [chain(rates, AUTO_DEPTH), *(tree(rates, *shape, options.spread) for shape in TREES if options.trees)]
@@ -69,42 +69,33 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks.simulate", description=__doc__, formatter_class=form)
-    parser.add_argument(
-        "--target",
-        nargs="+",
-        default=["llama-3.1-70b"],
-        help="models of datasheets.json, or folders with a config.json",
+@dataclass(slots=True)
+class Options:
+    """What is predicted."""
+
+    target: Sequence[str] = option(
+        ("llama-3.1-70b",), "models of datasheets.json, or folders with a config.json", nargs="+"
     )
-    parser.add_argument("--draft", nargs="+", default=["eagle3"], help="model:NAME, eagle3, eagle or ngram")
-    parser.add_argument(
-        "--draft-cards", nargs="+", choices=("all", "one"), default=["all"], help="cards that the drafter uses"
+    draft: Sequence[str] = option(("eagle3",), "model:NAME, eagle3, eagle or ngram", nargs="+")
+    draft_cards: Sequence[str] = option(
+        ("all",), "cards that the drafter uses", nargs="+", choices=("all", "one"), type=str
     )
-    parser.add_argument("--card", nargs="+", choices=CARDS, default=["H100"], help="kinds of GPUs")
-    for name, default, what in (
-        ("cards", [8], "GPUs that share the target"),
-        ("batch", [1, 8, 64], "sequences at once"),
-    ):
-        parser.add_argument(f"--{name}", nargs="+", type=positive, default=default, help=what)
-    parser.add_argument("--acceptance", default="0.75", help="as above; default: %(default)s")
-    parser.add_argument(
-        "--spread", type=float, default=0.5, help="exponent of the chance that likelier siblings miss; see predict.py"
-    )
-    parser.add_argument("--context", type=positive, default=2048, help="tokens before the round; default: %(default)s")
-    parser.add_argument("--bits", type=int, choices=(16, 8), default=16, help="bits of a weight")
-    parser.add_argument("--trees", action="store_true", help="trees may be chosen, too")
-    parser.add_argument("--costs", type=Path, help="a file of costs that an engine kept, instead of a card")
-    parser.add_argument("--check", action="store_true", help="compare predictions with measured and published figures")
-    parser.add_argument("--output", type=Path, help="a JSON file to write; the tables are written beside it, as .md")
-    return parser.parse_args()
+    card: Sequence[str] = option(("H100",), "kinds of GPUs", nargs="+", choices=CARDS)
+    cards: Sequence[int] = option((8,), "GPUs that share the target", nargs="+", type=positive)
+    batch: Sequence[int] = option((1, 8, 64), "sequences at once", nargs="+", type=positive)
+    acceptance: str = option("0.75", "as above; default: %(default)s")
+    spread: float = option(0.5, "exponent of the chance that likelier siblings miss; see predict.py")
+    context: int = option(2048, "tokens before the round; default: %(default)s", type=positive)
+    bits: int = option(16, "bits of a weight", choices=(16, 8))
+    trees: bool = option(False, "trees may be chosen, too")
+    costs: Path | None = option(None, "a file of costs that an engine kept, instead of a card")
+    check: bool = option(False, "compare predictions with measured and published figures")
+    output: Path | None = option(None, "a JSON file to write; the tables are written beside it, as .md")
 
 
 def main() -> int:
     """Predict and print."""
-    options = arguments()
+    options = options_of(Options)
     if options.check:
         content: Mapping[str, Any] = check()
         text = check_text(content)

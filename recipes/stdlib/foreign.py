@@ -122,7 +122,7 @@ def main(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns) as bar:
         cook_foreign(FOREIGN, source or standard_library(), target, work, out, bar)
-    typer.echo(f"The draft is in {out / NAME}: measure it with python benchmarks/vocabularies.py {out / NAME}")
+    typer.echo(f"The draft is in {out / NAME}: measure it with python -m benchmarks.vocabularies {out / NAME}")
 
 
 if __name__ == "__main__":
