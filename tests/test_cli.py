@@ -6,6 +6,7 @@ Most tests answer with a scripted model, so that what is shown can be told exact
 import inspect
 import io
 import json
+import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from forerun.llm import LLM
 from forerun.options import LoadingOptions, ModelOptions
 from forerun.sampling.params import SamplingParams
 from forerun.serve.parts import AnswerForm
+from forerun.streams import show_warnings
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from heads.adapters import adapter_of
@@ -52,6 +54,7 @@ class ScriptedLLM(LLM):
         self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
         self.interrupt_at = interrupt_at
         self.closed = 0
+        self.warns = False
         self._stats = Stats()
 
     @property
@@ -78,6 +81,8 @@ class ScriptedLLM(LLM):
             for start in range(0, len(STORY), 3):
                 if start == self.interrupt_at:
                     signal.raise_signal(signal.SIGINT)
+                if self.warns:
+                    logging.getLogger("forerun.engine").warning("slow")
                 run = STORY[start : start + 3]
                 stop = checker.push(run)
                 self._stats.record(Outcome([RowOutcome(0, 3, 3, 2, len(run))], 0, 0.0, 0.0))
@@ -297,6 +302,17 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
     assert "there is no /rset: /reset clears" in result.stderr
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
+
+
+def test_warnings_stand_behind_a_text_that_is_streamed_and_not_in_it(
+    talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talking.warns = True
+    monkeypatch.setattr(logging.getLogger("forerun"), "handlers", [])
+    show_warnings()
+    for result in (chat(lines="hi"), generate("x", "--max-tokens", "9")):
+        assert TOKENIZER.decode(STORY[:3], skip_special_tokens=True) in result.output.split("warning: slow")[0]
+        assert result.stdout.strip() in result.output
 
 
 def test_an_answer_without_a_text_of_a_model_for_conversations_names_chat(

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from forerun import streams
-from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings
+from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings, warnings_held_back
 from kit.checkpoints import SRC
 
 
@@ -117,3 +117,19 @@ def test_warnings_of_the_library_are_one_line(capsys: pytest.CaptureFixture[str]
     finally:
         logger.handlers[:] = before
     assert capsys.readouterr().err == "warning: slow for 2 reasons\n"
+
+
+def test_warnings_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("forerun")
+    before = logger.handlers[:]
+    try:
+        show_warnings()
+        with warnings_held_back():
+            logging.getLogger("forerun.engine").warning("slow")
+            logging.getLogger("forerun.engine").info("nothing")
+            assert capsys.readouterr().err == ""
+        assert capsys.readouterr().err == "warning: slow\n"
+        logging.getLogger("forerun.engine").warning("slower")
+        assert capsys.readouterr().err == "warning: slower\n"
+    finally:
+        logger.handlers[:] = before

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from queue import Full, Queue
 from types import TracebackType
 from typing import Any, NoReturn, cast
@@ -50,6 +51,23 @@ class WarningLines(logging.Handler):
 def show_warnings() -> None:
     """Show what the library warns of in the form of the command line's other messages, from here on."""
     logging.getLogger("forerun").addHandler(WarningLines(logging.WARNING))
+
+
+@contextmanager
+def warnings_held_back() -> Iterator[None]:
+    """Within it warnings wait for its end, so that none is shown in the middle of a text that is streamed."""
+    logger = logging.getLogger("forerun")
+    before = logger.handlers
+    waiting = [MemoryHandler(MOST_PENDING, logging.CRITICAL + 1, handler) for handler in before]
+    for handler, shown in zip(waiting, before, strict=True):
+        handler.setLevel(shown.level)
+    logger.handlers = [*waiting]
+    try:
+        yield
+    finally:
+        logger.handlers = before
+        for handler in waiting:
+            handler.close()  # shows what waits
 
 
 def show_note(text: str) -> None:

@@ -27,6 +27,7 @@ from forerun.options import AnswerOptions, ModelOptions
 from forerun.progress import LoadingBar
 from forerun.sampling.params import SamplingParams
 from forerun.serve.parts import AnswerForm, AnswerPart, AnswerSplitter
+from forerun.streams import warnings_held_back
 from forerun.text.files import template_of
 
 
@@ -124,9 +125,11 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
     model = LoadedModel.of(where, how)
     llm, painter = model.llm, Painter(Console(), how.raw)
     show = (lambda _: None) if result.as_json else lambda segment: painter.write(segment.text, segment.origin)
-    streamed = answer(model, text, show)
+    with warnings_held_back():
+        streamed = answer(model, text, show)
+        if not result.as_json:
+            painter.end()
     if not result.as_json:
-        painter.end()
         if not painter.visible:
             model.errors.print()  # the text does not end with a line break
         ended = ended_by(streamed, model.params, llm.plan.max_model_len)

@@ -12,7 +12,7 @@ import typer
 from forerun.commands.running import importing
 from forerun.errors import InvalidRequest
 from forerun.options import ANSWER, AnswerOptions, ModelOptions, with_options
-from forerun.streams import show_error
+from forerun.streams import show_error, warnings_held_back
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,13 +61,14 @@ def chat(
                 form = answer_form(ChatOptions(), prompt["prompt"], None, None, llm.tokenizer)
                 reply = Reply(form, painter)
                 shown = replace(model.params, skip_special_tokens=not form.shown_special_ids)
-                answered = answer(replace(model, params=shown), prompt["prompt_token_ids"], reply.add)
-                reply.close()
+                with warnings_held_back():
+                    answered = answer(replace(model, params=shown), prompt["prompt_token_ids"], reply.add)
+                    reply.close()
+                    painter.end(followed=True)
             except InvalidRequest as error:  # the turn is dropped
                 show_error(error)
                 continue
             messages = [*asked, {"role": "assistant", "content": reply.content.strip()}]
-            painter.end(followed=True)
             note = "cancelled; " if answered.finish_reason == "cancelled" else ""
             speed = f"[{note}{speed_line(answered.timing, llm.stats)}{label}]"
             errors.print(speed, style="dim", markup=False, highlight=False)
