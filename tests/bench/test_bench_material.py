@@ -163,6 +163,9 @@ def test_a_text_beyond_the_context_is_named(tokenizer: Tokenizer, written: Calla
     check_lengths(workload, 10, longest)
     with pytest.raises(InvalidRequest, match=f"{file}:2: it needs {longest} tokens of a context of {longest - 1}"):
         check_lengths(workload, 10, longest - 1)
+    ours = workload_of("code", shipped("code"), 9, Tokenizer.load(TARGET))
+    with pytest.raises(InvalidRequest, match="give shorter ones by --prompts, or ask for fewer --max-tokens"):
+        check_lengths(ours, 128, 512)  # what a user did not write cannot be shortened
 
 
 def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(written: Callable[..., Path]) -> None:

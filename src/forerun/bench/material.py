@@ -233,6 +233,6 @@ def check_lengths(workload: Workload, num_tokens: int, max_positions: int) -> No
     for item in workload.items:
         needed = len(item.prompt) + (num_tokens if item.answer is None else len(item.answer))
         if needed > max_positions:
-            fix = "shorten the prompt or ask for fewer --max-tokens" if item.answer is None else "shorten it"
-            message = f"{item.place}: it needs {needed} tokens of a context of {max_positions}: {fix}"
-            raise InvalidRequest(workload.name, message)
+            fix = "--prompts, or ask for fewer --max-tokens" if item.answer is None else "--replay"
+            many = f"it needs {needed} tokens of a context of {max_positions}"
+            raise InvalidRequest(workload.name, f"{item.place}: {many}: give shorter ones by {fix}")
