@@ -124,7 +124,7 @@ class Speculation:
             if isinstance(asked, str) and asked == AUTO:
                 return cls()
             words = ", ".join(map(shown, (True, False, AUTO)))
-            raise refusal("speculation", asked, f"use {words}, a depth, or a Speculation")
+            raise refusal("speculation", asked, f"use {words}, a depth, or a Speculation (in JSON an object)")
         return cls(depth=asked)
 
 

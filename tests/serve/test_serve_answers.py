@@ -150,7 +150,7 @@ def test_a_seed_that_was_drawn_here_is_reported_and_gives_the_answer_again(serve
     assert other.choices[0].text != first.choices[0].text
 
 
-@pytest.mark.parametrize("prompt", ["Lily", ["Lily", "Tom and"], [410, 403], [[410, 403], [403]]])
+@pytest.mark.parametrize("prompt", ["Lily", "", ["Lily", "", "Tom and"], [410, 403], [[410, 403], [403]]])
 def test_every_form_of_a_prompt(server: Running, prompt: Any) -> None:
     params = SamplingParams(seed=5, max_tokens=8, n=2)
     forms: list[Prompt] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

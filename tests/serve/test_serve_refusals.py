@@ -21,7 +21,7 @@ COMPLETIONS: Refusals = [
     ({"temprature": 3}, "temprature", "did you mean 'temperature'?"),
     ({"\ud800": 3}, "\ud800", "there is no field"),
     ({"prompt": None}, "prompt", "it is missing"),
-    ({"prompt": []}, "prompt", "must be text"),
+    ({"prompt": []}, "prompt", "it is an empty list"),
     ({"prompt": [[]]}, "prompt", "it is empty"),
     ({"prompt": [1, "a"]}, "prompt", "1 must be text or a list of token ids"),
     ({"prompt": ["a", {"prompt": "b"}]}, "prompt", "must be text or a list of token ids"),

@@ -95,7 +95,7 @@ def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Token
     if messages is None:
         raise missing("messages", "give a list of messages")
     if not messages:
-        raise refused("messages", f"{shown(messages)} is no list of messages.")
+        raise refused("messages", "it is an empty list: give at least one message.")
     words, names = set(WORD.findall(options.source(tokenizer))), {name for message in messages for name in message}
     idle = {name for name in names if name not in MESSAGE or MESSAGE[name].kind == "idle"}
     known, check = {**MESSAGE, **dict.fromkeys(idle & words, BodyField("served"))}, NameCheck(lenient)

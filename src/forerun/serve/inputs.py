@@ -207,7 +207,7 @@ def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, 
     """The messages of a conversation, one for each block."""
     if not messages:
         code = MISSING if messages is None else "invalid_value"
-        raise refused("messages", f"{shown(messages)} is no list of messages.", code)
+        raise refused("messages", "give at least one message.", code)
     for place, message in enumerate(messages):
         role, content, name = message.get("role"), message.get("content"), f"messages[{place}]"
         if role not in ("user", "assistant", "system"):

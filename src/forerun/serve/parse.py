@@ -267,8 +267,8 @@ def completion_requests(
     prompt = given.get("prompt")
     if prompt is None:
         raise missing("prompt", "give text or token ids")
-    if not prompt:
-        raise refused("prompt", f"{shown(prompt)} must be text, token ids, or a list of either.")
+    if not isinstance(prompt, str) and not prompt:
+        raise refused("prompt", "it is an empty list: give text, token ids, or a list of either.")
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
     prompts = [prompt] if one else prompt
     if len(prompts) > MOST_SAMPLES_AT_ONCE:
