@@ -1,8 +1,8 @@
-"""Writes a Llama checkpoint of Hugging Face's layout as GGUF; runs in llama.cpp's environment.
+"""Writes a Llama checkpoint of Hugging Face's layout as GGUF.
 
     python -m benchmarks.peers.gguf_export FOLDER FILE
 
-Decides names, the order of rotary rows and the vocabulary. llama.cpp rotates neighbours where Hugging Face rotates
+Decides the order of rotary rows and the vocabulary. llama.cpp rotates neighbours where Hugging Face rotates
 halves, so the rows of query and key heads are interleaved. Weights keep their bits; norms become float32, as
 llama.cpp wants them. Its own converter knows a byte-level tokenizer only by a hash of what it does, so the vocabulary
 is written here. Knows no other architecture and refuses it.
@@ -12,32 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
-from numpy.typing import NDArray
-
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-LAYER = "model.layers."
-Bits = NDArray[np.uint16]  # bfloat16, which numpy does not know
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 
 def main(folder: Path, file: Path) -> None:
@@ -49,8 +30,9 @@ def main(folder: Path, file: Path) -> None:
     writer = gguf.GGUFWriter(partial, "llama")
     write_shape(writer, config)
     write_vocabulary(writer, folder, config)
-    for name, tensor in tensors(folder):
-        write_tensor(writer, config, name, tensor)
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            write_tensor(writer, config, name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,43 +77,25 @@ def write_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, An
     writer.add_pad_token_id(config["pad_token_id"])
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Bits]]:
-    """All tensors of all shards, mapped from disk: a safetensors file is a length, a JSON table, and bytes."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as shard:
-            length = int.from_bytes(shard.read(8), "little")
-            table = json.loads(shard.read(length))
-        table.pop("__metadata__", None)
-        for name, entry in table.items():
-            if entry["dtype"] != "BF16":
-                raise SystemExit(f"{path}: {name} is {entry['dtype']}; only BF16 is written")
-            first, shape = entry["data_offsets"][0], tuple(entry["shape"])
-            yield name, np.memmap(path, np.dtype("<u2"), "r", 8 + length + first, shape)
-
-
-def write_tensor(writer: gguf.GGUFWriter, config: dict[str, Any], name: str, tensor: Bits) -> None:
+def write_tensor(writer: gguf.GGUFWriter, config: dict[str, Any], name: str, tensor: Tensor) -> None:
     """One tensor under llama.cpp's name and in its order."""
-    if name.startswith(LAYER):
-        layer, _, inner = name.removeprefix(LAYER).partition(".")
-        part = inner.removesuffix(".weight")
-        if part == "self_attn.q_proj":
-            tensor = neighbours(tensor, config["num_attention_heads"])
-        elif part == "self_attn.k_proj":
-            tensor = neighbours(tensor, config["num_key_value_heads"])
-        new = f"blk.{layer}.{NAMES[part]}.weight"
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    new = known.get_name(name, (".weight",))
+    if new is None or tensor.dtype != torch.bfloat16:
+        raise SystemExit(f"{name} is {tensor.dtype}; only a Llama's tensors in bfloat16 are written")
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if part in name:
+            tensor = neighbours(tensor, config[heads])
+    if tensor.dim() == 1:
+        writer.add_tensor(new, tensor.float().numpy())
     else:
-        new = TOP[name]
-    if tensor.ndim == 1:
-        writer.add_tensor(new, (tensor.astype(np.uint32) << 16).view(np.float32))
-    else:
-        raw = np.ascontiguousarray(tensor).view(np.uint8)
+        raw = tensor.contiguous().view(torch.uint8).numpy()
         writer.add_tensor(new, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
 
 
-def neighbours(weight: Bits, num_heads: int) -> Bits:
+def neighbours(weight: Tensor, num_heads: int) -> Tensor:
     """Each head's rows 0, h, 1, h + 1, ... where h is half its width: what is rotated together stands together."""
-    rows, width = weight.shape
-    return weight.reshape(num_heads, 2, rows // num_heads // 2, width).swapaxes(1, 2).reshape(rows, width)
+    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class LlamaCpp(Peer):
 
     def make_programs(self, place: Place) -> None:
         """Build what is not there yet."""
-        place.install(["cmake", "ninja", "gguf", "numpy"])
+        place.install(["cmake", "ninja"])
         key = f"{cmake_flags(place)}{INCLUDED.read_text(encoding='utf-8')}{BINARIES}"
         place.once("build", key, partial(self.build, place))
 
@@ -82,7 +83,9 @@ class LlamaCpp(Peer):
 
     def export(self, place: Place, source: Path, file: Path) -> None:
         """Write one model in bfloat16."""
-        place.run(f"writing {file.name}", [place.python, "-m", "benchmarks.peers.gguf_export", str(source), str(file)])
+        place.run(
+            f"writing {file.name}", [sys.executable, "-m", "benchmarks.peers.gguf_export", str(source), str(file)]
+        )
 
 
 def cmake_flags(place: Place) -> str:
