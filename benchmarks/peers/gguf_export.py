@@ -95,7 +95,8 @@ def write_tensor(writer: gguf.GGUFWriter, config: dict[str, Any], name: str, ten
 
 def neighbours(weight: Tensor, num_heads: int) -> Tensor:
     """Each head's rows 0, h, 1, h + 1, ... where h is half its width: what is rotated together stands together."""
-    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+    turned: Tensor = weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2)
+    return turned.reshape(weight.shape)
 
 
 if __name__ == "__main__":

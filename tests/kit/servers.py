@@ -148,7 +148,7 @@ def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **set
     """A server in a thread; it drains at the end, and nothing may be left in it, or in the engines behind it."""
     from forerun.serve.server import bound_socket, server_of
 
-    told = ServeSettings(**{"port": 0, "model_name": "stories", "trust_request_templates": True} | settings)
+    told = ServeSettings(**{"port": 0, "served_model_name": "stories", "trust_request_templates": True} | settings)
     sock = bound_socket(told)
     server = server_of(llm, told) if service_of is None else server_of(llm, told, service_of=service_of)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))

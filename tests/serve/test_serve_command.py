@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from forerun.cli import app
-from forerun.commands.serve import ServeOptions
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.serve import settings
 from forerun.serve.access import ApiKeys, warn_of_readers
@@ -47,8 +46,8 @@ def test_a_model_is_called_as_it_was_given_and_a_gguf_file_by_its_name_alone() -
         ("./folder", "./folder"),
         ("stdlib", "stdlib"),
     ):
-        assert served_name(given) == ServeOptions().settings(given).model_name == name
-        assert ServeOptions(served_model_name="mine").settings(given).model_name == "mine"
+        assert served_name(given) == ServeSettings().named(given).served_model_name == name
+        assert ServeSettings(served_model_name="mine").named(given).served_model_name == "mine"
 
 
 def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

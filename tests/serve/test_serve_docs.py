@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^<!-- needs a server -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPENAIS: tuple[Endpoint, ...] = ("completions", "chat", "responses", "tokenize", "detokenize")
 ADDRESS = "http://127.0.0.1:8000"
-server = serving(lambda: LLM("stdlib", "model:stdlib-draft", speculation=3), model_name="stdlib")
+server = serving(lambda: LLM("stdlib", "model:stdlib-draft", speculation=3), served_model_name="stdlib")
 
 
 @pytest.mark.parametrize(("language", "body"), BLOCK.findall(PAGE), ids=lambda value: value.split()[0])

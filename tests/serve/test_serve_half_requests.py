@@ -200,7 +200,7 @@ def test_a_request_that_is_answered_is_not_cut_off_for_new_connections(server: R
 def test_a_tls_handshake_without_an_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.serve.server.HEAD_S", 0.2)
     key, certificate = certificate_at(tmp_path)
-    with drafting() as llm, running(llm, tls_key=key, tls_certificate=certificate) as server:
+    with drafting() as llm, running(llm, tls_key=key, tls_cert=certificate) as server:
         for sent in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             with server.raw(sent) as sock:
                 ended(sock)

@@ -324,7 +324,7 @@ def certificate_at(folder: Path, *more: str) -> tuple[Path, Path]:
 
 def test_over_tls(tmp_path: Path) -> None:
     key, certificate = certificate_at(tmp_path)
-    with drafting() as llm, running(llm, tls_key=key, tls_certificate=certificate) as server:
+    with drafting() as llm, running(llm, tls_key=key, tls_cert=certificate) as server:
         verify = ssl.create_default_context(cafile=str(certificate))
         with httpx.Client(base_url=server.url.replace("http", "https"), verify=verify, trust_env=False) as http:
             assert http.post("/v1/completions", json=OK).json()["choices"][0]["text"] == expected()

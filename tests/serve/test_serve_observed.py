@@ -203,7 +203,7 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
     in_memory = InMemorySpanExporter()
     monkeypatch.setattr("forerun.serve.service.SpanSink", lambda endpoint: SpanSink(endpoint, in_memory))
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with drafting() as llm, running(llm, otlp_endpoint="http://127.0.0.1:9/v1/traces") as server:
+    with drafting() as llm, running(llm, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as server:
         with server.http(headers={"traceparent": caller}) as http:
             usage = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish"}).json()["usage"]
         server.post("/v1/completions", **OK)

@@ -192,7 +192,7 @@ class AsgiClient:
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Any, Callable[..., Awaitable[None]]]]:
     with drafting(max_num_seqs=1) as llm:
-        service = Service(llm, ServeSettings(model_name="stories"))
+        service = Service(llm, ServeSettings(served_model_name="stories"))
         yield service, application(service)
         service.close()
 

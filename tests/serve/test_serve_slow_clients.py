@@ -189,7 +189,7 @@ def test_who_reads_nothing_over_tls_is_cut_off(tmp_path: Path, stream: bool, mon
     key, certificate = certificate_at(tmp_path)
     verify = ssl.create_default_context(cafile=str(certificate))
     much = {**MUCH, "max_tokens": 450, "stream": stream}
-    tls = {"tls_key": key, "tls_certificate": certificate}
+    tls = {"tls_key": key, "tls_cert": certificate}
     with drafting() as llm, running(llm, drain_s=1.0, **tls) as server, server.raw(buffer=SMALL_BUFFER) as sock:
         wrapped = verify.wrap_socket(sock, server_hostname="127.0.0.1")
         wrapped.sendall(posted("/v1/completions", much))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import typer
@@ -17,7 +16,7 @@ from forerun.did_you_mean import complete_from
 from forerun.errors import InvalidRequest
 from forerun.options import ModelOptions, auto_or_whole, with_options
 from forerun.replicas.settings import ReplicaSettings, require_ray
-from forerun.serve.settings import ServeSettings, require_certificate, require_packages, served_name
+from forerun.serve.settings import ServeSettings, require_certificate, require_packages
 from forerun.streams import show_note, unfailing_stderr
 
 EXAMPLES = """
@@ -55,24 +54,11 @@ class ReplicaOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options for the server's address, access and limits."""
+    """Options for the server and its engine."""
 
-    TITLE: ClassVar[str] = "Server"
+    TITLE: ClassVar[str] = ServeSettings.TITLE
 
-    host: Annotated[str, typer.Option(help="Address to listen on; default: this machine only.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000
-    served_model_name: Annotated[
-        str,
-        typer.Option(
-            help="Model name in requests and answers; default: --model, for a GGUF file its name without .gguf."
-        ),
-    ] = ""
-    api_keys: Annotated[
-        Path | None, typer.Option(help="File with an API key per line, optionally after a name; others get 401.")
-    ] = None
-    allowed_hosts: Annotated[
-        str, typer.Option(help="Host names of this server, and of web pages that may call it: a,b; * allows all.")
-    ] = ""
+    settings: ServeSettings = field(default_factory=ServeSettings)
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum batch size (sequences generated at once).")] = 16
     chunk_tokens: Annotated[
         str,
@@ -81,62 +67,15 @@ class ServeOptions:
             parser=auto_or_whole(1),
         ),
     ] = AUTO
-    max_queue: Annotated[
-        int, typer.Option(min=0, help="Maximum number of waiting requests per key; further ones get 429.")
-    ] = 256
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request body; larger ones get 413.")] = 8 << 20
-    drain_s: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests may take after SIGTERM or Ctrl-C.")
-    ] = 60.0
-    request_s: Annotated[
-        float | None, typer.Option(help="Time limit of a request in seconds, waiting included; then it gets 504.")
-    ] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Private key for HTTPS (PEM).")] = None
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None
-    lenient: Annotated[
-        bool,
-        typer.Option(
-            "--lenient", help="Ignore unknown fields of requests with a warning, instead of refusing the request."
-        ),
-    ] = False
-    trust_request_templates: Annotated[
-        bool, typer.Option("--trust-request-templates", help="Run chat templates of requests, up to a second each.")
-    ] = False
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Log prompts; by default the log contains no part of them.")
-    ] = False
     access_log: Annotated[bool, typer.Option("--access-log", help="Log two lines for each request.")] = False
     log_format: Annotated[
         str, typer.Option(help="Log format: text or json.", autocompletion=complete_from("text", "json"))
     ] = "text"
-    otlp_traces_endpoint: Annotated[
-        str, typer.Option(help="URL for OpenTelemetry traces (OTLP over HTTP). Needs forerun[otel].")
-    ] = ""
 
     @property
     def chunk(self) -> int | Literal["auto"]:
         """The prefill chunk size in tokens, or "auto"."""
         return "auto" if self.chunk_tokens == AUTO else int(self.chunk_tokens)
-
-    def settings(self, model: str) -> ServeSettings:
-        """The settings of the server."""
-        return ServeSettings(
-            host=self.host,
-            port=self.port,
-            model_name=self.served_model_name or served_name(model),
-            api_keys=self.api_keys,
-            max_queue=self.max_queue,
-            max_body_bytes=self.max_body_bytes,
-            drain_s=self.drain_s,
-            request_s=self.request_s,
-            lenient=self.lenient,
-            trust_request_templates=self.trust_request_templates,
-            log_prompts=self.log_prompts,
-            tls_key=self.tls_key,
-            tls_certificate=self.tls_cert,
-            otlp_endpoint=self.otlp_traces_endpoint,
-            allowed_hosts=frozenset(name.strip() for name in self.allowed_hosts.split(",") if name.strip()),
-        )
 
 
 @with_options(EXAMPLES)
@@ -148,7 +87,7 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
     errors, metrics and limits. Needs the extra forerun[serve].
     """
     require_packages()
-    settings, engines = server.settings(where.model), replicas.settings
+    settings, engines = server.settings.named(where.model), replicas.settings
     with importing():
         from rich.console import Console
 
@@ -162,10 +101,10 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
     log_format = next((form for form in LOG_FORMATS if form == server.log_format), None)
     if log_format is None:
         raise InvalidRequest("log_format", f"{server.log_format!r} must be one of {', '.join(LOG_FORMATS)}.")
-    if settings.otlp_endpoint:
+    if settings.otlp_traces_endpoint:
         require_otel()
-    if settings.tls_key is not None and settings.tls_certificate is not None:
-        require_certificate(settings.tls_key, settings.tls_certificate)
+    if settings.tls_key is not None and settings.tls_cert is not None:
+        require_certificate(settings.tls_key, settings.tls_cert)
     if settings.api_keys is not None:
         ApiKeys.read(settings.api_keys)  # raises before anything is loaded
     sock = bound_socket(settings)
@@ -186,7 +125,9 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
         shown_host = f"[{host}]" if ":" in host else host
 
         def started() -> None:
-            show_note(f"{settings.model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}")
+            show_note(
+                f"{settings.served_model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}"
+            )
             show_note(f"page: {scheme}://{shown_host}:{port}/")
 
         status = serve_until_told(llm, settings, sock, started, service_of)

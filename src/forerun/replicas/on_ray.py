@@ -46,7 +46,7 @@ from forerun.replicas.replica import Call, RemoteLLM, Replica, ReplicaNews
 from forerun.replicas.routes import Route, RouteTable
 from forerun.replicas.settings import ReplicaSettings
 from forerun.serve.app import application as http_application
-from forerun.serve.settings import ServeSettings, served_name
+from forerun.serve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
 NAME = "replica"  # the deployment's name
@@ -311,9 +311,12 @@ def application(arguments: Mapping[str, Any]) -> Any:
         raise InvalidRequest("model", "it is missing: name a folder or a model of the hub under args.")
     server = {name: value for name, value in arguments.items() if name in of_server}
     rest = {name: value for name, value in arguments.items() if name not in of_server and name != "replicas"}
-    server["allowed_hosts"] = frozenset(server.get("allowed_hosts", ()))
+    names = server.get("allowed_hosts", "")
+    server["allowed_hosts"] = names if isinstance(names, str) else ",".join(names)
     server |= {"api_keys": Path(server["api_keys"])} if server.get("api_keys") else {}
-    server.setdefault("model_name", served_name(str(rest["model"])))
-    settings, bounds = ServeSettings(**server), ReplicaSettings.of(str(arguments.get("replicas", 1)))
+    settings, bounds = (
+        ServeSettings(**server).named(str(rest["model"])),
+        ReplicaSettings.of(str(arguments.get("replicas", 1))),
+    )
     front = serve.deployment(serve.ingress(ingress)(Ingress)).options(name="ingress", max_ongoing_requests=MOST_OPEN)
     return front.bind(deployment(rest, bounds, settings.drain_s), settings, bounds.most)

@@ -150,8 +150,8 @@ def server_of(
     service_of: Callable[[LLM, ServeSettings], Service] = Service,
 ) -> DrainingServer:
     """Build the server of a loaded model. Raises InvalidRequest for an unusable key or certificate."""
-    if settings.tls_key is not None and settings.tls_certificate is not None:
-        require_certificate(settings.tls_key, settings.tls_certificate)
+    if settings.tls_key is not None and settings.tls_cert is not None:
+        require_certificate(settings.tls_key, settings.tls_cert)
     service = service_of(llm, settings)
     config = uvicorn.Config(
         application(service),
@@ -165,7 +165,7 @@ def server_of(
         server_header=False,
         timeout_graceful_shutdown=1,
         ssl_keyfile=settings.tls_key,
-        ssl_certfile=settings.tls_certificate,
+        ssl_certfile=settings.tls_cert,
     )
     return DrainingServer(config, service, started)
 

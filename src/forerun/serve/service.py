@@ -91,12 +91,12 @@ class Service:
         self.long_prompts = ThreadPoolExecutor(1, "long prompts")
         self.long_answers = ThreadPoolExecutor(1, "long answers")
         self.front = AsyncLLM(llm) if front is None else front
-        self.spans = SpanSink(settings.otlp_endpoint) if settings.otlp_endpoint else None
+        self.spans = SpanSink(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
 
     @property
     def model_name(self) -> str:
         """The model's name in requests."""
-        return self.settings.model_name or served_name(self.llm.name)
+        return self.settings.served_model_name or served_name(self.llm.name)
 
     @property
     def alive(self) -> bool:

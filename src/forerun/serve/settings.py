@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, ClassVar
+
+from typer import Option
 
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, MissingPackage
@@ -19,36 +22,61 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Settings of one server.
+    """Address, access and limits of one server, which are options of `forerun serve`.
 
-    At most `max_queue` requests of each key wait beyond those being answered. On shutdown, open requests have `drain_s`
-    seconds to finish. A request that takes longer than `request_s`, waiting included, ends with an error. With
-    `lenient` unknown fields of bodies are logged instead of refused. With `trust_request_templates` a body may have its
-    own chat template. `api_keys` is a file of keys; without one there is no authentication. Traces go to
-    `otlp_endpoint`, an OTLP address over HTTP. `allowed_hosts` are the names in `Host` and `Origin` headers that are
-    accepted; "*" allows all. Raises InvalidRequest naming the field.
+    At most `max_queue` requests of each key wait beyond those being answered. A request that takes longer than
+    `request_s`, waiting included, ends with an error. `allowed_hosts` are the names in `Host` and `Origin` headers that
+    are accepted, with commas between them. Raises InvalidRequest naming the field.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str = ""
-    api_keys: Path | None = None
-    max_queue: int = 256
-    max_body_bytes: int = 8 << 20
-    drain_s: float = 60.0
-    request_s: float | None = None
-    lenient: bool = False
-    trust_request_templates: bool = False
-    log_prompts: bool = False
-    tls_key: Path | None = None
-    tls_certificate: Path | None = None
-    otlp_endpoint: str = ""
-    allowed_hosts: frozenset[str] = frozenset()
+    TITLE: ClassVar[str] = "Server"
+
+    host: Annotated[str, Option(help="Address to listen on; default: this machine only.")] = "127.0.0.1"
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000
+    served_model_name: Annotated[
+        str,
+        Option(help="Model name in requests and answers; default: --model, for a GGUF file its name without .gguf."),
+    ] = ""
+    api_keys: Annotated[
+        Path | None, Option(help="File with an API key per line, optionally after a name; others get 401.")
+    ] = None
+    allowed_hosts: Annotated[
+        str, Option(help="Host names of this server, and of web pages that may call it: a,b; * allows all.")
+    ] = ""
+    max_queue: Annotated[
+        int, Option(min=0, help="Maximum number of waiting requests per key; further ones get 429.")
+    ] = 256
+    max_body_bytes: Annotated[int, Option(min=1, help="Largest request body; larger ones get 413.")] = 8 << 20
+    drain_s: Annotated[float, Option(min=0, help="Seconds that running requests may take after SIGTERM or Ctrl-C.")] = (
+        60.0
+    )
+    request_s: Annotated[
+        float | None, Option(help="Time limit of a request in seconds, waiting included; then it gets 504.")
+    ] = None
+    tls_key: Annotated[Path | None, Option(help="Private key for HTTPS (PEM).")] = None
+    tls_cert: Annotated[Path | None, Option(help="Certificate for HTTPS (PEM).")] = None
+    lenient: Annotated[
+        bool,
+        Option("--lenient", help="Ignore unknown fields of requests with a warning, instead of refusing the request."),
+    ] = False
+    trust_request_templates: Annotated[
+        bool, Option("--trust-request-templates", help="Run chat templates of requests, up to a second each.")
+    ] = False
+    log_prompts: Annotated[
+        bool, Option("--log-prompts", help="Log prompts; by default the log contains no part of them.")
+    ] = False
+    otlp_traces_endpoint: Annotated[
+        str, Option(help="URL for OpenTelemetry traces (OTLP over HTTP). Needs forerun[otel].")
+    ] = ""
 
     @property
     def hosts(self) -> Hosts:
         """The accepted host names."""
-        return Hosts(self.host, self.allowed_hosts)
+        return Hosts(self.host, frozenset(name.strip() for name in self.allowed_hosts.split(",") if name.strip()))
+
+    def named(self, model: str) -> ServeSettings:
+        """These settings, with a name for this model in requests."""
+        return replace(self, served_model_name=self.served_model_name or served_name(model))
 
     def __post_init__(self) -> None:
         self.hosts  # noqa: B018 - raises for invalid names
@@ -59,7 +87,7 @@ class ServeSettings:
             raise InvalidRequest("drain_s", f"{self.drain_s} must be a number of seconds from 0 on.")
         if self.request_s is not None and not self.request_s > 0:
             raise InvalidRequest("request_s", f"{self.request_s} must be a number of seconds above 0.")
-        if (self.tls_key is None) != (self.tls_certificate is None):
+        if (self.tls_key is None) != (self.tls_cert is None):
             raise InvalidRequest("tls_key", "a key and a certificate go together: give both, or neither.")
 
 
