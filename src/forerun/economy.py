@@ -55,13 +55,6 @@ class LinearCost:
     seconds: float = 0.0
     products: float = 0.0
 
-    def knows(self, size: float | int) -> bool:
-        """Whether what it expects of a size follows from what was seen: that size alone, or several others."""
-        if self.weight == 0:
-            return False
-        middle = self.sizes / self.weight
-        return abs(size - middle) < 1e-6 or self.squares / self.weight - middle**2 > 1e-6
-
     def record(self, size: int, taken_s: float) -> None:
         """Add what a size took."""
         taken_s = damped(taken_s, self.expect(size))

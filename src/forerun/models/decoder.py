@@ -134,9 +134,7 @@ class Decoder:
         self.ranks = ranks
         shard = WHOLE if ranks is None else ranks.shard
         self.dtype = dtype
-        quantized = partial(backend.linear, quantize=quantize)
-        made = quantized, backend.linear, backend.grouped
-        layers = LayerMaker(config, dtype, *made, take_groups, shard, backend.stacked)
+        layers = LayerMaker(config, dtype, backend, quantize, take_groups, shard)
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(dtype)
         self.layers = [layers.load(take, i) for i in range(config.layers)]

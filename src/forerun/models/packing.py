@@ -18,36 +18,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
+from forerun.config import Quantization
+from forerun.models.backends.base import Backend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import ModelConfig
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router, StackedExperts
+from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
 from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable, Projection
-from forerun.models.shards.shard import WHOLE, Columns, Shard
+from forerun.models.shards.shard import Columns, Shard
 
 T = TypeVar("T", Tensor, GroupedWeight)
 Take = Callable[[str, tuple[int, ...]], Tensor]
 TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None if it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
-StackExperts = Callable[[Sequence[GatedMlp], torch.dtype], StackedExperts | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
-    """Makes layers in `dtype`: `make` makes linear layers, `make_router` routers.
+    """Makes layers of a backend in `dtype`; `quantize` applies to all linear layers but routers.
 
-    With `take_groups`, weights stored in groups stay so, in layers by `make_grouped`. With a `shard`, layers have only
-    the outputs and heads of its rank; routers are whole. `stack` may combine all experts into one object.
+    With `take_groups`, weights stored in groups stay so. With a `shard`, layers have only the outputs and heads of its
+    rank; routers are whole.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    make: MakeLinear
-    make_router: MakeLinear
-    make_grouped: MakeLinear | None = None
-    take_groups: TakeGroups | None = None
-    shard: Shard = WHOLE
-    stack: StackExperts | None = None
+    backend: Backend
+    quantize: Quantization | None
+    take_groups: TakeGroups | None
+    shard: Shard
 
     def load(self, take: Take, index: int) -> Layer:
         """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
@@ -61,9 +60,6 @@ class LayerMaker:
 
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else gains(vector(f"{name}.weight"), c.from_one)
-
-        def groups(name: str, shape: tuple[int, ...], part: int | None) -> GroupedWeight | None:
-            return self.take_groups(f"model.layers.{index}.{name}", shape, part) if self.take_groups else None
 
         def shift(name: str | None) -> Tensor | None:
             return None if name is None or not c.norm_bias else vector(f"{name}.bias")
@@ -79,20 +75,21 @@ class LayerMaker:
         ) -> Linear:
             part = self.part([size + outputs for size in p.sizes], what)
             changed = outputs or inputs or shift is not None or any(edit.centred for edit in edits)
-            weight = None if changed else stored_groups(p, groups, edits)
-            if weight is None or self.make_grouped is None:
-                return linear(p, part(self.make), own, outputs, inputs, edits, shift)
+            weight = None if changed else stored_groups(p, f"model.layers.{index}.", self.take_groups, edits)
+            if weight is None:
+                make = part(partial(self.backend.linear, quantize=self.quantize))
+                return linear(p, make, own, outputs, inputs, edits, shift)
             biases = p.bias_of(own)
-            return part(self.make_grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
+            return part(self.backend.grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
         added = [Edit(c.added_scale, centred=c.centred)]
         qkv = project(table.qkv, Columns.HEADS, edits=self.head_edits(), shift=shift(c.norms.attention))
         router, experts, stacked = None, list[GatedMlp](), None
         if table.router is not None and e is not None:
-            router = Router(linear(table.router, self.make_router, fetch), e.count, e.active, e.normalised)
+            router = Router(linear(table.router, self.backend.linear, fetch), e.count, e.active, e.normalised)
             held = cache(fetch) if e.names.is_stacked else fetch
             experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
-            stacked = self.stack(experts, self.dtype) if self.stack else None
+            stacked = self.backend.stacked(experts, self.dtype)
         attention = Attention(
             norm=norm(c.norms.attention),
             qkv=qkv,
@@ -194,10 +191,14 @@ def gated(
     return GatedMlp(gate_up, down, clamp, gelu, plain=len(table.gate_up.sizes) == 1)
 
 
-def stored_groups(projection: Projection, groups: TakeGroups, edits: Sequence[Edit]) -> GroupedWeight | None:
+def stored_groups(
+    projection: Projection, prefix: str, take: TakeGroups | None, edits: Sequence[Edit]
+) -> GroupedWeight | None:
     """A projection's weight in groups; None unless all its parts are stored in groups of the same dtype."""
+    if take is None:
+        return None
     number = projection.stack.expert if projection.stack else None
-    parts = [groups(name, shape, number) for name, shape in projection.weights().items()]
+    parts = [take(f"{prefix}{name}", shape, number) for name, shape in projection.weights().items()]
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.numbers.dtype for part in present}) > 1:
         return None

@@ -308,8 +308,12 @@ class Runner:
             nodes = tail.grow(read.parents, len(read.tokens))
             length = self.cache.length(read.seq_id)
             first_slot = self.cache.start(read.seq_id) + length
-            place = ReadSlots(first_slot - length, length, len(tokens), self.decoder.executor.query_rule)
-            paths += chain_paths(tail, nodes, place) if tail.scratch == 0 else tree_paths(tail, nodes, place)
+            rule, queries = self.decoder.executor.query_rule, range(len(tokens), len(tokens) + len(nodes))
+            if tail.scratch:
+                paths += tree_paths(tail, nodes, queries, first_slot, length, rule)
+            else:  # a chain, whose nodes are in their final slots
+                assert tail.is_chain, "a branching tail needs scratch slots on its first read"
+                paths += make_paths(queries, [length + n for n in nodes], first_slot - length, rule)
             tokens += read.tokens
             positions += [length + tail.depths[n] for n in nodes]
             slots += [first_slot + tail.scratch + n for n in nodes]
@@ -366,25 +370,11 @@ class Runner:
         self.cache.release(seq_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSlots:
-    """The place of a read: its row's first slot and committed length, its first packed token; its query rule."""
-
-    run: int
-    length: int
-    packed: int
-    rule: QueryRule
-
-
-def chain_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
-    """The one path of a chain: its nodes are in their final slots."""
-    assert tail.is_chain, "a branching tail needs scratch slots on its first read"
-    queries = list(range(place.packed, place.packed + len(nodes)))
-    return make_paths(queries, [place.length + n for n in nodes], place.run, place.rule)
-
-
-def tree_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath]:
-    """One path per new leaf; each query is on the first path that contains it."""
+def tree_paths(
+    tail: Tail, nodes: range, queries: range, first_slot: int, length: int, rule: QueryRule
+) -> list[AttentionPath]:
+    """One path per new leaf; each query is on the first path that contains it. The committed text has `length` tokens,
+    and the tail's slots begin at `first_slot`."""
     inner = {tail.parents[n] for n in nodes}
     seen: set[int] = set()
     paths = []
@@ -395,16 +385,14 @@ def tree_paths(tail: Tail, nodes: range, place: ReadSlots) -> list[AttentionPath
         assert len(path) <= tail.scratch, f"a path of {len(path)} nodes in a scratch of {tail.scratch}"
         fresh = [n for n in path if n >= nodes.start and n not in seen]
         seen.update(fresh)
-        chain = place.run + place.length
-        copy = Copy([chain + tail.scratch + n for n in path], chain)
-        queries = [place.packed + n - nodes.start for n in fresh]
-        positions = [place.length + tail.depths[n] for n in fresh]
-        paths += make_paths(queries, positions, place.run, place.rule, copy)
+        copy = Copy([first_slot + tail.scratch + n for n in path], first_slot)
+        positions = [length + tail.depths[n] for n in fresh]
+        paths += make_paths([queries[n - nodes.start] for n in fresh], positions, first_slot - length, rule, copy)
     return paths
 
 
 def make_paths(
-    queries: list[int], positions: list[int], first_slot: int, rule: QueryRule, copy: Copy | None = None
+    queries: Sequence[int], positions: list[int], first_slot: int, rule: QueryRule, copy: Copy | None = None
 ) -> list[AttentionPath]:
     """A path from packed token indices and their positions, ascending; split as the query rule requires."""
     cuts = range(0, len(queries), rule.block)

@@ -45,6 +45,12 @@ class RowSampling:
     edits: TextEdits | None = None
     constraint: Constraint | None = None
 
+    def all_edits(self) -> TextEdits:
+        """What the request changes of the law after the text."""
+        if self.edits is None:
+            return TextEdits.of(self.params, self.tokens, self.num_prompt, self.eos_ids, self.bad_words)
+        return self.edits.at(self.tokens)
+
 
 class Steps(NamedTuple):
     """The transforms of a round and the widths of their tables; 0 for those that no row asks for, which are left out.
@@ -80,12 +86,7 @@ class RoundTables:
     @cached_property
     def edits(self) -> list[TextEdits]:
         """What each row's request changes of its laws."""
-        return [
-            TextEdits.of(row.params, row.tokens, row.num_prompt, row.eos_ids, row.bad_words)
-            if row.edits is None
-            else row.edits.at(row.tokens)
-            for row in self.rows
-        ]
+        return [row.all_edits() for row in self.rows]
 
     @cached_property
     def steps(self) -> Steps:
