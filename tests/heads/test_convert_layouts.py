@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from forerun import cli
 from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
 from forerun.heads.convert import convert
-from forerun.heads.kinds import head_folders
+from forerun.heads.kinds import open_folder
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from heads.trained import eagle_of, first_eagle_of, heads_of
@@ -68,7 +68,7 @@ def counts(draft: str) -> tuple[int, int]:
 def test_eagle_1_as_its_authors_publish_it_drafts_the_same_once_it_is_converted(first: Path, tmp_path: Path) -> None:
     published = as_published(first, tmp_path / "published", "pytorch_model.bin")
     with pytest.raises(MissingWeights, match=r"forerun convert .*published --to eagle --out published-converted"):
-        head_folders("eagle", Blueprint.of(str(TARGET)))(str(published))
+        open_folder(str(published), "eagle", Blueprint.of(str(TARGET)))
     made = convert(str(published), "eagle", tmp_path / "out", str(TARGET))
     assert made.read.method.label == "EAGLE-1 or EAGLE-2"
     assert same_tensors(first, tmp_path / "out")
@@ -100,7 +100,7 @@ def test_medusas_state_dict_is_read_and_written(prefix: str, heads: Path, tmp_pa
         heads, tmp_path / "published", "medusa_lm_head.pt", prefix, medusa_num_heads=2, medusa_num_layers=1, hydra=None
     )
     with pytest.raises(MissingWeights, match=r"forerun convert .* --to medusa"):
-        head_folders("medusa", Blueprint.of(str(TARGET)))(str(published))
+        open_folder(str(published), "medusa", Blueprint.of(str(TARGET)))
     made = convert(str(published), "medusa", tmp_path / "out", str(TARGET))
     assert made.read.format == "medusa-pt"
     assert same_tensors(heads, tmp_path / "out")
@@ -186,7 +186,7 @@ def test_what_was_written_is_compared_with_what_was_read(
     def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         save_file({**tensors, "1.1.weight": tensors["1.1.weight"] * 2}, path, metadata)
 
-    monkeypatch.setattr("forerun.heads.convert.save_file", saved)
+    monkeypatch.setattr("forerun.heads.fresh.save_file", saved)
     with pytest.raises(UnsupportedModel, match=r"cannot be kept as medusa: the tensor 1.1.weight would be lost"):
         convert(str(heads), "medusa", tmp_path / "out")
     assert not [*tmp_path.iterdir()]

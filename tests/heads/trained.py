@@ -10,7 +10,7 @@ from forerun.fields import Fields
 from forerun.heads.block.drafter import MASKED, BlockBlueprint
 from forerun.heads.block.format import BlockTensors
 from forerun.heads.eagle.drafter import EagleBlueprint
-from forerun.heads.eagle.format import fitted_tensors
+from forerun.heads.eagle.format import EagleTensors
 from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.config import ModelConfig
@@ -196,7 +196,7 @@ def written_block(
     folder: Path, config: dict[str, object], tensors: dict[str, Tensor], of: ModelConfig, dice: torch.Generator
 ) -> dict[str, Tensor]:
     """Write a folder with these fields; tensors that are not given are random. Gives all of them."""
-    own = BlockTensors.of(Fields(folder, config), of, "the target", tensors)
+    own = BlockTensors.of(Fields(folder, config), tensors.keys(), of, "the target")
     every = drawn(own.shapes(), dice) | tensors
     written(folder, config, every)
     return every
@@ -207,5 +207,5 @@ def written_eagle(
 ) -> Path:
     """A folder in the authors' layout, of EAGLE-3 where it has a head; tensors that are not given are random."""
     stored = [*tensors, *(["norm.weight"] if "lm_head.weight" in tensors else [])]
-    own = fitted_tensors(Fields(folder, config), stored, of, "the target")
+    own = EagleTensors.of(Fields(folder, config), stored, of, "the target")
     return written(folder, config, drawn(own.shapes(), torch.Generator().manual_seed(0), scale) | tensors)

@@ -29,7 +29,7 @@ def test_it_is_what_a_solver_of_least_squares_finds_and_guesses_better_than_fres
     read, wanted = [], []
     for text in texts:
         for place in range(text.num_prompt, len(text.taps)):
-            embedded, state = student.embedding[text.tokens[place]], text.taps[place - 1, 0].float()
+            embedded, state = student.tables.embedding[text.tokens[place]], text.taps[place - 1, 0].float()
             read.append(
                 torch.cat([each / each.square().mean().add(1e-5).sqrt() for each in (embedded, state)]).double()
             )
@@ -44,7 +44,7 @@ def test_it_is_what_a_solver_of_least_squares_finds_and_guesses_better_than_fres
         logits = student.predict(batch, None).logits[0][0, 1:]
     states = (rows[: len(logits)] @ found).float()
     output = states / states.square().mean(1, keepdim=True).add(1e-5).sqrt() * student.weights[QWEN.norm].detach()
-    assert torch.allclose(logits, output @ student.head.weight.T, atol=1e-2), "the layer adds something"
+    assert torch.allclose(logits, output @ student.tables.head.weight.T, atol=1e-2), "the layer adds something"
 
 
 def test_few_answers_leave_it_as_it_was(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
     if kind in BLOCKS:
         block = block_of(TARGET, folder, **BLOCKS[kind])  # type: ignore[arg-type]
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
-        tensors = BlockTensors.of(Fields(folder, values), target.config, target.name, weights)
+        tensors = BlockTensors.of(Fields(folder, values), weights.keys(), target.config, target.name)
         config, depths = tensors.config, tensors.config.most_depth
-        return BlockStudent.beside(
-            target, values, weights, TargetTables.of(target), config=config, taps=config.taps,
+        return BlockStudent.begun(
+            target, values, weights, tables=TargetTables.of(target), config=config, taps=config.taps,
             depth_weights=(1.0,) * depths, most_depth=depths,
         )  # fmt: skip
     if kind == "mtp":

@@ -10,20 +10,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from forerun.annotations import ProgressCallback
+from torch import Tensor
+
+from forerun.annotations import Int, ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Drafter
 from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.folder import HeadFolder, HeadSigns, OpenFolder
-from forerun.heads.layouts import DraftLayout
+from forerun.heads.folder import HeadFolder, HeadSigns, HeadTensors, OpenFolder
+from forerun.heads.layouts import DraftLayout, DraftMethod
 from forerun.heads.student import MakeStudent
+from forerun.heads.vocabulary import id_map_of, read_ids
+from forerun.models.chains import IdMap
 from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
-from forerun.models.projections import ADDING, Shapes
+from forerun.models.projections import ADDING, HEAD, Shapes
 from forerun.models.runner import Runner
 from forerun.models.widen import WRITERS, Plan, Wider
 
@@ -96,15 +101,26 @@ class HeadBlueprint(ABC):
         """The heads, widened with the target. Raises InvalidRequest."""
 
 
+@dataclass(frozen=True, slots=True)
 class FolderBlueprint(HeadBlueprint):
-    """Heads whose argument is their folder."""
+    """Heads whose argument is their folder, with its `tensors`; `ids` are the target's ids of the tokens they guess."""
 
+    method: ClassVar[DraftMethod[Any]]
     folder: HeadFolder
+    tensors: Any
+    ids: Int[Tensor, " draft_vocab"]
 
     @classmethod
-    @abstractmethod
     def of(cls, folder: HeadFolder) -> FolderBlueprint:
         """The heads in a folder. Raises ModelError for one that cannot be used."""
+        target = folder.target
+        tensors = cls.method.read(folder.fields, folder.checkpoint.stored, target.config, target.name)
+        return cls.checked(folder, folder.checked(tensors))
+
+    @classmethod
+    def checked(cls, folder: HeadFolder, tensors: HeadTensors) -> FolderBlueprint:
+        """The heads in a folder whose tensors were checked."""
+        return cls(folder, tensors, read_ids(folder.checkpoint, tensors.draft_vocab, folder.target.config.vocab_size))
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
@@ -127,6 +143,35 @@ class FolderBlueprint(HeadBlueprint):
             return self.build(cache_tokens.get(name, 0), target)
 
         return DraftPlan({name: self.memory}, build, self.folder.fingerprint)
+
+
+class StateBlueprint(FolderBlueprint):
+    """Layers with their own cache that read the target's states.
+
+    Their tensors have the configuration of the `layers`, can be those `for_length`, and say which of them are `tables`,
+    which are never quantized.
+    """
+
+    decoder: ClassVar[type[Any]]  # of tensors, folder, target and ids
+
+    @abstractmethod
+    def drafter(self, layers: Any, runner: Runner, ids: IdMap) -> Drafter:
+        """The drafter with these layers, which `runner` runs."""
+
+    @property
+    def memory(self) -> ModelMemory:
+        tensors, shapes = self.tensors, self.tensors.shapes()
+        return self.folder.memory(tensors.layers, shapes, tensors.tables, 0 if HEAD in shapes else len(self.ids))
+
+    def load(self, max_model_len: int, target: Decoder) -> Any:
+        """Load the layers, for texts of at most `max_model_len` tokens."""
+        return self.decoder(self.tensors.for_length(max_model_len), self.folder, target, self.ids)
+
+    def build(self, num_tokens: int, target: Runner) -> Drafter:
+        config = target.decoder.config
+        layers = self.load(config.max_positions, target.decoder)
+        runner = self.folder.target.runner(layers, num_tokens)
+        return self.drafter(layers, runner, id_map_of(self.ids, config.vocab_size, target.device))
 
 
 @dataclass(frozen=True, slots=True)

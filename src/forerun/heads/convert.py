@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.did_you_mean import nearest
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.folder import find_heads
-from forerun.heads.fresh import save_config
+from forerun.heads.fresh import save_config, write_tensors
 from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import FETCHED, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.store import names_in, whole_folder, writable
@@ -78,7 +77,8 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     with writable(out), whole_folder(out) as part:
         write_files(part, written, written_as)
         compare(part, files, written_as, target)
-    return Converted(source, layout, written_as, out, len(written.tensors), written.num_bytes)
+    num_bytes = sum(tensor.nbytes for tensor in written.tensors.values())
+    return Converted(source, layout, written_as, out, len(written.tensors), num_bytes)
 
 
 def check_free(out: Path, force: bool) -> None:
@@ -97,12 +97,10 @@ def check_free(out: Path, force: bool) -> None:
 
 def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
     """Write the files of a layout to an empty folder."""
-    tensors, weights = dict(files.tensors), folder / layout.file
     if layout.file in PICKLES:
-        torch.save(tensors, weights)
+        torch.save(dict(files.tensors), folder / layout.file)
     else:
-        save_file(tensors, weights, {"format": "pt"})
-    weights.chmod(0o644)  # safetensors leaves it to its owner alone
+        write_tensors(files.tensors, folder / layout.file)
     save_config(files.config, folder)
 
 
@@ -135,7 +133,7 @@ def recognise(source: DraftFiles) -> DraftLayout:
     return layout_found
 
 
-def layout_of(format_name: str, method: DraftMethod) -> DraftLayout:
+def layout_of(format_name: str, method: DraftMethod[Any]) -> DraftLayout:
     """The layout of a method in a format. Raises InvalidRequest if there is none."""
     if format_name not in FORMATS:
         near = nearest(format_name, FORMATS)

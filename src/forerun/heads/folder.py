@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,13 +29,39 @@ from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
 from forerun.models.packing import MakeLinear
-from forerun.models.projections import Shapes
+from forerun.models.projections import HEAD, Shapes
 from forerun.models.source import HUB_FILES, find_folder, similar
 from forerun.models.weights import BUFFERS, Checkpoint
 
+OWN_EMBEDDING = "embed_tokens.weight"  # of a drafter
 OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # file endings in which heads are published
 WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
 OpenFolder = Callable[[str], "HeadFolder"]  # opens a folder of one kind by its name
+
+
+@runtime_checkable
+class HeadTensors(Protocol):
+    """The tensors of heads, by their folder's config.json.
+
+    `title` is what errors call the heads. `idle` are further tensors that a folder may have, and that are not read, or
+    read by themselves. `draft_vocab` is the number of tokens that the heads guess.
+    """
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def idle(self) -> Collection[str]: ...
+
+    @property
+    def draft_vocab(self) -> int: ...
+
+    def shapes(self) -> Shapes:
+        """Names and shapes of all tensors that are read, except the table of ids."""
+        ...
+
+
+TensorsT = TypeVar("TensorsT", bound=HeadTensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +87,24 @@ class HeadSigns:
 class HeadFolder:
     """A folder of heads for `target`, with the fields of its config.json and the headers of its tensors.
 
-    `name` is the user's name for it.
+    `name` is the user's name for it. `is_targets`: it is the target's own checkpoint, which holds the heads too.
     """
 
     name: str
     target: Blueprint
     fields: Fields
     checkpoint: Checkpoint
+    is_targets: bool = False
 
     @classmethod
     def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
-        """An existing folder, possibly the target's own. Raises ModelError if it has no weights."""
+        """An existing folder. Raises ModelError if it has no weights."""
         return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype))
+
+    @classmethod
+    def of_target(cls, target: Blueprint) -> HeadFolder:
+        """The target's own folder."""
+        return replace(cls.at(target.folder, str(target.folder), target), is_targets=True)
 
     @property
     def path(self) -> Path:
@@ -102,14 +134,16 @@ class HeadFolder:
         """A tensor of the folder, on the target's device."""
         return self.checkpoint.take(name, shape).to(self.target.placement.device)
 
-    def check(self, shapes: Shapes, heads: str, idle: Iterable[str] = (), *cures: str) -> None:
-        """Check all tensors by their headers: those in `shapes` must exist; others only if they are `idle` (unused).
+    def checked(self, tensors: TensorsT, *cures: str) -> TensorsT:
+        """These tensors, all checked by their headers: the folder must have them, and no others but those `idle`.
 
-        Raises ModelError, which calls the drafter `heads`; `cures` are further suggestions for an unknown tensor.
+        Raises ModelError; `cures` are further suggestions for an unknown tensor.
         """
+        shapes = tensors.shapes()
         for name, shape in shapes.items():
             self.checkpoint.find(name, shape)
-        refuse_unread(self.path, self.checkpoint.stored, {*shapes, *idle}, heads, *cures)
+        refuse_unread(self.path, self.checkpoint.stored, {*shapes, *tensors.idle}, tensors.title, *cures)
+        return tensors
 
     def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
         """The folder's layers as a model without a vocabulary; `tables` are tensors that are not part of layers."""
@@ -186,15 +220,18 @@ def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
             raise fields.refuse(key, f"{target} has {size}: name a drafter that was trained for it")
 
 
-def refuse_missing_tables(
-    fields: Fields, target: str, of: ModelConfig, hidden: int, tables: Mapping[str, bool]
-) -> None:
-    """Raise UnsupportedModel for a drafter of another width (`hidden`) than its target's that lacks one of `tables`,
-    its own embedding or head (name -> whether the folder has it)."""
-    missing = [name for name, is_own in tables.items() if not is_own]
+def refuse_missing_tables(fields: Fields, target: str, of: ModelConfig, hidden: int, tables: Shapes) -> None:
+    """Raise UnsupportedModel for a drafter of another width (`hidden`) than its target's that lacks an embedding or a
+    head of its own among its `tables`."""
+    missing = [name for name in (OWN_EMBEDDING, HEAD) if name not in tables]
     if missing and hidden != of.hidden:
         fix = "name a drafter that was trained for it, or add that tensor"
         raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {missing[0]}: {fix}")
+
+
+def limited(config: ModelConfig, max_positions: int) -> ModelConfig:
+    """The configuration for texts of at most this length."""
+    return replace(config, max_positions=min(max_positions, config.max_positions))
 
 
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:

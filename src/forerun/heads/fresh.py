@@ -51,7 +51,7 @@ class TargetTables:
     embedding: Float[Tensor, "vocab hidden"]
     head: TargetHead
     norm: Float[Tensor, " hidden"]
-    scale: Float[Tensor, " hidden"] | None = None  # the norm's gains, where it is an RMS norm without a bias
+    scale: Float[Tensor, " hidden"] | None = None  # the norm's gains; None if it is not a plain RMS norm
 
     @classmethod
     def of(cls, target: Blueprint) -> TargetTables:
@@ -105,12 +105,16 @@ def trainable(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, 
 
 def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
     """Write model.safetensors in this dtype; integer tensors keep theirs."""
-    path = folder / "model.safetensors"
     stored = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in weights.items()
     }
-    save_file(stored, path, {"format": "pt"})
+    write_tensors(stored, folder / "model.safetensors")
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file that others can read."""
+    save_file(dict(tensors), path, {"format": "pt"})
     path.chmod(0o644)  # safetensors leaves it to its owner alone
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from forerun.draft.plan import DraftContext, DraftPlan
     from forerun.draft.spec import DraftSpec
     from forerun.heads.blueprint import HeadBlueprint, HeadParts
-    from forerun.heads.folder import HeadFolder, OpenFolder
+    from forerun.heads.folder import HeadFolder
     from forerun.models.loading import Blueprint
 
 
@@ -42,7 +43,7 @@ class HeadKind:
         from forerun.draft.plan import refuse_members
 
         refuse_members(spec)
-        return self.parts.blueprint.read(spec, target, head_folders(spec.name, target))
+        return self.parts.blueprint.read(spec, target, partial(open_folder, kind=spec.name, target=target))
 
     def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
         """The plan of the drafter of this specification."""
@@ -58,17 +59,14 @@ HEADS: Mapping[str, HeadKind] = {
 }
 
 
-def head_folders(kind: str, target: Blueprint) -> OpenFolder:
-    """The function that opens folders of this kind for the target; it raises ModelError."""
+def open_folder(name: str, kind: str, target: Blueprint) -> HeadFolder:
+    """The folder of this name and kind, for the target. Raises ModelError."""
     from forerun.heads.folder import HeadFolder, refuse_other_weights
 
-    def open_folder(name: str) -> HeadFolder:
-        path, layout = find_of_kind(name, kind), HEADS[kind].parts.signs.layout
-        if layout is not None:
-            refuse_other_weights(path, layout)
-        return HeadFolder.at(path, name, target)
-
-    return open_folder
+    path, layout = find_of_kind(name, kind), HEADS[kind].parts.signs.layout
+    if layout is not None:
+        refuse_other_weights(path, layout)
+    return HeadFolder.at(path, name, target)
 
 
 def find_of_kind(name: str, kind: str) -> Path:

@@ -15,16 +15,18 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
+from forerun.annotations import Int
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import Fields, read_fields, short
-from forerun.heads.folder import model_fields, refuse_unread
+from forerun.heads.folder import TensorsT, model_fields, refuse_unread
+from forerun.heads.vocabulary import MASK, OFFSETS, ids_of
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
-from forerun.models.projections import EMBEDDING, HEAD, Shapes
+from forerun.models.projections import EMBEDDING, HEAD
 from forerun.models.source import TOKENIZER_FILES, find_checkpoint
 from forerun.models.stored import AGAIN, read_header
 from forerun.models.weights import BUFFERS, Checkpoint, read_headers
@@ -39,6 +41,7 @@ KEPT = "speculators_config"  # kept in conversions: the target's name, and how m
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)
 VERSION_KEY = "speculators_version"
 TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, used in training only
+GUESSED = "its own config.json"  # stands for a target's name
 USUAL_GUESSES = 3  # as the converter of speculators writes
 
 
@@ -70,10 +73,6 @@ class DraftFiles:
     def fields(self) -> Fields:
         return Fields(self.path, self.config)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
     def without(self, *names: str) -> DraftFiles:
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
 
@@ -86,16 +85,27 @@ class DraftFiles:
 
         return replace(self, tensors={new(name): tensor for name, tensor in self.tensors.items()})
 
-    def check(self, shapes: Shapes, heads: str, idle: Collection[str] = ()) -> None:
-        """Raise ModelError if a tensor of `shapes` is missing or has another shape, or if there is a tensor that is
-        neither in `shapes` nor `idle`."""
+    def checked(self, tensors: TensorsT) -> TensorsT:
+        """These tensors. Raises ModelError if one is missing or has another shape, or if there are others but those
+        `idle`."""
+        shapes = tensors.shapes()
         for name, shape in shapes.items():
             if name not in self.tensors:
                 raise MissingWeights(f"{self.folder} has no tensor {name}: the checkpoint is incomplete; get it again")
             stored = tuple(self.tensors[name].shape)
             if stored != shape:
                 raise WrongShape(f"{self.folder}: {name} has shape {list(stored)}, config.json promises {list(shape)}")
-        refuse_unread(self.folder, self.tensors, {*shapes, *idle}, heads)
+        refuse_unread(self.folder, self.tensors, {*shapes, *tensors.idle}, tensors.title)
+        return tensors
+
+    def head_ids(self, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
+        """The target's ids of the head's tokens. Raises UnsupportedModel for an invalid table."""
+        offsets = self.tensors.get(OFFSETS)
+        if offsets is None:
+            return torch.arange(vocab_size)
+        if offsets.is_floating_point() or offsets.dim() != 1:
+            raise UnsupportedModel(f"{self.folder}: {OFFSETS} must be whole numbers, one for each token of the head")
+        return ids_of(offsets.long(), len(offsets), vocab_size, self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +121,6 @@ class TargetFacts:
         """The checkpoint of this name. Raises ModelError."""
         folder = find_checkpoint(name)
         return cls(name, read_config(folder), folder)
-
-    @classmethod
-    def of_drafter(cls, fields: Fields, family: str) -> TargetFacts:
-        """The facts about the target in the fields of a drafter's layers, whose default family is `family`."""
-        usual = {"max_position_embeddings": 2048, "model_type": family, "num_hidden_layers": 1}
-        config = config_of(model_fields(fields, usual))
-        hidden = fields.whole("target_hidden_size", config.hidden)
-        return cls("its own config.json", replace(config, layers=MOST_LAYERS, hidden=hidden), None)
 
     @property
     def architectures(self) -> list[str]:
@@ -141,6 +143,20 @@ class TargetFacts:
 
 
 ChangeFiles = Callable[[DraftFiles, TargetFacts | None], DraftFiles]
+ReadTensors = Callable[[Fields, Collection[str], ModelConfig, str], TensorsT]
+GuessTarget = Callable[[Fields], TargetFacts]
+
+
+def guess_target(family: str) -> GuessTarget:
+    """A function that gives the facts about the target in the fields of a drafter's layers, by default of `family`."""
+    usual = {"max_position_embeddings": 2048, "model_type": family, "num_hidden_layers": 1}
+
+    def guess(fields: Fields) -> TargetFacts:
+        config = config_of(model_fields(fields, usual))
+        hidden = fields.whole("target_hidden_size", config.hidden)
+        return TargetFacts(GUESSED, replace(config, layers=MOST_LAYERS, hidden=hidden), None)
+
+    return guess
 
 
 def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
@@ -148,12 +164,25 @@ def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftMethod:
-    """A kind of drafter. `drafter` is its name in `--draft`; `meaning` checks files and returns what they describe."""
+class DraftMethod(Generic[TensorsT]):
+    """A kind of drafter. `drafter` is its name in `--draft`.
+
+    `read` gives the tensors by the fields of a config.json, the names of the stored tensors, and the target's
+    configuration and name, or those that `guess` finds in the fields.
+    """
 
     label: str
     drafter: str
-    meaning: Callable[[DraftFiles, TargetFacts | None], object]
+    read: ReadTensors[TensorsT]
+    guess: GuessTarget
+
+    def meaning(self, files: DraftFiles, target: TargetFacts | None) -> TensorsT:
+        """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
+        of = target or self.guess(files.fields)
+        tensors = files.checked(self.read(files.fields, files.tensors.keys(), of.config, of.name))
+        if OFFSETS in tensors.idle and len(files.head_ids(of.config.vocab_size)) != tensors.draft_vocab:
+            raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +195,7 @@ class DraftLayout:
     """
 
     format: str
-    method: DraftMethod
+    method: DraftMethod[Any]
     sign: str
     holds: Callable[[DraftFiles], bool]
     read: ChangeFiles = unchanged
@@ -174,6 +203,15 @@ class DraftLayout:
     complete: ChangeFiles = unchanged
     file: str = "model.safetensors"
     is_run: bool = True
+
+
+def with_id_tables(files: DraftFiles, _target: TargetFacts | None = None) -> DraftFiles:
+    """The drafter with `t2d` added if it has `d2t`."""
+    if OFFSETS not in files.tensors:
+        return files
+    vocab_size = files.fields.whole("vocab_size")
+    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, files.head_ids(vocab_size), True)
+    return replace(files, tensors={**files.tensors, OFFSETS: files.tensors[OFFSETS].long(), MASK: mask})
 
 
 def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.draft.spec import DraftSpec
-from forerun.heads.fresh import TargetHead, TargetTables, save_config, save_weights, stored_dtype, trainable
+from forerun.heads.fresh import TargetTables, save_config, save_weights, stored_dtype, trainable
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.loading import Blueprint
@@ -209,27 +209,14 @@ class Student(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TableStudent(Student):
-    """A student with the target's `embedding` and `head` (its rows in `vocabulary`), which are not trained."""
+    """A student with the target's `tables` (the head's rows in `vocabulary`), which are not trained."""
 
     may_lack_tokens: ClassVar[bool] = True
-    embedding: Float[Tensor, "vocab hidden"]
-    head: TargetHead
-
-    @classmethod
-    def beside(
-        cls: type[Begun],
-        target: Blueprint,
-        values: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
-        tables: TargetTables,
-        **fields: Any,
-    ) -> Begun:
-        """A student with these initial weights and these tables of its target."""
-        return cls.begun(target, values, weights, embedding=tables.embedding, head=tables.head, **fields)
+    tables: TargetTables
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
-        ids = ids.to(self.embedding.device)
-        return replace(self, vocabulary=ids, head=self.head[ids])
+        ids = ids.to(self.tables.embedding.device)
+        return replace(self, vocabulary=ids, tables=replace(self.tables, head=self.tables.head[ids]))
 
 
 MakeStudent = Callable[[Blueprint, StudentSizes, int], Student]  # of target, sizes, seed

@@ -169,16 +169,15 @@ class DraftedStudent(TableStudent):
 
     At step 0 each position reads the text. At step s every position is a root with a draft of s tokens: it reads the
     token s positions later, and sees the text up to its root, and of the later steps its own tokens only. A drafter's
-    cache holds the same in serving. The target's `target_norm` is not trained.
+    cache holds the same in serving.
     """
 
     place: ClassVar[str]
     config: ModelConfig
-    target_norm: Float[Tensor, " hidden"] | None = None  # before the head; None if it is not a plain RMS norm
     layer: TrainedLayer = field(init=False)
 
     def __post_init__(self) -> None:
-        rope = rope_tables(self.config).to(self.embedding.device)
+        rope = rope_tables(self.config).to(self.tables.embedding.device)
         object.__setattr__(self, "layer", TrainedLayer(self.config, self.weights, self.place, rope))
 
     @abstractmethod
@@ -197,7 +196,7 @@ class DraftedStudent(TableStudent):
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """The logits of the next token, from the states of a step."""
-        return self.head(states)
+        return self.tables.head(states)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The logits of every step of the drafts. With `dice`, roots are sampled so that each token is predicted about
@@ -209,16 +208,16 @@ class DraftedStudent(TableStudent):
         logits, past = [], list[KeysAndValues]()
         for step in range(num_steps):
             at = places if step else batch.places[:, : states.shape[1]]
-            states = self.step(self.embedding[tokens[rows, at + 1 + step]], states, at, past)
+            states = self.step(self.tables.embedding[tokens[rows, at + 1 + step]], states, at, past)
             states = states if step else states[rows, places]
             logits.append(self.logits(states.masked_fill((roots == 0)[..., None], 0.0)))
         return Predictions(logits, roots)
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
         """As in Student, by the rows of the target's head that the drafter has."""
-        if self.vocabulary is None or self.target_norm is None:
+        if self.vocabulary is None or self.tables.scale is None:
             return None
-        return self.head(rms_norm(last, self.target_norm, self.config.norm_eps))
+        return self.tables.head(rms_norm(last, self.tables.scale, self.config.norm_eps))
 
     def of_first_guesses(self) -> DraftedStudent:
         """As in Student; with a single step all positions are roots, at the cost of all steps from sampled roots."""

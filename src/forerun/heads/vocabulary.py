@@ -7,7 +7,6 @@ the target's tokens that the head has.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import CPU
 from forerun.errors import UnsupportedModel
-from forerun.heads.layouts import DraftFiles, TargetFacts
 from forerun.models.chains import IdMap, SameIds
 from forerun.models.weights import Checkpoint
 
@@ -66,28 +64,3 @@ def ids_of(
             "name a drafter that was trained for it"
         )
     return ids
-
-
-def head_ids(files: DraftFiles, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
-    """The target's ids of the head's tokens. Raises UnsupportedModel for an invalid table."""
-    offsets = files.tensors.get(OFFSETS)
-    if offsets is None:
-        return torch.arange(vocab_size)
-    if offsets.is_floating_point() or offsets.dim() != 1:
-        raise UnsupportedModel(f"{files.folder}: {OFFSETS} must be whole numbers, one for each token of the head")
-    return ids_of(offsets.long(), len(offsets), vocab_size, files.folder)
-
-
-def check_ids(files: DraftFiles, draft_vocab: int, vocab_size: int) -> None:
-    """Raise UnsupportedModel unless the head has `draft_vocab` tokens."""
-    if len(head_ids(files, vocab_size)) != draft_vocab:
-        raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
-
-
-def with_id_tables(files: DraftFiles, _target: TargetFacts | None = None) -> DraftFiles:
-    """The drafter with `t2d` added if it has `d2t`."""
-    if OFFSETS not in files.tensors:
-        return files
-    vocab_size = files.fields.whole("vocab_size")
-    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, head_ids(files, vocab_size), True)
-    return replace(files, tensors={**files.tensors, OFFSETS: files.tensors[OFFSETS].long(), MASK: mask})

@@ -24,6 +24,7 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.heads.blueprint import WideDrafter
+from forerun.heads.folder import OWN_EMBEDDING
 from forerun.heads.fresh import save_config, save_weights
 from forerun.heads.kinds import HEADS
 from forerun.heads.vocabulary import OFFSETS
@@ -34,7 +35,6 @@ from forerun.models.weights import Checkpoint
 from forerun.models.widen import HEAD_NORMED, Plan, Wider, shrinkage
 from forerun.store import whole_folder
 
-EMBEDDING = "embed_tokens.weight"
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
@@ -120,7 +120,7 @@ def grown(found: WideDrafter, plan: Plan, name: str, source: Tensor, dice: torch
     is_norm = source.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS)
     if is_norm or (found.qk_norm and name.endswith(HEAD_NORMED)):
         source = (source.double() * shrinkage(plan.source.config, plan.wide)).to(source.dtype)
-    if name.endswith((*found.writers, EMBEDDING)):
+    if name.endswith((*found.writers, OWN_EMBEDDING)):
         tensor = source.new_zeros(shape)
     else:
         mean, std = source.float().mean().item(), source.float().std(correction=0).item()

@@ -31,13 +31,16 @@ from forerun.heads.layouts import (
     DraftLayout,
     DraftMethod,
     TargetFacts,
+    guess_target,
     of_speculators,
     package_config,
     package_layer,
     refuse_fields,
+    with_id_tables,
 )
-from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, head_ids, with_id_tables
+from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import config_of
+from forerun.models.projections import HEAD
 
 KINDS: Mapping[str, dict[str, Any]] = {  # the fields of each type, with their defaults
     "dflash": {},
@@ -140,35 +143,26 @@ def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[
     return kept
 
 
-def block_meaning(files: DraftFiles, target: TargetFacts | None) -> BlockTensors:
-    """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    of = target or TargetFacts.of_drafter(files.fields, "qwen3")
-    meaning = BlockTensors.of(files.fields, of.config, of.name, files.tensors)
-    files.check(meaning.shapes(), names.TITLE, (OFFSETS,))
-    check_ids(files, meaning.draft_vocab, of.config.vocab_size)
-    return meaning
-
-
 def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """The drafter without embedding and full head. Raises UnsupportedModel if those differ from the target's."""
     of = named(target, files)
-    tables = {names.EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {names.HEAD: of.head})
+    tables = {names.EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {HEAD: of.head})
     for name, table in tables.items():
         stored = files.tensors.get(name)
         if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
             problem = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
             raise UnsupportedModel(f"{files.folder}: {problem}")
     files = files.without(*tables)
-    if OFFSETS not in files.tensors or names.HEAD in files.tensors:
+    if OFFSETS not in files.tensors or HEAD in files.tensors:
         return files
-    head = of.head()[head_ids(files, of.config.vocab_size)].to(files.tensors[names.MAP].dtype)
-    return replace(files, tensors={**files.tensors, names.HEAD: head})
+    head = of.head()[files.head_ids(of.config.vocab_size)].to(files.tensors[names.MAP].dtype)
+    return replace(files, tensors={**files.tensors, HEAD: head})
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """The drafter as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
     fields, of = files.fields, named(target, files)
-    meaning = block_meaning(files, of)
+    meaning = BLOCK.meaning(files, of)
     check_written(meaning, fields, of)
     config = meaning.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov_rank or config.confidence else "dflash"
@@ -234,7 +228,7 @@ def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str
     return convolutions
 
 
-BLOCK = DraftMethod("block drafter", "block", block_meaning)
+BLOCK = DraftMethod("block drafter", "block", BlockTensors.of, guess_target("qwen3"))
 LAYOUTS = (
     DraftLayout(
         "speculators",

@@ -24,23 +24,22 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
 from forerun.draft.model.grower import grow_by_heads, places_of
 from forerun.heads.block import format as names
-from forerun.heads.block.convert import LAYOUTS
+from forerun.heads.block.convert import BLOCK, LAYOUTS
 from forerun.heads.block.format import BlockTensors, layer_ids
 from forerun.heads.block.student import BlockStudent
-from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
+from forerun.heads.blueprint import HeadParts, StateBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
-from forerun.heads.vocabulary import MASK, OFFSETS, id_map_of, read_ids
+from forerun.heads.vocabulary import id_map_of
 from forerun.models.batch import TokenBatch
 from forerun.models.chains import HeadInputs, IdMap, MaskedPositions, ParallelHeads, UnreadTexts
 from forerun.models.decoder import Decoder, Hidden, States
 from forerun.models.layer import Linear
-from forerun.models.projections import ADDING
+from forerun.models.projections import ADDING, HEAD
 from forerun.models.rows import product, rms_norm
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.models.widen import Plan
@@ -68,7 +67,7 @@ class BlockDecoder(Decoder):
 
         quantize = folder.quantize
         if tensors.own_head:
-            head = folder.backend.linear(take(names.HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
+            head = folder.backend.linear(take(HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
         else:
             head = folder.shared_head(ids, target)
         super().__init__(tensors.config.layers, take, target.dtype, folder.backend, quantize, head=head)
@@ -253,40 +252,14 @@ class BlockDrafter(FedFollower):
         return draft
 
 
-@dataclass(frozen=True, slots=True)
-class BlockBlueprint(FolderBlueprint):
-    """`block:DIR`: a checked drafter that is not loaded yet; `ids` are the target's ids of its head's tokens."""
+class BlockBlueprint(StateBlueprint):
+    """`block:DIR`: a checked drafter that is not loaded yet."""
 
-    folder: HeadFolder
+    method, decoder = BLOCK, BlockDecoder
     tensors: BlockTensors
-    ids: Int[Tensor, " draft_vocab"]
 
-    @classmethod
-    def of(cls, folder: HeadFolder) -> BlockBlueprint:
-        target, checkpoint = folder.target, folder.checkpoint
-        tensors = BlockTensors.of(folder.fields, target.config, target.name, checkpoint.stored)
-        folder.check(tensors.shapes(), names.TITLE, (OFFSETS, MASK))
-        size = target.config.vocab_size
-        return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, size))
-
-    @property
-    def memory(self) -> ModelMemory:
-        tensors = self.tensors
-        shared = 0 if tensors.own_head else len(self.ids)
-        return self.folder.memory(tensors.config.layers, tensors.shapes(), tensors.tables, shared)
-
-    def load(self, max_model_len: int, target: Decoder) -> BlockDecoder:
-        """Load the layers and heads, for texts of at most `max_model_len` tokens."""
-        config, layers = self.tensors.config, self.tensors.config.layers
-        layers = replace(layers, max_positions=min(max_model_len + config.block_size, layers.max_positions))
-        tensors = replace(self.tensors, config=replace(config, layers=layers))
-        return BlockDecoder(tensors, self.folder, target, self.ids)
-
-    def build(self, num_tokens: int, target: Runner) -> BlockDrafter:
-        config = target.decoder.config
-        layers = self.load(config.max_positions, target.decoder)
-        runner = self.folder.target.runner(layers, num_tokens)
-        return BlockDrafter(layers, runner, id_map_of(self.ids, config.vocab_size, target.device))
+    def drafter(self, layers: BlockDecoder, runner: Runner, ids: IdMap) -> BlockDrafter:
+        return BlockDrafter(layers, runner, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers, the map of the states that they read, and what stands on their own."""

@@ -26,20 +26,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
+from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, limited, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import SPECULATORS
+from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.projections import Shapes, layer_tensors
+from forerun.models.projections import HEAD, Shapes, layer_tensors
 
 MOST_BLOCK = 64
 USUAL_BLOCK, USUAL_TOP_K = 16, 16  # defaults
-ARCHITECTURE, TITLE = "DFlashDraftModel", "a block drafter with these fields"
+ARCHITECTURE = "DFlashDraftModel"
 INSIDE, TAP_IDS, MASK_ID = "dflash_config", "target_layer_ids", "mask_token_id"
 MAP, MAP_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
-EMBEDDING, HEAD, MASK_EMBEDDING = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
+EMBEDDING, MASK_EMBEDDING = OWN_EMBEDDING, "mask_embedding"
 MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 PREDECESSORS, SUCCESSORS = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
@@ -106,18 +107,27 @@ class BlockTensors:
     draft_vocab: int
     own_embedding: bool
     own_head: bool
+    title: ClassVar[str] = "a block drafter with these fields"
+    idle: ClassVar[Collection[str]] = (OFFSETS, MASK)
 
     @classmethod
-    def of(cls, fields: Fields, of: ModelConfig, target: str, stored: Collection[str]) -> BlockTensors:
+    def of(cls, fields: Fields, stored: Collection[str], of: ModelConfig, target: str) -> BlockTensors:
         """The tensors of the folder with this config.json, for the target `of`, called `target`; `stored` are those
         that it has. Raises UnsupportedModel.
         """
         config = read_block(fields, of, target)
         draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
         tensors = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
-        tables = {EMBEDDING: tensors.own_embedding, HEAD: tensors.own_head}
-        refuse_missing_tables(fields, target, of, config.layers.hidden, tables)
+        refuse_missing_tables(fields, target, of, config.layers.hidden, tensors.shapes())
         return tensors
+
+    @property
+    def layers(self) -> ModelConfig:
+        return self.config.layers
+
+    def for_length(self, max_model_len: int) -> BlockTensors:
+        layers = limited(self.layers, max_model_len + self.config.block_size)
+        return replace(self, config=replace(self.config, layers=layers))
 
     @property
     def tables(self) -> Collection[str]:

@@ -49,7 +49,7 @@ class BlockStudent(TableStudent):
     def __post_init__(self) -> None:
         layers = self.config.layers
         tables = rope_tables(replace(layers, max_positions=layers.max_positions + names.MOST_BLOCK))
-        object.__setattr__(self, "rope", tables.to(self.embedding.device))
+        object.__setattr__(self, "rope", tables.to(self.tables.embedding.device))
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> BlockStudent:
@@ -61,7 +61,7 @@ class BlockStudent(TableStudent):
         sizes.only(cls.kind, "layers", "mlp", "block", *of_heads, "taps", "portable", "draft_vocab")
         of = target.config
         values = values_of(target, sizes)
-        tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), of, target.name, ())
+        tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), (), of, target.name)
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         config, num_taps = tensors.config, len(tensors.config.taps)
         weights[names.MAP] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
@@ -70,11 +70,11 @@ class BlockStudent(TableStudent):
         weights[names.NORM] = tables.norm
         if names.MASK_EMBEDDING in weights:
             weights[names.MASK_EMBEDDING] = tables.embedding.mean(0)
-        return cls.beside(
+        return cls.begun(
             target,
             values,
             weights,
-            tables,
+            tables=tables,
             config=config,
             taps=config.taps,
             depth_weights=tuple(math.exp(-depth / FADES) for depth in range(config.most_depth)),
@@ -102,7 +102,7 @@ class BlockStudent(TableStudent):
     ) -> Float[Tensor, "batch roots vocab"]:
         """The logits at a position, after these tokens. `whole`: a selector has all tokens as candidates, as in
         training."""
-        w, base = self.weights, self.head(states)
+        w, base = self.weights, self.tables.head(states)
         if names.MARKOV_W1 in w:
             return base + functional.linear(w[names.MARKOV_W1][before], w[names.MARKOV_W2])
         if names.SELECTOR not in w:
@@ -130,9 +130,9 @@ class BlockStudent(TableStudent):
         c, num_places = self.config, self.config.num_places(self.config.most_depth)
         context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[names.MAP]), names.MAP_NORM)
         rows, text = torch.arange(len(roots), device=roots.device)[:, None], batch.places
-        embedding = self.weights[names.MASK_EMBEDDING] if c.mask_id is None else self.embedding[c.mask_id]
+        embedding = self.weights[names.MASK_EMBEDDING] if c.mask_id is None else self.tables.embedding[c.mask_id]
         masked = embedding.expand(*roots.shape, num_places - 1, -1)
-        x = torch.cat([self.embedding[batch.tokens[rows, roots]][:, :, None], masked], dim=2).flatten(1, 2)
+        x = torch.cat([self.tables.embedding[batch.tokens[rows, roots]][:, :, None], masked], dim=2).flatten(1, 2)
         positions = (roots[:, :, None] + torch.arange(num_places, device=x.device)).flatten(1)
         root = roots.repeat_interleave(num_places, dim=1)[:, :, None]  # of each position
         beside = (root == root.mT) & (positions[:, None] <= positions[:, :, None] if c.causal else root == root.mT)

@@ -17,7 +17,7 @@ Dtype and kernels are the target's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,24 +25,23 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.grower import grow_by_heads, places_of
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
+from forerun.heads.blueprint import HeadParts, StateBlueprint, WideDrafter, widened_layers, widened_tap
 from forerun.heads.eagle import format as names
-from forerun.heads.eagle.format import EagleForm, EagleTensors, fitted_tensors
+from forerun.heads.eagle.format import EagleTensors
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import HeadFolder
 from forerun.heads.layouts import SPECULATORS
 from forerun.heads.state_decoder import StateDecoder
-from forerun.heads.vocabulary import MASK, OFFSETS, DraftVocabulary, read_ids
 from forerun.models.batch import TokenBatch
-from forerun.models.chains import HeadInputs, MaskedPositions, ParallelHeads
+from forerun.models.chains import HeadInputs, IdMap, MaskedPositions, ParallelHeads
 from forerun.models.decoder import Decoder, Hidden
 from forerun.models.layer import StateEntry
+from forerun.models.projections import HEAD
 from forerun.models.rows import product
 from forerun.models.runner import Read, Runner
 from forerun.models.widen import Plan
@@ -57,6 +56,7 @@ class EagleDecoder(StateDecoder):
 
     def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
         shapes, form, make = tensors.shapes(), tensors.form, folder.make
+        self.form = form
 
         def take(name: str) -> Tensor:
             return folder.take(name, shapes[name])
@@ -66,11 +66,10 @@ class EagleDecoder(StateDecoder):
             name = name.removeprefix("model.").replace("layers.0.", f"{tensors.place}.", 1)
             return take(name) if name in shapes else target.norm.new_ones(shape, dtype=target.dtype)
 
-        super().__init__(tensors.config, fetch, target.dtype, folder.backend, folder.quantize, host=target)
+        super().__init__(tensors.layers, fetch, target.dtype, folder.backend, folder.quantize, host=target)
         self.embedding = take(names.EMBEDDING) if tensors.own_embedding else target.embedding
-        self.head = make(take(names.HEAD)) if tensors.own_head else folder.shared_head(ids, target)
+        self.head = make(take(HEAD)) if tensors.own_head else folder.shared_head(ids, target)
         self.map = make(take(names.MAP), take(names.MAP_BIAS) if form.fc_bias else None)
-        self.joined = form.joined
         self.all_norm = take(names.ALL_NORM) if form.norm_before_fc else None
         gains = [take(names.TAP_NORM.format(tap)) for tap in range(len(form.taps))] if form.fc_norm else None
         self.tap_norms = None if gains is None else torch.stack(gains)
@@ -90,7 +89,7 @@ class EagleDecoder(StateDecoder):
         """The target's states as the layer reads them: unchanged in EAGLE-1, else concatenated, normed if the folder
         says so, and mapped."""
         states = states.to(self.dtype)
-        if self.joined:
+        if self.form.joined:
             return states.flatten(1)
         return product(self.map, self.normed(self.normed(states, self.tap_norms).flatten(1), self.all_norm))
 
@@ -116,10 +115,9 @@ class EagleDrafter(StateFollower):
 
     names: tuple[str, ...] = ("eagle",)
 
-    def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, taps: tuple[int, ...]) -> None:
+    def __init__(self, layers: EagleDecoder, runner: Runner, ids: IdMap) -> None:
         super().__init__(runner, ids, layers.config.hidden)
-        self.decoder = layers
-        self.taps = taps
+        self.decoder, self.taps = layers, layers.form.taps
 
     def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
         return self.decoder.fuse(features)
@@ -132,10 +130,10 @@ class EagleDrafter(StateFollower):
 class ParallelEagleDrafter(EagleDrafter):
     """P-EAGLE: predicts further draft tokens at mask tokens, which have a learned state."""
 
-    def __init__(self, layers: EagleDecoder, runner: Runner, ids: DraftVocabulary, form: EagleForm) -> None:
-        super().__init__(layers, runner, ids, form.taps)
-        assert form.mask_token is not None, "P-EAGLE has a mask token"
-        self.mask_token = form.mask_token
+    def __init__(self, layers: EagleDecoder, runner: Runner, ids: IdMap) -> None:
+        super().__init__(layers, runner, ids)
+        assert layers.form.mask_token is not None, "P-EAGLE has a mask token"
+        self.mask_token = layers.form.mask_token
         self.draws_after_text = runner.draws_unseen  # no wait for the host between text and draft tokens
 
     def inputs(
@@ -180,40 +178,14 @@ class ParallelEagleDrafter(EagleDrafter):
         return draft
 
 
-@dataclass(frozen=True, slots=True)
-class EagleBlueprint(FolderBlueprint):
-    """`eagle:DIR`: a checked drafter that is not loaded yet; `ids` are the target's ids of its head's tokens."""
+class EagleBlueprint(StateBlueprint):
+    """`eagle:DIR`: a checked drafter that is not loaded yet."""
 
-    folder: HeadFolder
+    method, decoder = names.EAGLE3, EagleDecoder
     tensors: EagleTensors
-    ids: Int[Tensor, " draft_vocab"]
 
-    @classmethod
-    def of(cls, folder: HeadFolder) -> EagleBlueprint:
-        target, checkpoint = folder.target, folder.checkpoint
-        tensors = fitted_tensors(folder.fields, checkpoint.stored, target.config, target.name)
-        folder.check(tensors.shapes(), names.TITLE, () if tensors.form.joined else (OFFSETS, MASK))
-        return cls(folder, tensors, read_ids(checkpoint, tensors.draft_vocab, target.config.vocab_size))
-
-    @property
-    def memory(self) -> ModelMemory:
-        shared = 0 if self.tensors.own_head else len(self.ids)
-        return self.folder.memory(self.tensors.config, self.tensors.shapes(), (names.EMBEDDING,), shared)
-
-    def load(self, max_model_len: int, target: Decoder) -> EagleDecoder:
-        """Load the layers, for texts of at most `max_model_len` tokens."""
-        config = self.tensors.config
-        config = replace(config, max_positions=min(max_model_len, config.max_positions))
-        return EagleDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
-
-    def build(self, num_tokens: int, target: Runner) -> EagleDrafter:
-        config, form = target.decoder.config, self.tensors.form
-        layers = self.load(config.max_positions, target.decoder)
-        ids = DraftVocabulary(config.vocab_size, self.ids.to(target.device))
-        runner = self.folder.target.runner(layers, num_tokens)
-        if form.mask_token is None:
-            return EagleDrafter(layers, runner, ids, form.taps)
-        return ParallelEagleDrafter(layers, runner, ids, form)
+    def drafter(self, layers: EagleDecoder, runner: Runner, ids: IdMap) -> EagleDrafter:
+        return (EagleDrafter if layers.mask is None else ParallelEagleDrafter)(layers, runner, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The layers and the map of states, grown for the widened target."""
@@ -222,11 +194,11 @@ class EagleBlueprint(FolderBlueprint):
             command = f"forerun convert {name} --to eagle --out NEW"
             layout = f"write one in its authors' with `{command}`, and widen that"
             raise InvalidRequest("draft", f"{name} is in the layout of speculators: {layout}.")
-        config = widened_layers(tensors.config, plan, name)
-        shapes = tensors.shapes(), replace(tensors, config=config, target_hidden=plan.wide.hidden).shapes()
+        layers = widened_layers(tensors.layers, plan, name)
+        shapes = tensors.shapes(), replace(tensors, layers=layers, target_hidden=plan.wide.hidden).shapes()
         taps = {} if tensors.form.joined else {names.TAP_IDS: [widened_tap(plan, tap) for tap in tensors.form.taps]}
         writers = (names.MAP, names.MAP_BIAS, names.MASK_STATE)
-        return WideDrafter.of_layers(self.folder, shapes, config, taps, writers, readers=(names.MASK_STATE,))
+        return WideDrafter.of_layers(self.folder, shapes, layers, taps, writers, readers=(names.MASK_STATE,))
 
 
 PARTS = HeadParts(names.SIGNS, EagleBlueprint, EagleStudent.fresh, names.LAYOUTS)

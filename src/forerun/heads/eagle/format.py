@@ -13,15 +13,16 @@ head's tokens sorted by id. `t2d`, which is redundant with `d2t`, is omitted the
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
+from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, limited, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import (
     KEPT,
     LAYER_CONFIG,
@@ -30,18 +31,19 @@ from forerun.heads.layouts import (
     DraftLayout,
     DraftMethod,
     TargetFacts,
+    guess_target,
     of_speculators,
     package_config,
     package_layer,
+    with_id_tables,
 )
-from forerun.heads.vocabulary import MASK, OFFSETS, check_ids, head_ids, with_id_tables
+from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.projections import LayerTable, Shapes
+from forerun.models.projections import HEAD, LayerTable, Shapes
 
 PLACES = MIDLAYER, FIRST_LAYER = "midlayer", "layers.0"  # what the layer's tensors are called
-TITLE = "the EAGLE drafter of its config.json"
 FEATURE = (-1,)  # the tap of EAGLE-1: the state after the target's final norm
-EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
+EMBEDDING, NORM = OWN_EMBEDDING, "norm.weight"
 MASK_STATE = "mask_hidden"  # replaces the target's states at mask tokens
 INPUT_NORM, STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 MAP, MAP_BIAS = "fc.weight", "fc.bias"
@@ -84,26 +86,47 @@ class EagleForm:
 class EagleTensors:
     """Names and shapes of all tensors of a folder."""
 
-    config: ModelConfig
+    layers: ModelConfig
     form: EagleForm
     place: str
     target_hidden: int
     draft_vocab: int
     own_embedding: bool
     own_head: bool = True
+    title: ClassVar[str] = "the EAGLE drafter of its config.json"
+    tables: ClassVar[Collection[str]] = (EMBEDDING,)
+
+    @classmethod
+    def of(cls, read: Fields, stored: Container[str], of: ModelConfig, target: str) -> EagleTensors:
+        """The tensors that a folder with this config.json must hold, for the target `of`, called `target`; `stored` are
+        those that it has. Raises UnsupportedModel for an unsupported layer, or one for another target.
+        """
+        usual = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
+        fields = model_fields(author_fields(read), usual)
+        refuse_sizes(fields, target, vocab_size=of.vocab_size, target_hidden_size=of.hidden)
+        tensors = read_tensors(fields, stored, of)
+        refuse_missing_tables(fields, target, of, tensors.layers.hidden, tensors.shapes())
+        return tensors
+
+    @property
+    def idle(self) -> Collection[str]:
+        return () if self.form.joined else (OFFSETS, MASK)
+
+    def for_length(self, max_model_len: int) -> EagleTensors:
+        return replace(self, layers=limited(self.layers, max_model_len))
 
     @property
     def table(self) -> LayerTable:
         """The table of the first layer. In EAGLE-3 its q, k and v projections read twice the width."""
-        table = LayerTable.of(self.config, 0)
+        table = LayerTable.of(self.layers, 0)
         if self.form.joined:
             return replace(table, vectors={name: size for name, size in table.vectors.items() if name != INPUT_NORM})
-        vectors = {**table.vectors, STATE_NORM: self.config.hidden}
-        return replace(table, vectors=vectors, qkv=replace(table.qkv, inputs=2 * self.config.hidden))
+        vectors = {**table.vectors, STATE_NORM: self.layers.hidden}
+        return replace(table, vectors=vectors, qkv=replace(table.qkv, inputs=2 * self.layers.hidden))
 
     def shapes(self) -> Shapes:
         """Names and shapes of all tensors except the table of ids."""
-        c, form, hidden, inputs = self.config, self.form, self.config.hidden, len(self.form.taps) * self.target_hidden
+        c, form, hidden, inputs = self.layers, self.form, self.layers.hidden, len(self.form.taps) * self.target_hidden
         shapes: Shapes = {MAP: (hidden, inputs + (hidden if form.joined else 0))}
         if not form.joined:
             shapes[NORM] = (hidden,)
@@ -141,19 +164,6 @@ def author_fields(fields: Fields) -> Fields:
     layer.setdefault("model_type", "qwen3")  # the default of speculators
     outside = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
     return replace(fields, values=layer | outside)
-
-
-def fitted_tensors(read: Fields, stored: Container[str], of: ModelConfig, target: str) -> EagleTensors:
-    """The tensors that a folder with this config.json must hold, for the target `of`, called `target`; `stored` are
-    those that it has. Raises UnsupportedModel for an unsupported layer, or one for another target.
-    """
-    usual = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
-    fields = model_fields(author_fields(read), usual)
-    refuse_sizes(fields, target, vocab_size=of.vocab_size, target_hidden_size=of.hidden)
-    tensors = read_tensors(fields, stored, of)
-    tables = {EMBEDDING: tensors.own_embedding, HEAD: tensors.own_head}
-    refuse_missing_tables(fields, target, of, tensors.config.hidden, tables)
-    return tensors
 
 
 def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> EagleTensors:
@@ -232,20 +242,10 @@ def in_order(files: DraftFiles) -> DraftFiles:
     if OFFSETS not in files.tensors or HEAD not in files.tensors:
         return files
     vocab_size = files.fields.whole("vocab_size")
-    ids, order = head_ids(files, vocab_size).sort()
+    ids, order = files.head_ids(vocab_size).sort()
     offsets = {OFFSETS: ids - torch.arange(len(ids))} if len(ids) < vocab_size else {}
     head = {HEAD: files.tensors[HEAD][order]}
     return replace(files, tensors={**files.without(OFFSETS).tensors, **head, **offsets})
-
-
-def eagle_meaning(files: DraftFiles, target: TargetFacts | None) -> EagleTensors:
-    """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    of = target or TargetFacts.of_drafter(files.fields, "llama")
-    meaning = fitted_tensors(files.fields, files.tensors, of.config, of.name)
-    files.check(meaning.shapes(), TITLE, () if meaning.form.joined else (OFFSETS,))
-    if not meaning.form.joined:
-        check_ids(files, meaning.draft_vocab, of.config.vocab_size)
-    return meaning
 
 
 def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
@@ -256,7 +256,7 @@ def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     tables = {} if target is None else {EMBEDDING: target.embedding, HEAD: target.head}
     added = {name: tables[name]().to(files.tensors[MAP].dtype) for name in missing}
     if HEAD in added:
-        added[HEAD] = added[HEAD][head_ids(files, len(added[HEAD]))]
+        added[HEAD] = added[HEAD][files.head_ids(len(added[HEAD]))]
     return in_order(replace(files, tensors={**files.tensors, **added}))
 
 
@@ -265,8 +265,8 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     fields = files.fields
     if fields.flag("qkv_bias"):
         raise fields.refuse("qkv_bias", "speculators has no such layer: convert it to another format")
-    mask_token, meaning = fields.values.get(MASK_TOKEN), eagle_meaning(files, target)
-    layer, num_taps = package_layer(files.config, meaning.config, *OUTSIDE, INSIDE), len(meaning.form.taps)
+    mask_token, meaning = fields.values.get(MASK_TOKEN), EAGLE3.meaning(files, target)
+    layer, num_taps = package_layer(files.config, meaning.layers, *OUTSIDE, INSIDE), len(meaning.form.taps)
     kind = "eagle3" if mask_token is None else "peagle"
     values = {
         "architectures": [KINDS[kind]],
@@ -282,8 +282,8 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     return replace(files, config=package_config(fields, target, kind, values))
 
 
-EAGLE3 = DraftMethod("EAGLE-3", "eagle", eagle_meaning)
-EAGLE1 = DraftMethod("EAGLE-1 or EAGLE-2", "eagle", eagle_meaning)
+EAGLE3 = DraftMethod("EAGLE-3", "eagle", EagleTensors.of, guess_target("llama"))
+EAGLE1 = replace(EAGLE3, label="EAGLE-1 or EAGLE-2")
 IS_EAGLE3, IS_EAGLE1 = (partial(is_authors, joined=joined) for joined in (False, True))
 THEIRS = f"config.json with {SPECULATORS} eagle3 or peagle"
 OURS, FIRST = "fc.weight, norm.weight, midlayer.* or layers.0.*", "fc.weight, layers.0.*, no norm.weight"

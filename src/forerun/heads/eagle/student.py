@@ -30,6 +30,7 @@ from forerun.heads.trained_layer import DraftedStudent
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
+from forerun.models.projections import HEAD
 
 STEPS = 5  # depth of the drafts in training
 DEPTH_WEIGHT = 0.8  # loss weight of a step, relative to the step before
@@ -66,15 +67,14 @@ class EagleStudent(DraftedStudent):
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         weights[names.MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
         if not is_shared:
-            weights[names.HEAD] = tables.head.weight[:num_ids]
+            weights[HEAD] = tables.head.weight[:num_ids]
         weights[names.NORM] = tables.norm
-        return cls.beside(
+        return cls.begun(
             target,
             {"architectures": [names.ARCHITECTURE], **values},
             weights,
-            tables,
+            tables=tables,
             config=config,
-            target_norm=tables.scale,
             taps=taps,
             vocabulary=None if sizes.draft_vocab is None else torch.arange(num_ids, device=tables.embedding.device),
         )
@@ -82,12 +82,12 @@ class EagleStudent(DraftedStudent):
     @property
     def about(self) -> Mapping[str, Any]:
         """The configuration, and whether the head is the target's."""
-        return {**super().about, "shared_head": names.HEAD not in self.weights}
+        return {**super().about, "shared_head": HEAD not in self.weights}
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
         """The student with these tokens' rows of the target's head, or a trainable copy of them."""
-        rows, is_shared = {names.HEAD: self.head.weight[ids]}, names.HEAD not in self.weights
-        copied = {} if is_shared else trainable(rows, self.embedding.device)
+        rows, is_shared = {HEAD: self.tables.head.weight[ids]}, HEAD not in self.weights
+        copied = {} if is_shared else trainable(rows, self.tables.embedding.device)
         return replace(super().with_vocabulary(ids), weights={**self.weights, **copied})
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
@@ -103,10 +103,10 @@ class EagleStudent(DraftedStudent):
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
         """The logits of its head, or of the target's."""
-        weight, read = self.weights.get(names.HEAD), self.normed(states, names.NORM)
-        return self.head(read) if weight is None else functional.linear(read, weight)
+        weight, read = self.weights.get(HEAD), self.normed(states, names.NORM)
+        return self.tables.head(read) if weight is None else functional.linear(read, weight)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the layer and, if it has one, its head with the head's token ids."""
-        all_ids = {OFFSETS: torch.zeros(len(weights[names.HEAD]), dtype=torch.long)} if names.HEAD in weights else {}
+        all_ids = {OFFSETS: torch.zeros(len(weights[HEAD]), dtype=torch.long)} if HEAD in weights else {}
         super().write({**all_ids, **weights}, folder)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from forerun.draft.model.grower import grow_by_heads
 from forerun.heads.blueprint import FolderBlueprint, HeadParts, WideDrafter
 from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa import format as names
-from forerun.heads.medusa.format import MedusaConfig, fitted_heads
+from forerun.heads.medusa.format import MedusaConfig
 from forerun.heads.medusa.student import make_medusa
 from forerun.models.chains import Chains, HeadInputs, ParallelHeads, SameIds, Start
 from forerun.models.decoder import Decoder
@@ -144,35 +144,27 @@ class MedusaDrafter:
             self.states.pop(seq_id, None)
 
 
-@dataclass(frozen=True, slots=True)
 class MedusaBlueprint(FolderBlueprint):
     """`medusa:DIR`: checked heads that are not loaded yet. They need no cache."""
 
-    folder: HeadFolder
-    config: MedusaConfig
-
-    @classmethod
-    def of(cls, folder: HeadFolder) -> MedusaBlueprint:
-        of, stored = folder.target.config, folder.checkpoint.stored
-        config = fitted_heads(folder.fields, stored, of.hidden, of.vocab_size, folder.target.name)
-        folder.check(config.shapes(), str(config))
-        return cls(folder, config)
+    method = names.MEDUSA
+    tensors: MedusaConfig
 
     @property
     def memory(self) -> ModelMemory:
         """The memory of the loaded heads: weights, and no cache."""
-        target, size = self.folder.target, sum(map(math.prod, self.config.shapes().values()))
+        target, size = self.folder.target, sum(map(math.prod, self.tensors.shapes().values()))
         each, _ = HELD_BYTES.get(self.folder.quantize, (target.dtype.itemsize, 0))
         return ModelMemory(int(size * each), 0, 0, target.config.max_positions)
 
     def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:
-        return MedusaDrafter(MedusaHeads(self.config, self.folder, target.decoder), target)
+        return MedusaDrafter(MedusaHeads(self.tensors, self.folder, target.decoder), target)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The heads, widened; the outputs of their blocks stay 0 in the new channels."""
-        wide = replace(self.config, hidden=plan.wide.hidden)
+        wide = replace(self.tensors, hidden=plan.wide.hidden)
         fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
-        return WideDrafter(self.folder, self.config.shapes(), wide.shapes(), fields, names.ADDED)
+        return WideDrafter(self.folder, self.tensors.shapes(), wide.shapes(), fields, names.ADDED)
 
 
 PARTS = HeadParts(names.SIGNS, MedusaBlueprint, make_medusa, names.LAYOUTS)

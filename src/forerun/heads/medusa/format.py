@@ -13,12 +13,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns, refuse_sizes
-from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts, guess_target
+from forerun.models.config import ModelConfig
 from forerun.models.projections import Shapes
 
 MOST_HEADS = 16
@@ -43,8 +44,27 @@ class MedusaConfig:
     own_output: bool
     hydra: bool
 
-    def __str__(self) -> str:
+    idle: ClassVar[Collection[str]] = ()
+
+    @classmethod
+    def of(cls, fields: Fields, stored: Collection[str], of: ModelConfig, target: str) -> MedusaConfig:
+        """The heads of a folder with this config.json and these tensors, for the target `of`, called `target`.
+
+        Raises UnsupportedModel for heads of another target.
+        """
+        refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
+        num_blocks = fields.whole(BLOCKS, 1)
+        num_heads = fields.whole(HEADS_KEY, most=MOST_HEADS)
+        own_output = OUTPUT.format(0, num_blocks) + WEIGHT in stored
+        return cls(num_heads, num_blocks, of.hidden, of.vocab_size, own_output, fields.flag(HYDRA))
+
+    @property
+    def title(self) -> str:
         return f"{self.num_heads} heads with {self.num_blocks} blocks each"
+
+    @property
+    def draft_vocab(self) -> int:
+        return self.vocab_size
 
     def shapes(self) -> Shapes:
         shapes: Shapes = {}
@@ -71,17 +91,6 @@ class MedusaConfig:
         }
 
 
-def fitted_heads(fields: Fields, stored: Collection[str], hidden: int, vocab_size: int, target: str) -> MedusaConfig:
-    """The heads of a folder with this config.json and these tensors, for the target of this name and sizes.
-
-    Raises UnsupportedModel for heads of another target.
-    """
-    refuse_sizes(fields, target, hidden_size=hidden, vocab_size=vocab_size)
-    num_blocks = fields.whole(BLOCKS, 1)
-    num_heads, own_output = fields.whole(HEADS_KEY, most=MOST_HEADS), OUTPUT.format(0, num_blocks) + WEIGHT in stored
-    return MedusaConfig(num_heads, num_blocks, hidden, vocab_size, own_output, fields.flag(HYDRA))
-
-
 def holds_heads(files: DraftFiles, is_pickle: bool) -> bool:
     """Whether a folder holds Medusa heads, by its configuration or tensors, as the authors' pickle or (not `is_pickle`)
     otherwise."""
@@ -103,17 +112,10 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     return replace(files, config=config if outputs is None else config | {"vocab_size": outputs.shape[0]})
 
 
-def medusa_meaning(files: DraftFiles, target: TargetFacts | None) -> MedusaConfig:
-    """The heads that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    fields = files.fields
-    if target is not None:
-        name, hidden, vocab_size = target.name, target.config.hidden, target.config.vocab_size
-    else:
-        name, hidden = "its own config.json", fields.whole("hidden_size")
-        vocab_size = fields.whole("vocab_size", 1)  # heads without matrices of their own do not say it
-    meaning = fitted_heads(fields, files.tensors, hidden, vocab_size, name)
-    files.check(meaning.shapes(), str(meaning))
-    return meaning
+def guess_sizes(fields: Fields) -> TargetFacts:
+    """A target of the sizes in these fields; heads without matrices of their own do not have that of the vocabulary."""
+    sizes = {"hidden_size": fields.whole("hidden_size"), "vocab_size": fields.whole("vocab_size", 1)}
+    return guess_target("llama")(replace(fields, values={"num_attention_heads": 1, "intermediate_size": 1, **sizes}))
 
 
 def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
@@ -123,7 +125,7 @@ def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     return replace(files, config={key: value for key, value in files.config.items() if key != HYDRA})
 
 
-MEDUSA = DraftMethod("Medusa", "medusa", medusa_meaning)
+MEDUSA = DraftMethod("Medusa", "medusa", MedusaConfig.of, guess_sizes)
 LAYOUTS = (
     DraftLayout(
         "medusa-pt",

@@ -69,11 +69,11 @@ class MedusaStudent(TableStudent):
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
             elif name == OUTPUT.format(head, config.num_blocks) + WEIGHT:
                 tensor.copy_(tables.head.weight)
-        return cls.beside(
+        return cls.begun(
             target,
             config.values,
             weights,
-            tables,
+            tables=tables,
             config=config,
             depth_weights=tuple(DEPTH_WEIGHT**head for head in range(num_heads)),
             most_depth=num_heads,
@@ -88,7 +88,7 @@ class MedusaStudent(TableStudent):
             return states
         tokens = functional.pad(batch.tokens, (0, self.config.num_heads))
         between = [tokens[:, batch.first_root + i : length + i] for i in range(1 + head)]
-        return torch.cat([states, *(self.embedding[column] for column in between)], dim=2)
+        return torch.cat([states, *(self.tables.embedding[column] for column in between)], dim=2)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         c, predicted = self.config, []
@@ -100,7 +100,7 @@ class MedusaStudent(TableStudent):
                 name = BLOCK.format(head, block)
                 x = x + functional.silu(functional.linear(x, self.weights[name + WEIGHT], self.weights[name + BIAS]))
             output = self.weights.get(OUTPUT.format(head, c.num_blocks) + WEIGHT)
-            predicted.append(self.head(x) if output is None else functional.linear(x, output))
+            predicted.append(self.tables.head(x) if output is None else functional.linear(x, output))
         return Predictions(predicted, batch.roots)
 
 

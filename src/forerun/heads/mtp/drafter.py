@@ -26,16 +26,21 @@ from torch.nn import functional
 from forerun.annotations import Float, Int
 from forerun.cache.beginnings import Beginning
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import ModelMemory
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import FolderBlueprint, HeadBlueprint, HeadParts, WideDrafter, widened_layers
+from forerun.heads.blueprint import (
+    FolderBlueprint,
+    HeadBlueprint,
+    HeadParts,
+    StateBlueprint,
+    WideDrafter,
+    widened_layers,
+)
 from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules, guessed_ids
+from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.state_decoder import StateDecoder
-from forerun.heads.vocabulary import id_map_of
 from forerun.models.batch import TokenBatch
 from forerun.models.chains import IdMap, joined
 from forerun.models.decoder import Decoder, Hidden
@@ -78,16 +83,16 @@ class MtpDecoder(StateDecoder):
                 return torch.zeros(shape, device=target.embedding.device)
             return take(tensors.stored_name(name))
 
-        super().__init__(tensors.config, fetch, target.dtype, backend, quantize, host=target)
+        super().__init__(tensors.layers, fetch, target.dtype, backend, quantize, host=target)
         make_head = partial(backend.linear, quantize="int8" if quantize else None)
         self.modules: list[MtpModule] = []
-        for module in range(tensors.config.layers):
+        for module in range(tensors.layers.layers):
             names = (naming.projection, naming.embedding_norm, naming.state_norm, naming.norm)
             weight, token_norm, state_norm, norm = (take(tensors.name(module, name)) for name in names)
             entry = StateEntry(folder.make(weight), token_norm, state_norm, norm, naming.state_first)
             table, head = (tensors.name(module, name or "") for name in (naming.embedding, naming.head))
-            embedding = take(table) if table in tensors.own else target.embedding
-            own_head = make_head(take(head)[ids]) if head in tensors.own else None
+            embedding = take(table) if table in tensors.tables else target.embedding
+            own_head = make_head(take(head)[ids]) if head in tensors.tables else None
             self.modules.append(MtpModule(embedding, entry, own_head or folder.shared_head(ids, target)))
         if len(self.modules) == 1:  # whole chains in one call need a single module
             first = self.modules[0]
@@ -179,52 +184,32 @@ class MtpDrafter(StateFollower):
         return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
 
 
-@dataclass(frozen=True, slots=True)
-class MtpBlueprint(FolderBlueprint):
-    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder. They have their own cache."""
+class MtpBlueprint(StateBlueprint):
+    """`mtp`: the modules that ship with the target; `mtp:DIR`: those in a folder."""
 
-    folder: HeadFolder
+    decoder = MtpDecoder
     tensors: MtpTensors
-    ids: Int[Tensor, " draft_vocab"]
 
     @classmethod
-    def of(cls, folder: HeadFolder, ships: bool = False) -> MtpBlueprint:
-        """The modules in a folder; `ships`: it is the target's. Raises ModelError as `check_modules`."""
-        return cls(folder, check_modules(folder, ships), guessed_ids(folder, ships))
+    def of(cls, folder: HeadFolder) -> FolderBlueprint:
+        return cls.checked(folder, check_modules(folder))
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
         """The target's modules, unless the specification names a folder."""
-        if spec.argument is not None:
-            return cls.of(open_folder(spec.argument))
-        return cls.of(HeadFolder.at(target.folder, str(target.folder), target), ships=True)
+        return cls.of(HeadFolder.of_target(target) if spec.argument is None else open_folder(spec.argument))
 
-    @property
-    def memory(self) -> ModelMemory:
-        """The memory of the loaded modules; own embeddings and heads count as stored."""
-        tensors = self.tensors
-        return self.folder.memory(tensors.config, tensors.shapes(), tensors.own, shared_rows=len(self.ids))
-
-    def load(self, max_model_len: int, target: Decoder) -> MtpDecoder:
-        """Load the modules, for texts of at most `max_model_len` tokens."""
-        config = self.tensors.config
-        config = replace(config, max_positions=min(max_model_len, config.max_positions))
-        return MtpDecoder(replace(self.tensors, config=config), self.folder, target, self.ids)
-
-    def build(self, num_tokens: int, target: Runner) -> MtpDrafter:
-        config = target.decoder.config
-        modules = self.load(config.max_positions, target.decoder)
-        runner = self.folder.target.runner(modules, num_tokens)
-        return MtpDrafter(modules, runner, id_map_of(self.ids, config.vocab_size, target.device))
+    def drafter(self, layers: MtpDecoder, runner: Runner, ids: IdMap) -> MtpDrafter:
+        return MtpDrafter(layers, runner, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
         """The modules, widened; the outputs of their projections stay 0 in the new channels."""
         tensors, name = self.tensors, self.folder.name
         if tensors.naming.behind_layers:
             raise InvalidRequest("draft", f"{name} numbers its modules behind the target's layers, which become more.")
-        config = widened_layers(tensors.config, plan, name)
-        shapes = tensors.shapes(), replace(tensors, config=config).shapes()
-        return WideDrafter.of_layers(self.folder, shapes, config, {}, (tensors.naming.projection.rpartition("}.")[2],))
+        layers = widened_layers(tensors.layers, plan, name)
+        shapes = tensors.shapes(), replace(tensors, layers=layers).shapes()
+        return WideDrafter.of_layers(self.folder, shapes, layers, {}, (tensors.naming.projection.rpartition("}.")[2],))
 
 
 PARTS = HeadParts(SIGNS, MtpBlueprint, MtpStudent.fresh, LAYOUTS)

@@ -15,12 +15,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from forerun.annotations import Int
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
+from forerun.heads.folder import HeadFolder, HeadSigns, limited, model_fields, refuse_sizes
 from forerun.heads.layouts import (
     KEPT,
     LAYER_CONFIG,
@@ -30,13 +28,14 @@ from forerun.heads.layouts import (
     DraftLayout,
     DraftMethod,
     TargetFacts,
+    guess_target,
     number_format,
     of_speculators,
     package_config,
     package_layer,
     refuse_fields,
 )
-from forerun.heads.vocabulary import OFFSETS, read_ids
+from forerun.heads.vocabulary import OFFSETS
 from forerun.models.bundled import BUNDLED, TARGET
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.loading import Blueprint
@@ -55,13 +54,24 @@ KIND, COUNT = "mtp", COUNT_KEYS[0]  # the type in speculators, and its key for t
 class MtpTensors:
     """Names and shapes of all tensors of a checkpoint's modules; `config` is that of their layers.
 
-    `own` are embeddings and heads that differ from the target's; `behind` is the target's number of layers.
+    `behind` is the target's number of layers. `tables` are embeddings and heads that differ from the target's, and
+    `idle` the tensors that are not read, such as those that equal them.
     """
 
-    config: ModelConfig
+    layers: ModelConfig
     naming: MtpNaming
     behind: int
-    own: frozenset[str] = frozenset()
+    draft_vocab: int
+    tables: Collection[str] = ()
+    idle: Collection[str] = ()
+
+    @property
+    def title(self) -> str:
+        c = self.layers
+        return f"{c.layers} MTP modules as {self.naming.name} name them, with layers of the family {c.family}"
+
+    def for_length(self, max_model_len: int) -> MtpTensors:
+        return replace(self, layers=limited(self.layers, max_model_len))
 
     def name(self, module: int, pattern: str) -> str:
         """The tensor name of a naming's pattern for this module."""
@@ -69,8 +79,8 @@ class MtpTensors:
 
     def shapes(self) -> Shapes:
         """Names and shapes of all tensors except embeddings and heads that equal the target's."""
-        c, n = self.config, self.naming
-        shapes: Shapes = dict.fromkeys(self.own, (c.vocab_size, c.hidden))
+        c, n = self.layers, self.naming
+        shapes: Shapes = dict.fromkeys(self.tables, (c.vocab_size, c.hidden))
         for module in range(c.layers):
             shapes[self.name(module, n.projection)] = (c.hidden, 2 * c.hidden)
             shapes |= {self.name(module, each): (c.hidden,) for each in (n.embedding_norm, n.state_norm, n.norm)}
@@ -78,11 +88,11 @@ class MtpTensors:
             shapes |= {prefix + name: shape for name, shape in layer_tensors(c, module).items()}
         return shapes
 
-    def tables(self) -> dict[str, bool]:
+    def possible_tables(self) -> dict[str, bool]:
         """The names of possible embeddings and heads of modules, and whether each is a head."""
         pairs = ((self.naming.embedding, False), (self.naming.head, True))
         return {
-            self.name(m, pattern): is_head for m in range(self.config.layers) for pattern, is_head in pairs if pattern
+            self.name(m, pattern): is_head for m in range(self.layers.layers) for pattern, is_head in pairs if pattern
         }
 
     def stored_name(self, name: str) -> str:
@@ -93,8 +103,9 @@ class MtpTensors:
         return self.name(int(layer), self.naming.layer) + rest
 
 
-def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
-    """The tensors of a checkpoint's modules, all checked by their headers; `ships`: it is the target's checkpoint.
+def check_modules(folder: HeadFolder) -> MtpTensors:
+    """The tensors of a checkpoint's modules, all checked by their headers. In a folder of the modules' own, their heads
+    may be over some of the target's tokens only.
 
     Raises ModelError for a checkpoint without modules, and for tensors that are missing, have another shape, or are
     unknown, so that no weight is ignored.
@@ -102,34 +113,21 @@ def check_modules(folder: HeadFolder, ships: bool) -> MtpTensors:
     checkpoint, target = folder.checkpoint, folder.target
     modules = find_modules(checkpoint.stored, target.config.layers)
     if modules is None:
-        raise UnsupportedModel(no_modules(folder.fields, ships))
-    naming = modules.naming
-    tensors = MtpTensors(layer_config(folder, ships, naming), naming, target.config.layers)
-    shapes, tables = tensors.shapes(), tensors.tables()
-    heads = (
-        f"{tensors.config.layers} MTP modules as {naming.name} name them, with layers of the family "
-        f"{tensors.config.family}"
-    )
-    others = checkpoint.stored.keys() - modules.tensors if ships else ()
-    folder.check(shapes, heads, (*tables, *others, OFFSETS), "or name a folder with the modules alone")
-    return replace(tensors, own=frozenset(own_tables(tensors, checkpoint, target)))
+        raise UnsupportedModel(no_modules(folder))
+    naming, vocab_size = modules.naming, target.config.vocab_size
+    draft_vocab = vocab_size if folder.is_targets else folder.fields.whole(DRAFT_VOCAB, vocab_size, most=vocab_size)
+    tensors = MtpTensors(layer_config(folder, naming), naming, target.config.layers, draft_vocab)
+    others = checkpoint.stored.keys() - modules.tensors if folder.is_targets else ()
+    tensors = replace(tensors, idle=(*tensors.possible_tables(), *others, OFFSETS))
+    folder.checked(tensors, "or name a folder with the modules alone")
+    return replace(tensors, tables=own_tables(tensors, checkpoint, target))
 
 
-def guessed_ids(folder: HeadFolder, ships: bool) -> Int[Tensor, " draft_vocab"]:
-    """The token ids of the modules' heads: all of the target's, or those listed in the modules' own folder.
-
-    Raises UnsupportedModel for an invalid number or table.
-    """
-    vocab_size = folder.target.config.vocab_size
-    draft_vocab = vocab_size if ships else folder.fields.whole(DRAFT_VOCAB, vocab_size, most=vocab_size)
-    return read_ids(folder.checkpoint, draft_vocab, vocab_size)
-
-
-def layer_config(folder: HeadFolder, ships: bool, naming: MtpNaming) -> ModelConfig:
+def layer_config(folder: HeadFolder, naming: MtpNaming) -> ModelConfig:
     """The configuration of the modules' layers, as many as config.json says, or else as are stored."""
     of, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
     count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, of.layers))
-    whole = of if ships else module_config(fields, of, folder.target.name)
+    whole = of if folder.is_targets else module_config(fields, of, folder.target.name)
     experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, of.layers))}mlp.gate_proj.weight"
     experts = None if experts is None or dense in checkpoint else replace(experts, layers=tuple(range(count)))
     return replace(whole, layers=count, windows=whole.windows[-1:] * count, experts=experts, tied=False)
@@ -150,25 +148,25 @@ def promised_modules(fields: Fields) -> int:
     return next((fields.whole(key, 0, least=0) for key in COUNT_KEYS if fields.values.get(key) is not None), 0)
 
 
-def no_modules(fields: Fields, ships: bool) -> str:
-    """The error message for a checkpoint without modules; `ships`: it is the target's."""
-    folder, promised = fields.path.parent, promised_modules(fields)
+def no_modules(folder: HeadFolder) -> str:
+    """The error message for a checkpoint without modules."""
+    path, promised = folder.path, promised_modules(folder.fields)
     if promised:
         return (
-            f"{folder} has no tensors of MTP modules though its config.json promises {promised}: a conversion dropped "
+            f"{path} has no tensors of MTP modules though its config.json promises {promised}: a conversion dropped "
             "them; download the original, or name trained modules, as in mtp:DIR"
         )
-    if ships:
-        example = "mtp:stdlib-mtp" if folder == BUNDLED[TARGET] else "mtp:DIR"
-        return f"{folder} ships no MTP modules: name a folder of trained ones, as in {example} (`forerun train mtp`)"
-    return f"{folder} has no tensors of MTP modules: name a folder that `forerun train mtp` wrote, or another drafter"
+    if folder.is_targets:
+        example = "mtp:stdlib-mtp" if path == BUNDLED[TARGET] else "mtp:DIR"
+        return f"{path} ships no MTP modules: name a folder of trained ones, as in {example} (`forerun train mtp`)"
+    return f"{path} has no tensors of MTP modules: name a folder that `forerun train mtp` wrote, or another drafter"
 
 
 def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -> Collection[str]:
     """The stored embeddings and heads of modules that differ from the target's."""
-    size = (tensors.config.vocab_size, tensors.config.hidden)
+    size = (tensors.layers.vocab_size, tensors.layers.hidden)
     whole, differing = target.checkpoint(target.dtype), list[str]()
-    for name, is_head in tensors.tables().items():
+    for name, is_head in tensors.possible_tables().items():
         if name in checkpoint:
             shared = HEAD if is_head and not target.config.tied else EMBEDDING
             if not torch.equal(checkpoint.take(name, size), whole.take(shared, size)):
@@ -193,18 +191,16 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     return replace(files.without(*TRAINING).renamed(PACKAGE.names_in(QWEN)), config=config)
 
 
-def modules_meaning(files: DraftFiles, target: TargetFacts | None) -> MtpTensors:
-    """The modules that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-    of, count = target or TargetFacts.of_drafter(files.fields, "llama"), promised_modules(files.fields) or 1
-    config = module_config(files.fields, of.config, of.name)
+def converted_modules(fields: Fields, _stored: Collection[str], of: ModelConfig, target: str) -> MtpTensors:
+    """The modules, as Qwen3-Next names them, that these fields describe."""
+    count, config = promised_modules(fields) or 1, module_config(fields, of, target)
     config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
-    files.check((meaning := MtpTensors(config, QWEN, 0)).shapes(), f"{count} MTP modules as {QWEN.name} name them")
-    return meaning
+    return MtpTensors(config, QWEN, 0, config.vocab_size)
 
 
 def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """The module as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
-    fields, config = files.fields, modules_meaning(files, target).config
+    fields, config = files.fields, MTP.meaning(files, target).layers
     refused = {
         COUNT_KEYS[-1]: (config.layers != 1, "speculators has one module"),
         "model_type": (not config.qk_norm or config.qkv_bias, "the layers of speculators are qwen3's"),
@@ -218,7 +214,7 @@ def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     return replace(files.renamed(QWEN.names_in(PACKAGE)), config=package_config(fields, target, KIND, values))
 
 
-MTP = DraftMethod("MTP module", "mtp", modules_meaning)
+MTP = DraftMethod("MTP module", "mtp", converted_modules, guess_target("llama"))
 LAYOUTS = (
     DraftLayout(
         "speculators",

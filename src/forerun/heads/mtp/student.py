@@ -63,12 +63,12 @@ class MtpStudent(DraftedStudent):
             **({} if num_ids is None else {DRAFT_VOCAB: num_ids}),
         }
         config = config_of(Fields(Path("the module's config.json"), values))
-        weights = drawn_weights(MtpTensors(config, QWEN, of.layers).shapes(), seed)
+        weights = drawn_weights(MtpTensors(config, QWEN, of.layers, of.vocab_size).shapes(), seed)
         tables = TargetTables.of(target)
         gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
         weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / safe(gain))
-        return cls.beside(target, values, weights, tables, config=config, target_norm=tables.scale)
+        return cls.begun(target, values, weights, tables=tables, config=config)
 
     @torch.no_grad()
     def fit(self, texts: Sequence[TargetText]) -> None:
@@ -80,12 +80,12 @@ class MtpStudent(DraftedStudent):
         size = 2 * self.config.hidden
         if sum(len(text.roots) for text in texts) < LEAST_ROWS * size:
             return
-        shapes, table = ((size, size), (size, self.config.hidden)), self.embedding
+        shapes, table = ((size, size), (size, self.config.hidden)), self.tables.embedding
         gram, sums = (table.new_zeros(shape, dtype=torch.float64) for shape in shapes)
         for text in texts:
             states, tokens = text.taps[:, 0].float(), torch.tensor(text.tokens, device=table.device)
             places = torch.arange(text.num_prompt, len(states), device=table.device)
-            read = self.joined(self.embedding[tokens[places]], states[places - 1]).double()
+            read = self.joined(self.tables.embedding[tokens[places]], states[places - 1]).double()
             gram += read.T @ read
             sums += read.T @ (states[places] / safe(self.weights[QWEN.norm])).double()
         gram.diagonal().add_(RIDGE * gram.diagonal().mean())
