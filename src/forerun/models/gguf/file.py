@@ -18,7 +18,6 @@ from typing import Any
 
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields, mistaken, short
-from forerun.models.gguf.formats import FORMATS, READABLE, UNREADABLE
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 AGAIN = "download it again (`hf download owner/name FILE`)"
@@ -204,6 +203,8 @@ def parts_of(path: Path) -> list[Path]:
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, Place]]:
     """The metadata and the tensors of one file."""
+    from forerun.models.gguf.formats import FORMATS, READABLE, UNREADABLE  # which needs torch, and `serve -h` does not
+
     try:
         with path.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
             if data[:4] != MAGIC and (what := mistaken(path)):
