@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import jsonschema
@@ -143,15 +145,23 @@ def ended(sock: socket.socket) -> bytes:
     return found
 
 
+# asyncio as uvicorn has it here: a server looks every 5 ms, not every 100, whether it is to end, and so ends sooner.
+LOOKING_OFTEN = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
+
+
 @contextmanager
 def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **settings: Any) -> Iterator[Running]:
     """A server in a thread; it drains at the end, and nothing may be left in it, or in the engines behind it."""
+    import uvicorn.server
+
     from forerun.serve.server import bound_socket, server_of
 
     told = ServeSettings(**{"port": 0, "served_model_name": "stories", "trust_request_templates": True} | settings)
     sock = bound_socket(told)
     server = server_of(llm, told) if service_of is None else server_of(llm, told, service_of=service_of)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
+    looking_often = patch.object(uvicorn.server, "asyncio", LOOKING_OFTEN)
+    looking_often.start()
     thread.start()
     until(lambda: server.started)
     try:
@@ -163,6 +173,7 @@ def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **set
         with suppress(RuntimeError):  # it has ended already
             server.loop.call_soon_threadsafe(server.drain)
         thread.join(PATIENCE_S)
+        looking_often.stop()
         assert not thread.is_alive()
         for each in engines or [llm]:
             assert not each.engine.has_work
