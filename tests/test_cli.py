@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from forerun import cli
 from forerun.accept.commit import Origin
@@ -37,6 +37,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from heads.adapters import adapter_of
 from kit.checkpoints import SMALL, TARGET
+from kit.command import command, refusal
 
 TOKENIZER = Tokenizer.load(TARGET)
 STORY = TOKENIZER.encode("Once upon a time, there was a dog.\nIt ran.")
@@ -116,13 +117,8 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
     return model
 
 
-def forerun_(*arguments: str, stdin: str | None = None, **env: str) -> Result:
-    clean = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm", "COLUMNS": "200"}
-    return CliRunner().invoke(cli.app, list(arguments), input=stdin, env=clean | env)
-
-
 def generate(*arguments: str, stdin: str | None = None, **env: str) -> Result:
-    return forerun_("generate", "--model", "some/model", *arguments, stdin=stdin, **env)
+    return command("generate", "--model", "some/model", *arguments, stdin=stdin, **env)
 
 
 def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM) -> None:
@@ -252,11 +248,7 @@ def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_mistakes_in_options_are_one_message_and_status_2(llm: ScriptedLLM, arguments: list[str], message: str) -> None:
-    result = generate("x", *arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.output
+    assert message in refusal("generate", "--model", "some/model", "x", *arguments)
 
 
 def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,10 +256,9 @@ def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> N
         raise ModelNotFound("some/model is neither a folder with [config.json]\nnor " + "x" * 300)
 
     load_instead(monkeypatch, build)
-    for command in ("generate", "chat"):
-        result = forerun_(command, "--model", "some/model", stdin="", COLUMNS="40")
-        assert result.exit_code == 2
-        assert result.stderr == f"error: some/model is neither a folder with [config.json] nor {'x' * 300}\n"
+    for name in ("generate", "chat"):
+        said = refusal(name, "--model", "some/model", stdin="", COLUMNS="40")
+        assert said == f"error: some/model is neither a folder with [config.json] nor {'x' * 300}\n"
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -280,7 +271,7 @@ def talking(llm: ScriptedLLM, monkeypatch: pytest.MonkeyPatch) -> ScriptedLLM:
 
 
 def chat(*arguments: str, lines: str) -> Result:
-    return forerun_("chat", "--model", "some/model", "--max-tokens", "3", *arguments, stdin=lines)
+    return command("chat", "--model", "some/model", "--max-tokens", "3", *arguments, stdin=lines)
 
 
 def asked(llm: ScriptedLLM) -> list[str]:
@@ -327,7 +318,7 @@ def test_an_answer_without_a_text_of_a_model_for_conversations_names_chat(
 
 def test_ctrl_c_cancels_the_answer_and_not_the_program(talking: ScriptedLLM) -> None:
     talking.interrupt_at = 3
-    result = forerun_("chat", "--model", "m", stdin="hi\nand?\n")
+    result = command("chat", "--model", "m", stdin="hi\nand?\n")
     assert result.exit_code == 0
     assert len(talking.asked) == 2
     assert "cancelled" in result.stderr
@@ -340,10 +331,10 @@ def test_reasoning_is_shown_apart_and_is_no_part_of_the_conversation(
     monkeypatch.setitem(globals(), "STORY", TOKENIZER.encode("<think>\nWe look.\n</think>\n\nA dog."))
     thinking = ChatTemplate(CHAT + "{# until </think> #}", "a test")
     monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=thinking))
-    result = forerun_("chat", "--model", "m", stdin="hi\nand?\n")
+    result = command("chat", "--model", "m", stdin="hi\nand?\n")
     assert result.stdout == "We look.\n\nA dog.\n" * 2
     assert asked(talking)[1] == "<user>hi\n<assistant>A dog.\n<user>and?\n<assistant>"
-    painted = forerun_("chat", "--model", "m", stdin="hi\n", FORCE_COLOR="1").stdout
+    painted = command("chat", "--model", "m", stdin="hi\n", FORCE_COLOR="1").stdout
     assert "\x1b[2m" in painted.partition("A")[0]
     assert "\x1b[2m" not in painted.partition("dog")[2]
 
@@ -380,22 +371,21 @@ def test_chat_without_a_template_says_what_to_do_before_it_loads(
         raise Loaded
 
     monkeypatch.setattr("forerun.commands.answering.build_llm", build)
-    result = forerun_("chat", "--model", str(TARGET), stdin="hi\n")
-    assert result.exit_code == 2
-    assert f"error: no chat template in {TARGET / 'tokenizer_config.json'}" in result.stderr
-    assert "chat_template.jinja" in result.stderr
+    said = refusal("chat", "--model", str(TARGET), stdin="hi\n")
+    assert f"error: no chat template in {TARGET / 'tokenizer_config.json'}" in said
+    assert "chat_template.jinja" in said
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT)
-    other = forerun_("chat", "--model", str(TARGET), "--tokenizer", str(tmp_path), stdin="hi\n")
+    other = command("chat", "--model", str(TARGET), "--tokenizer", str(tmp_path), stdin="hi\n")
     assert isinstance(other.exception, Loaded)
 
 
 def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--threads", "1")
-    plain = forerun_(*common)
+    plain = command(*common)
     assert plain.exit_code == 0, plain.stderr
-    drafted = forerun_(*common, "--draft", f"model:{SMALL}", "--depth", "4", "--json")
+    drafted = command(*common, "--draft", f"model:{SMALL}", "--depth", "4", "--json")
     answer = json.loads(drafted.stdout)
     assert answer["text"] == plain.stdout
     assert (
@@ -411,26 +401,22 @@ def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
     """It is found in the drafter's name, the text stays, and with anything else one line says what to write."""
     folder = adapter_of(TARGET, tmp_path / "an adapter, trained", 2, range(3, 5))
     common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json", "--depth", "4")
-    plain = json.loads(forerun_(*common).stdout)
-    drafted = json.loads(forerun_(*common, "--draft", "early-exit:2", "--adapter", str(folder)).stdout)
-    spelt = json.loads(forerun_(*common, "--draft", f'early-exit:"2:{folder}"').stdout)
+    plain = json.loads(command(*common).stdout)
+    drafted = json.loads(command(*common, "--draft", "early-exit:2", "--adapter", str(folder)).stdout)
+    spelt = json.loads(command(*common, "--draft", f'early-exit:"2:{folder}"').stdout)
     assert drafted["text"] == spelt["text"] == plain["text"]
     assert drafted["stats"]["num_accepted"] == spelt["stats"]["num_accepted"] > 0
     for draft in ((), ("-d", "ngram"), ("-d", "early-exit"), ("-d", "early-exit:2:a"), ("-d", "cascade[ngram,ngram]")):
-        refused = forerun_(*common, *draft, "--adapter", "DIR")
-        assert refused.exit_code == 2
-        assert refused.stdout == ""
-        assert "error: --adapter DIR goes with --draft early-exit:E alone" in " ".join(refused.stderr.split())
-    wrong = forerun_(*common, "--draft", "early-exit:3", "--adapter", str(folder))
-    assert wrong.exit_code == 2
-    assert "exit_layer is 2" in wrong.stderr
+        said = refusal(*common, *draft, "--adapter", "DIR")
+        assert said.startswith("error: --adapter DIR goes with --draft early-exit:E alone")
+    assert "exit_layer is 2" in refusal(*common, "--draft", "early-exit:3", "--adapter", str(folder))
 
 
 def test_every_command_that_drafts_takes_an_adapter() -> None:
     assert ModelOptions("m", draft="early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
     assert ProveOptions(Path("p.txt"), "m", "early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
     assert BenchOptions(draft="early-exit:2", adapter=Path("a,b")).draft == 'early-exit:"2:a,b"'
-    for command in cli.app.registered_commands:
-        names = inspect.signature(command.callback).parameters  # type: ignore[arg-type]
-        drafts = "draft" in names and command.name != "widen"  # which widens the drafter that it is given
-        assert drafts == ("adapter" in names), command.name
+    for each in cli.app.registered_commands:
+        names = inspect.signature(each.callback).parameters  # type: ignore[arg-type]
+        drafts = "draft" in names and each.name != "widen"  # which widens the drafter that it is given
+        assert drafts == ("adapter" in names), each.name

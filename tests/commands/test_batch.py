@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from forerun import cli
 from forerun.commands import answer_file, batch
 from forerun.commands.answer_file import AnswerFile
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import DATA, TARGET
+from kit.command import command, refusal
 from kit.unchecked import unchecked
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "The sun was", "One day", "Sam saw"]
@@ -45,8 +45,7 @@ def run(llm: LLM, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
     def invoke(*more: str, output: str | None = "answers.jsonl", given: list[str] = GIVEN) -> Result:
         goal = [] if output is None else ["--output", str(prompts.with_name(output))]
-        with unchecked():
-            return CliRunner().invoke(cli.app, ["generate", "-m", "m", "-i", str(prompts), *goal, *given, *more])
+        return command("generate", "-m", "m", "-i", str(prompts), *goal, *given, *more)
 
     return invoke
 
@@ -249,10 +248,9 @@ def test_json_tells_of_the_batch_and_needs_an_output(run: Callable[..., Result])
 
 @pytest.mark.parametrize(("name", "said"), [("none.jsonl", "cannot be read"), ("a.csv", "ends in '.csv'")])
 def test_an_input_that_is_none_is_refused(name: str, said: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["generate", "-m", "m", "-i", str(tmp_path / name)])
-    assert result.exit_code == 2
-    assert f"error: input: {tmp_path / name}" in result.stderr
-    assert said in result.stderr
+    told = refusal("generate", "-m", "m", "-i", str(tmp_path / name))
+    assert told.startswith(f"error: input: {tmp_path / name}")
+    assert said in told
 
 
 def test_a_line_with_parameters_of_its_own_is_not_answered_as_if_it_had_none(

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner, Result
 
 from forerun import cli
 from forerun.commands.running import Destination
 from forerun.errors import InvalidRequest
 from kit.checkpoints import SMALL, TARGET
-from kit.unchecked import unchecked
+from kit.command import command, refusal
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
@@ -123,18 +122,14 @@ def test_json_is_one_line_instead_and_output_a_file_beside(
 ) -> None:
     monkeypatch.setattr("forerun.bench.measure.bandwidth_bytes_per_s", lambda *_, **__: 1e9)
 
-    def run(*more: str) -> Result:
-        with unchecked():
-            return CliRunner().invoke(cli.app, [name, *lines[name], *more], env={"COLUMNS": "100"})
-
-    both = run("--json", "-o", str(tmp_path / "both.json"))
+    both = command(name, *lines[name], "--json", "-o", str(tmp_path / "both.json"))
     assert both.exit_code == 0, both.output
     assert both.stdout.count("\n") == 1
     assert both.stderr == ""
     assert (tmp_path / "both.json").read_text() == both.stdout
     if name == "widen":
         lines[name][-1] += "r"
-    shown = run("--output", str(tmp_path / "beside.json"))
+    shown = command(name, *lines[name], "--output", str(tmp_path / "beside.json"))
     assert "{" not in shown.stdout
     told = json.loads((tmp_path / "beside.json").read_text())
     assert named(told) == named(json.loads(both.stdout))
@@ -160,7 +155,5 @@ def test_no_command_works_before_its_files_can_be_written(
         raise AssertionError("the command has begun")
 
     monkeypatch.setattr(f"forerun.commands.{name}.importing", begun)
-    result = CliRunner().invoke(cli.app, [name, *lines.get(name, []), option, "/no/such/folder/file.png"])
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: {option[2:]}: the folder /no/such/folder does not exist")
-    assert result.stderr.count("\n") == 1
+    said = refusal(name, *lines.get(name, []), option, "/no/such/folder/file.png")
+    assert said.startswith(f"error: {option[2:]}: the folder /no/such/folder does not exist")

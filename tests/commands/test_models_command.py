@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
-from forerun import cli
 from forerun.errors import ModelError
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
+from kit.command import command, refusal
 from models.test_gguf_files import stories
 
 
 def invoke(*arguments: str, columns: str = "200") -> Result:
-    return CliRunner().invoke(cli.app, ["models", *arguments], env={"COLUMNS": columns})
+    return command("models", *arguments, COLUMNS=columns)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +117,4 @@ def test_what_it_says_to_type_is_a_command(chat: bool, machine: Path) -> None:
 
 
 def test_a_model_that_cannot_be_run_is_refused_in_one_line(machine: Path) -> None:
-    refused = invoke(str(machine / "nothing"))
-    assert refused.exit_code == 2
-    assert "there is no folder" in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    assert "there is no folder" in refusal("models", str(machine / "nothing"))

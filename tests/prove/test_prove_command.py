@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from mutants import TOKEN_MUTANTS, wrong_token_at
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from forerun import cli
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import SMALL, TARGET
-from kit.unchecked import unchecked
+from kit.command import command, refusal
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
 QUICK = ["--num-prompts", "3", "--max-tokens", "12", "--num-texts", "100"]
@@ -25,9 +24,11 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def run(target: Path, draft: Path, prompts: Path, *more: str) -> Result:
-    with unchecked():
-        where = ["--model", str(target), "--draft", f"model:{draft}", "--prompts", str(prompts)]
-        return CliRunner().invoke(cli.app, ["prove", *where, *QUICK, *more], env={"COLUMNS": "160"})
+    return command("prove", *line(target, draft, prompts), *QUICK, *more, COLUMNS="160")
+
+
+def line(target: Path, draft: Path, prompts: Path) -> list[str]:
+    return ["--model", str(target), "--draft", f"model:{draft}", "--prompts", str(prompts)]
 
 
 def test_a_true_engine_holds(prompts: Path) -> None:
@@ -73,13 +74,10 @@ def test_the_card_says_what_kind_of_fault_it_is(prompts: Path, monkeypatch: pyte
 def test_mistakes_are_one_line_and_status_2(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
-    result = run(TARGET, SMALL, file)
-    assert result.exit_code == 2
-    assert f"{file}:2: no field prompt, text, turns (it has promt)" in result.stderr
+    said = refusal("prove", *line(TARGET, SMALL, file))
+    assert f"{file}:2: no field prompt, text, turns (it has promt)" in said
     file = tmp_path / "long.txt"
     file.write_text("fine\n" + "word " * 600)
-    result = run(TARGET, SMALL, file)
-    assert result.exit_code == 2
-    assert f"{file}:2: " in result.stderr
-    assert "shorten the prompt" in result.stderr
-    assert result.stdout == ""
+    said = refusal("prove", *line(TARGET, SMALL, file))
+    assert f"{file}:2: " in said
+    assert "shorten the prompt" in said

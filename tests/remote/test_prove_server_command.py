@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from forerun import cli
+from kit.command import command, refusal
 from kit.standins import DialectName, StandIn, ToyModel
 
 PROMPTS = ["first", "second", "third of all", "and another one", "some text", "more of it"]
@@ -35,7 +35,7 @@ def pair(speculating: StandIn, **plain: Any) -> Iterator[tuple[str, ...]]:
 
 def prove(prompts: Path, *more: str, num_texts: int = 250) -> Result:
     fixed = ["--prompts", str(prompts), "--num-prompts", "6", "-n", "24", "--num-texts", str(num_texts)]
-    return CliRunner().invoke(cli.app, ["prove", *more, *fixed], env={"COLUMNS": "160", "OPENAI_API_KEY": ""})
+    return command("prove", *more, *fixed, COLUMNS="160")
 
 
 @pytest.mark.short("llamacpp")
@@ -170,15 +170,9 @@ def test_a_server_that_answers_nothing_in_time_is_undecided(prompts: Path) -> No
     assert "UNDECIDED: 2 seconds left nothing to judge of the answers at temperature 0" in said
     assert "the same answers" not in said
     with pair(StandIn("vllm", MODEL, depth=3, round_s=2.0), round_s=2.0) as servers:
-        assert "gave no first answer in time: allow more seconds" in refusal(prompts, *servers, "--time-limit", "1")
-
-
-def refusal(prompts: Path, *more: str) -> str:
-    """The one line of a mistake."""
-    result = prove(prompts, *more)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    return result.stderr
+        assert "gave no first answer in time: allow more seconds" in refusal(
+            "prove", "--prompts", str(prompts), *servers, "--time-limit", "1"
+        )
 
 
 def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
@@ -187,16 +181,24 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
         StandIn("vllm", MODEL, name="other").running() as other,
     ):
         dead = "http://127.0.0.1:9"
-        assert "server: http://127.0.0.1:9 does not answer" in refusal(prompts, "--server", dead)
-        assert "give its key with --api-key" in refusal(prompts, "--server", locked.url)
-        assert "--plain URL" in refusal(prompts, "--server", other.url)
-        assert "plain: http://127.0.0.1:9 does not answer" in refusal(prompts, "--server", other.url, "--plain", dead)
+        assert "server: http://127.0.0.1:9 does not answer" in refusal(
+            "prove", "--prompts", str(prompts), "--server", dead
+        )
+        assert "give its key with --api-key" in refusal("prove", "--prompts", str(prompts), "--server", locked.url)
+        assert "--plain URL" in refusal("prove", "--prompts", str(prompts), "--server", other.url)
+        assert "plain: http://127.0.0.1:9 does not answer" in refusal(
+            "prove", "--prompts", str(prompts), "--server", other.url, "--plain", dead
+        )
         both = ("--server", locked.url, "--plain", other.url, "--api-key", "secret")
-        assert "serves 'other', not 'toy'" in refusal(prompts, *both)
-        assert "'more' is not served at" in refusal(prompts, *both, "--served-model-name", "more")
-        assert "draft: --server" in refusal(prompts, "--server", other.url, "--draft", "ngram")
-        assert "plain: 'x' goes with --server" in refusal(prompts, "--plain", "x")
-        assert "model: it is missing" in refusal(prompts)
-        assert "time_limit: 5 goes with --server" in refusal(prompts, "--time-limit", "5")
+        assert "serves 'other', not 'toy'" in refusal("prove", "--prompts", str(prompts), *both)
+        assert "'more' is not served at" in refusal(
+            "prove", "--prompts", str(prompts), *both, "--served-model-name", "more"
+        )
+        assert "draft: --server" in refusal(
+            "prove", "--prompts", str(prompts), "--server", other.url, "--draft", "ngram"
+        )
+        assert "plain: 'x' goes with --server" in refusal("prove", "--prompts", str(prompts), "--plain", "x")
+        assert "model: it is missing" in refusal("prove", "--prompts", str(prompts))
+        assert "time_limit: 5 goes with --server" in refusal("prove", "--prompts", str(prompts), "--time-limit", "5")
         named = prove(prompts, *both, "--plain-model", "other", num_texts=100)
         assert named.exit_code == 0, named.output

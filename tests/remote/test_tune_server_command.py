@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 from forerun import cli, machine
 from forerun.machine import Neighbours
 from forerun.remote import measure
+from kit.command import command, refusal
 from kit.standins import DialectName, StandIn, ToyModel
 
 ROUND_S, DEPTH = 0.004, 3
@@ -26,8 +27,7 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune(*more: str) -> Result:
-    fixed = ["--num-prompts", "4", "--repeats", "2", "-n", "32"]
-    return CliRunner().invoke(cli.app, ["tune", *more, *fixed], env={"COLUMNS": "160", "OPENAI_API_KEY": ""})
+    return command("tune", *more, "--num-prompts", "4", "--repeats", "2", "-n", "32", COLUMNS="160")
 
 
 def measured(dialect: DialectName, *more: str, **options: Any) -> tuple[dict[str, Any], StandIn]:
@@ -130,28 +130,22 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "so this is not to be trusted" in " ".join(result.stdout.split())
 
 
-def refusal(*more: str) -> str:
-    """The one line of a mistake."""
-    result = tune(*more)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    return result.stderr
-
-
 def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:
     locked, other = StandIn("vllm", MODEL, key="secret"), StandIn("vllm", MODEL, name="other")
     with locked.running(), other.running():
         dead, both = "http://127.0.0.1:9", ("--server", locked.url, "--against", other.url, "--api-key", "secret")
-        assert "server: http://127.0.0.1:9 does not answer" in refusal("--server", dead)
-        assert "give its key with --api-key" in refusal("--server", locked.url)
-        assert "against: http://127.0.0.1:9 does not answer" in refusal("--server", other.url, "--against", dead)
-        assert "serves 'other', not 'toy': serve the same model there" in refusal(*both)
-        assert "against_model: 'x' is not served at" in refusal(*both, "--against-model", "x")
-        assert "drafts: it does not go with --server" in refusal("--server", other.url, "--drafts", "ngram")
-        assert "out: it does not go with --server" in refusal("--server", other.url, "--out", str(tmp_path))
-        assert "batch: it does not go with --server" in refusal("--server", other.url, "--batch", "2")
-        assert "temperature: 0,1 are several" in refusal("--server", other.url, "--temperature", "0,1")
-        assert "depths: 0 must be" in refusal("--server", other.url, "--depths", "0")
-        assert "clients: '1,x' must be numbers" in refusal("--server", other.url, "--clients", "1,x")
-        assert "concurrency: 0 must be" in refusal("--server", other.url, "--clients", "0")
-        assert "against: 'x' goes with --server" in refusal("--against", "x")
+        assert "server: http://127.0.0.1:9 does not answer" in refusal("tune", "--server", dead)
+        assert "give its key with --api-key" in refusal("tune", "--server", locked.url)
+        assert "against: http://127.0.0.1:9 does not answer" in refusal(
+            "tune", "--server", other.url, "--against", dead
+        )
+        assert "serves 'other', not 'toy': serve the same model there" in refusal("tune", *both)
+        assert "against_model: 'x' is not served at" in refusal("tune", *both, "--against-model", "x")
+        assert "drafts: it does not go with --server" in refusal("tune", "--server", other.url, "--drafts", "ngram")
+        assert "out: it does not go with --server" in refusal("tune", "--server", other.url, "--out", str(tmp_path))
+        assert "batch: it does not go with --server" in refusal("tune", "--server", other.url, "--batch", "2")
+        assert "temperature: 0,1 are several" in refusal("tune", "--server", other.url, "--temperature", "0,1")
+        assert "depths: 0 must be" in refusal("tune", "--server", other.url, "--depths", "0")
+        assert "clients: '1,x' must be numbers" in refusal("tune", "--server", other.url, "--clients", "1,x")
+        assert "concurrency: 0 must be" in refusal("tune", "--server", other.url, "--clients", "0")
+        assert "against: 'x' goes with --server" in refusal("tune", "--against", "x")

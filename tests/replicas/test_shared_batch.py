@@ -10,15 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from forerun import cli
 from forerun.commands import batch
 from forerun.llm import LLM
 from forerun.replicas.replica import RemoteLLM, Replica
 from forerun.replicas.shared_batch import SharedBatch
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import DATA
+from kit.command import command, refusal
 from kit.unchecked import unchecked
 from replicas.local import LocalReplicas, copied
 
@@ -64,8 +64,7 @@ def run(replicas: LocalReplicas, alone: LLM, tmp_path: Path, monkeypatch: pytest
 
     def invoke(output: str, *more: str) -> Result:
         words = ["-m", "m", "-i", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / output), *GIVEN, *more]
-        with unchecked():
-            return CliRunner().invoke(cli.app, ["generate", *words])
+        return command("generate", *words)
 
     return invoke
 
@@ -169,6 +168,4 @@ def test_replicas_of_another_fingerprint_are_refused(run: Callable[..., Result],
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words: list[str], told: str) -> None:
-    result = CliRunner().invoke(cli.app, ["generate", "-m", "m", *words], env={"COLUMNS": "500"})
-    assert result.exit_code == 2
-    assert told in result.stderr
+    assert told in refusal("generate", "-m", "m", *words)

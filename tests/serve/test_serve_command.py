@@ -5,24 +5,19 @@ import socket
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from forerun.cli import app
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.serve import settings
 from forerun.serve.access import ApiKeys, warn_of_readers
 from forerun.serve.settings import ServeSettings, require_packages, served_name
 from kit.checkpoints import TARGET
+from kit.command import refusal
 
 MODEL = str(TARGET)
 
 
 def told(*arguments: str) -> str:
-    run = CliRunner().invoke(app, ["serve", "--model", MODEL, *arguments], env={"COLUMNS": "500"})
-    assert run.exit_code == 2
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1
-    return run.stderr
+    return refusal("serve", "--model", MODEL, *arguments)
 
 
 def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from forerun.cli import app
+from kit.command import command, refusal
 from kit.servers import drafting, running
-
-
-def told(*arguments: str) -> tuple[int, str, str]:
-    run = CliRunner().invoke(app, ["bench", "serve", *arguments], env={"COLUMNS": "200", "OPENAI_API_KEY": ""})
-    return run.exit_code, run.stdout, run.stderr
 
 
 @pytest.mark.full
@@ -24,10 +18,10 @@ def test_modes_of_a_server_are_compared(tmp_path: Path) -> None:
     with drafting() as llm, running(llm) as server:
         asked = ["--url", f"{server.url}/v1/", "--prompts", str(tmp_path / "mine.jsonl"), "-n", "16", "-t", "0.8"]
         asked += ["--speculation", "off,auto,2", "--rate", "100", "--concurrency", "2", "--num-requests", "4"]
-        status, text, errors = told(*asked, "--repeats", "2", "--sla-between-ms", "60000", "-o", str(out))
-        assert (status, errors) == (0, "")
-        assert "Every mode gave the same answers." in text
-        assert "auto: 100 requests/s, and no heavier load was tried" in text
+        run = command("bench", "serve", *asked, "--repeats", "2", "--sla-between-ms", "60000", "-o", str(out))
+        assert (run.exit_code, run.stderr) == (0, "")
+        assert "Every mode gave the same answers." in run.stdout
+        assert "auto: 100 requests/s, and no heavier load was tried" in run.stdout
         found = json.loads(out.read_text())
         assert found["same_answers"] is True
         assert found["model"]["fingerprint"] == llm.fingerprint
@@ -39,9 +33,8 @@ def test_modes_of_a_server_are_compared(tmp_path: Path) -> None:
             assert cell["tokens_per_round"] == 1 if mode == "off" else cell["tokens_per_round"] >= 1
             assert cell["by_category"].keys() == {"tale", "deed"}
         assert all(2 <= each["num_tokens"] <= 16 and each["error"] is None for each in found["requests"])
-        status, text, errors = told("--url", server.url, "--served-model-name", "other")
-        assert (status, text) == (2, "")
-        assert "is not served there, but stories" in errors
+        told = refusal("bench", "serve", "--url", server.url, "--served-model-name", "other")
+        assert "is not served there, but stories" in told
 
 
 def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
@@ -58,6 +51,4 @@ def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
         (["--url", "http://127.0.0.1:9"], "start the server, or give another address"),
         (["--url", "localhost:9"], "begin it with http:// or https://"),
     ):
-        status, text, errors = told(*arguments)
-        assert (status, text, errors.count("\n")) == (2, "", 1), arguments
-        assert said in errors
+        assert said in refusal("bench", "serve", *arguments)

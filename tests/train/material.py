@@ -5,10 +5,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from typer.testing import CliRunner, Result
-
-from forerun import cli
 from forerun.config import Speculation
 from forerun.heads.student import Student
 from forerun.llm import LLM
@@ -59,16 +55,6 @@ def source_of(
 def source_for(student: Student, settings: TrainSettings, folder: Path, target: Path = TARGET) -> AnswerSource:
     """Answers to the thirty prompts, which are put into this folder."""
     return source_of(read_prompts([write_prompts(folder)], settings), settings, student, target)
-
-
-def invoke(*arguments: str) -> Result:
-    """The command, on one thread."""
-    before = torch.get_num_threads()
-    try:
-        with unchecked():
-            return CliRunner().invoke(cli.app, ["train", *arguments], env={"COLUMNS": "120"})
-    finally:
-        torch.set_num_threads(before)
 
 
 def answers(draft: str | None, model: Path = TARGET) -> tuple[list[tuple[int, ...]], float]:

@@ -17,7 +17,8 @@ from forerun.train.kinds import make_student
 from forerun.train.report import series
 from forerun.train.settings import TrainSettings
 from kit.checkpoints import TARGET
-from train.material import answers, invoke, quiet, source_for, write_prompts
+from kit.command import command
+from train.material import answers, quiet, source_for, write_prompts
 
 STEPS, DEPTH = 40, 2
 TRAIN = ["-n", "24", "--held-out", "6", "--look-every", "20", "--threads", "1", "--heads", "2", "--rate", "0.01"]
@@ -27,7 +28,7 @@ def trained(folder: Path, *more: str) -> Any:
     """Heads for the stories target: what the command says of them."""
     prompts = write_prompts(folder.parent)
     own = ["--model", str(TARGET), "--data", str(prompts), "--steps", str(STEPS), "--out", str(folder), "--json"]
-    result = invoke("medusa", *TRAIN, *own, *more)
+    result = command("train", "medusa", *TRAIN, *own, *more)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 

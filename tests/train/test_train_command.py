@@ -30,7 +30,8 @@ from forerun.train.objective import LOSSES
 from forerun.train.report import series
 from forerun.train.state import TrainFolder, TrainState
 from kit.checkpoints import TARGET
-from train.material import answers, environment, finish, invoke, write_prompts
+from kit.command import command, refusal
+from train.material import answers, environment, finish, write_prompts
 
 KINDS = {
     "block": ["--layers", "1", "--markov-rank", "16", "--rate", "0.005", "--steps", "60"],
@@ -59,7 +60,9 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     def train(kind: str) -> tuple[Path, dict[str, object]]:
         if kind not in made:
             folder = tmp_path_factory.mktemp("trained") / kind
-            result = invoke(kind, *QUICK, *KINDS[kind], "--data", str(prompts), "--out", str(folder), "--json")
+            result = command(
+                "train", kind, *QUICK, *KINDS[kind], "--data", str(prompts), "--out", str(folder), "--json"
+            )
             assert result.exit_code == 0, result.output
             steps = int(KINDS[kind][-1])
             shown = re.findall(r"^step (\d+), (\d+) % done: .* accepted at depth 1", result.stderr, re.MULTILINE)
@@ -123,7 +126,7 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
     other.write_text("Lily found a big red ball.\nTom sat.\n" * 8)
     before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     arguments = ["early-exit", *QUICK, *KINDS["early-exit"], "--data", str(prompts), "--out", str(folder)]
-    result = invoke(*arguments)
+    result = command("train", *arguments)
     assert result.exit_code == 0, result.output
     assert f"early-exit:3:{folder}" in result.stdout.replace("\n", "")
     assert "accepted, before" in result.stdout
@@ -143,10 +146,9 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
         (["--steps", "99", "--seed", "1"], f"(--seed was 0 and is 1; --steps was {steps} and is 99)"),
         (["--data", str(other)], "is of another training (other data)"),
     ):
-        result = invoke(*arguments, *more)
-        assert result.exit_code == 2
-        assert said in result.stderr.replace("\n", " ")
-        assert "--force" in result.stderr
+        refused = refusal("train", *arguments, *more)
+        assert said in refused
+        assert "--force" in refused
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -165,7 +167,7 @@ def test_a_training_that_is_over_goes_on_with_more_steps(
     monkeypatch.setattr(TrainFolder, "save", saving)
 
     def trained_to(steps: int, name: str) -> Result:
-        return invoke("early-exit", *QUICK, *few, "--out", str(tmp_path / name), "--steps", str(steps))
+        return command("train", "early-exit", *QUICK, *few, "--out", str(tmp_path / name), "--steps", str(steps))
 
     assert trained_to(3, "a").exit_code == 0
     short = contents(tmp_path / "a")
@@ -215,14 +217,11 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
     (mine / "config.json").write_text("precious")
     (mine / "thesis.txt").write_text("years of work")
     arguments = ["early-exit", *QUICK, "--steps", "1", "--data", str(prompts), "--out", str(mine)]
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert (
-        "holds config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in result.stderr
-    )
+    said = refusal("train", *arguments)
+    assert "holds config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in said
     assert sorted(path.name for path in mine.iterdir()) == ["config.json", "thesis.txt"]
     assert (mine / "config.json").read_text() == "precious"
-    assert invoke(*arguments, "--force").exit_code == 0
+    assert command("train", *arguments, "--force").exit_code == 0
     assert json.loads((mine / "config.json").read_text())["exit_layer"] == 1
     assert (mine / "thesis.txt").read_text() == "years of work"
 
@@ -254,9 +253,8 @@ def test_mistakes_are_one_line_before_anything_is_written(
     arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = invoke(*arguments, "--model", str(TARGET), "--data", str(prompts), "--out", "out")
-    assert result.exit_code == 2, result.output
-    assert re.search(said, result.stderr.replace("\n", " ")), result.stderr
+    told = refusal("train", *arguments, "--model", str(TARGET), "--data", str(prompts), "--out", "out")
+    assert re.search(said, told), told
     assert not (tmp_path / "out").exists()
 
 
@@ -276,7 +274,7 @@ def test_a_cache_changes_no_weight_and_spares_the_writing(
     found = []
     kept = ["--cache", str(tmp_path / "cache")]
     for name, cache in (("a", []), ("b", kept), ("c", kept)):
-        result = invoke("early-exit", *QUICK, *more, "--out", str(tmp_path / name), *cache)
+        result = command("train", "early-exit", *QUICK, *more, "--out", str(tmp_path / name), *cache)
         assert result.exit_code == 0, result.output
         assert ("will take up to" in result.stderr) == bool(cache)
         found.append(contents(tmp_path / name))
@@ -286,7 +284,7 @@ def test_a_cache_changes_no_weight_and_spares_the_writing(
 
 def test_hours_end_a_training_too(prompts: Path, tmp_path: Path) -> None:
     arguments = ["-n", "8", "--hours", "0.0001", "--data", str(prompts), "--out", str(tmp_path / "out"), "--json"]
-    told = json.loads(invoke("early-exit", *QUICK, *arguments).stdout)
+    told = json.loads(command("train", "early-exit", *QUICK, *arguments).stdout)
     assert told["stopped"] == "the time is over"
     assert told["steps"] > 0
     assert told["seconds"] >= 0.36
@@ -294,7 +292,9 @@ def test_hours_end_a_training_too(prompts: Path, tmp_path: Path) -> None:
 
 def test_it_stops_early_where_held_out_acceptance_does_not_rise(prompts: Path, tmp_path: Path) -> None:
     more = ["--steps", "400", "--look-every", "2", "--patience", "3", "--rate", "1e-9", "-n", "8"]
-    result = invoke("early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"), "--json")
+    result = command(
+        "train", "early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"), "--json"
+    )
     told = json.loads(result.stdout)
     assert (told["steps"], told["best_step"]) == (6, 0)
     assert told["stopped"] == "held-out acceptance has not risen in 3 looks"
@@ -305,13 +305,13 @@ def test_a_loss_that_is_no_number_ends_the_training_by_name(
 ) -> None:
     monkeypatch.setitem(LOSSES, "tv", lambda laws, _: laws.overlap / 0 * 0)  # type: ignore[index]
     more = ["--steps", "9", "-n", "8", "--loss", "tv", "--kl-share", "0.4", "--rate", "0.25"]
-    result = invoke("early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"))
+    result = command("train", "early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert "the loss of step 5 is nan: train again with a lower --rate than 0.25" in result.stderr.replace("\n", " ")
     assert answers(f"early-exit:1:{tmp_path / 'out'}")[1] >= 0  # what was best before is there
 
 
-def command(prompts: Path, folder: Path) -> list[str]:
+def process_words(prompts: Path, folder: Path) -> list[str]:
     """The real command, in a process of its own."""
     options = [*QUICK, *KINDS["early-exit"], "--data", str(prompts), "--out", str(folder)]
     return [sys.executable, "-m", "forerun", "train", "early-exit", *options]
@@ -320,7 +320,7 @@ def command(prompts: Path, folder: Path) -> list[str]:
 def kill_at(prompts: Path, folder: Path, ready: Callable[[float], bool]) -> bool:
     """Begin the command and kill it as soon as this says so, of the seconds so far; whether it was still running."""
     with open(os.devnull, "wb") as nowhere:
-        process = subprocess.Popen(command(prompts, folder), env=environment(), stdout=nowhere, stderr=nowhere)
+        process = subprocess.Popen(process_words(prompts, folder), env=environment(), stdout=nowhere, stderr=nowhere)
     started_s = time.monotonic()
     while process.poll() is None and not ready(time.monotonic() - started_s):
         time.sleep(0.001)
@@ -354,7 +354,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
     """
     folder, rng, num_killed = tmp_path / "out", random.Random(time.time_ns() + seed), 0
     started_s = time.monotonic()
-    finish(command(prompts, tmp_path / "timed"))
+    finish(process_words(prompts, tmp_path / "timed"))
     whole_s = time.monotonic() - started_s
     expected = contents(tmp_path / "timed")
     assert expected == contents(trained("early-exit")[0])
@@ -371,7 +371,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
             assert contents(folder) == expected
             shutil.rmtree(folder)
     assert num_killed == 10
-    finish(command(prompts, folder))
+    finish(process_words(prompts, folder))
     assert contents(folder) == expected
 
 

@@ -17,7 +17,8 @@ from forerun.train.answers import AnswerSource, draft_vocabulary
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from kit.checkpoints import TARGET
-from train.material import invoke, quiet, source_for, write_prompts
+from kit.command import command
+from train.material import quiet, source_for, write_prompts
 from train.test_train_command import QUICK
 
 SETTINGS = TrainSettings(steps=3, batch=4, max_tokens=24, held_out=6)
@@ -53,7 +54,7 @@ def test_it_has_what_answers_say_most_often_then_prompts_and_then_the_low_ids(
 def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     out, prompts = tmp_path / "out", write_prompts(tmp_path)
     arguments = ["eagle", "--draft-vocab", "90", "--mlp", "32", "--steps", "2", "--batch", "2", *QUICK]
-    result = invoke(*arguments, "--data", str(prompts), "--out", str(out))
+    result = command("train", *arguments, "--data", str(prompts), "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "--draft-vocab" not in result.stderr
     stored, ids = load_file(out / "model.safetensors"), json.loads((out / "state" / "vocabulary.json").read_text())
@@ -62,11 +63,11 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 90
     untrained = TargetTables.of(Blueprint.of(str(TARGET))).head.weight[ids]
     assert (stored["lm_head.weight"] - untrained).abs().max() < 0.1, "its rows are not those of its tokens"
-    assert invoke(*arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
+    assert command("train", *arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
 
 
 def test_a_training_says_that_a_large_head_makes_guesses_dear(tmp_path: Path) -> None:
     """Before anything is written, and not where the head is a small part of a pass."""
-    result = invoke("mtp", *QUICK, "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"))
+    result = command("train", "mtp", *QUICK, "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"))
     assert "output matrix of 512 tokens, 13% of a pass" in result.stderr.replace("\n", " ")
     assert "--draft-vocab 85" in result.stderr

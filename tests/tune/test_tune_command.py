@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from forerun import cli
 from forerun.bench.figures import Spread
 from forerun.bench.run import Stage
 from forerun.engine import calibration
@@ -23,7 +21,7 @@ from forerun.tune.show import tune_card
 from forerun.tune.translate import translations
 from forerun.tune.trial import Candidate, candidates_of
 from kit.checkpoints import DATA
-from kit.unchecked import unchecked
+from kit.command import command, refusal
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "One day, a <b>bird</b>"]
 QUICK = ["--max-tokens", "12", "--repeats", "2", "--threads", "1"]
@@ -36,14 +34,8 @@ def pair() -> list[str]:
     return ["--model", str(root / "stories260k"), "--drafts", "ngram", f"model:{root / 'stories280k'}"]
 
 
-def invoke(arguments: list[str]) -> Result:
-    """The command, on one thread."""
-    before = torch.get_num_threads()
-    try:
-        with unchecked():
-            return CliRunner().invoke(cli.app, ["tune", *arguments, *QUICK], env={"COLUMNS": "120"})
-    finally:
-        torch.set_num_threads(before)
+def tune(arguments: list[str]) -> Result:
+    return command("tune", *arguments, *QUICK, COLUMNS="120")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,7 +55,7 @@ def tuned(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     lines = [{"prompt": story, "category": "ab"[i % 2]} for i, story in enumerate(STORIES)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = [*pair, "--prompts", str(prompts), "--batch", "1,2", "--out", str(folder / "out")]
-    return folder, invoke(arguments), arguments
+    return folder, tune(arguments), arguments
 
 
 def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[str]]) -> None:
@@ -115,7 +107,7 @@ def test_the_settings_are_read_by_other_commands(tuned: tuple[Path, Result, list
     found = read_settings(path, ["model", "draft", "depth", "verification", "threads"])
     assert found["threads"] == "1"
     line = ["--config", str(path), "-n", "4", "--seed", "1", "--json", "Once upon"]
-    answer = CliRunner().invoke(cli.app, ["generate", *line])
+    answer = command("generate", *line)
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["draft"] == found.get("draft")
 
@@ -131,12 +123,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list[str]], made: list[object]) -> None:
     folder, first, arguments = tuned
     before = json.loads((folder / "out/tune.json").read_text())
-    again = invoke(arguments)
+    again = tune(arguments)
     assert not made
     assert again.stdout == first.stdout
     assert "measurements exist already" in again.stderr
     assert json.loads((folder / "out/tune.json").read_text()) == before
-    other = invoke([*arguments, "--seed", "5"])
+    other = tune([*arguments, "--seed", "5"])
     assert other.exit_code == 2
     assert "settings.seed" in other.stderr
 
@@ -145,7 +137,7 @@ def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list
 def test_a_new_candidate_is_measured_alone(tuned: tuple[Path, Result, list[str]], made: list[object]) -> None:
     folder, _, arguments = tuned
     before = json.loads((folder / "out/tune.json").read_text())
-    more = invoke([*arguments, "--drafts", "early-exit:auto"])
+    more = tune([*arguments, "--drafts", "early-exit:auto"])
     assert more.exit_code == 0, more.output
     after = json.loads((folder / "out/tune.json").read_text())
     own = {each["draft"]: each for each in after["candidates"]}
@@ -159,7 +151,7 @@ def test_a_new_candidate_is_measured_alone(tuned: tuple[Path, Result, list[str]]
 def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("\n".join(STORIES))
     where = ["--prompts", str(tmp_path / "tales.txt"), "--out", str(tmp_path / "out")]
-    result = invoke([*pair, *where, "--time-limit", "0.001"])
+    result = tune([*pair, *where, "--time-limit", "0.001"])
     assert result.exit_code == 0, result.output
     assert "not reached within --time-limit" in result.stdout
     assert not (tmp_path / "out/forerun.toml").exists()
@@ -186,11 +178,7 @@ def test_mistakes_are_one_line_and_status_2_and_load_nothing(
 ) -> None:
     monkeypatch.setattr("forerun.bench.measure.LLM", None)
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
-    with unchecked():
-        result = CliRunner().invoke(cli.app, ["tune", "--model", "stdlib", *arguments, *out])
-    assert result.exit_code == 2, result.output
-    assert said in " ".join(result.stderr.split())
-    assert result.stdout == ""
+    assert said in refusal("tune", "--model", "stdlib", *arguments, *out)
 
 
 def test_exits_are_a_few_of_the_layers_each_once() -> None:
@@ -219,7 +207,7 @@ def test_the_pick_has_the_highest_measured_speed(
 ) -> None:
     seen: list[TuneReport] = []
     monkeypatch.setattr("forerun.tune.page.html_page", lambda report: seen.append(report) or html_page(report))
-    invoke(tuned[2])
+    tune(tuned[2])
     (report,) = seen
     (bracketed,) = (replace(each, candidate=Candidate("mix[a,b]", "mix[a,b]")) for each in report.studied[:1])
     console = Console(width=120, record=True, file=io.StringIO())
@@ -255,7 +243,7 @@ def test_where_the_calibration_has_no_time_for_anything_drafters_are_tried_all_t
     prompts = tmp_path / "tales.txt"
     prompts.write_text("Once upon a time\n")
     mix = f"mix[{','.join(pair[3:])}]"
-    result = invoke([*pair[:4], mix, "--prompts", str(prompts), "--out", str(tmp_path / "out")])
+    result = tune([*pair[:4], mix, "--prompts", str(prompts), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     told = json.loads((tmp_path / "out/tune.json").read_text())
     assert told["complete"]
