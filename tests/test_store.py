@@ -3,16 +3,21 @@
 import errno
 import json
 import os
-from collections.abc import Callable
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from forerun.errors import InvalidRequest
-from forerun.store import Journal, whole_folder, write_whole
+from forerun.store import Journal, save_pickle, save_tensors, whole_folder, writable, write_whole
 
 HEAD = {"forerun_test": 1, "about": {"settings": {"depths": [0, 3]}, "machine": "this"}}
 ENTRIES = st.lists(st.dictionaries(st.text(max_size=4), st.none() | st.integers() | st.text(max_size=9)), max_size=5)
@@ -121,6 +126,43 @@ def test_a_folder_appears_whole_and_replaces_files_one_by_one(tmp_path: Path) ->
         "config.json": "newer", "mine": "mine", "below/a.jinja": "", "model.safetensors": "",
     }  # fmt: skip
     assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_the_files_of_a_folder_is_decided_by_the_umask(mask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        with whole_folder(tmp_path / "folder") as part:
+            save_file({"a": torch.zeros(1)}, part / "model.safetensors")  # for its owner alone
+            (part / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "folder").iterdir()} == {mode}
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Within it the system refuses to let a file grow further, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("save", [save_tensors, save_pickle])
+def test_tensors_that_the_system_refuses_are_an_error_of_the_system(
+    save: Callable[[dict[str, torch.Tensor], Path], None], tmp_path: Path
+) -> None:
+    tensors = {"a": torch.arange(100_000)}
+    with pytest.raises(InvalidRequest, match="File too large"), writable(tmp_path), files_of_at_most(100_000):
+        save(tensors, tmp_path / "model")
+    with pytest.raises(FileNotFoundError):
+        save(tensors, tmp_path / "none" / "model")
+    save(tensors, tmp_path / "model")
+    load = load_file if save is save_tensors else torch.load
+    assert torch.equal(load(tmp_path / "model")["a"], tensors["a"])
 
 
 def test_files_of_a_folder_are_replaced_the_configuration_behind_the_weights(

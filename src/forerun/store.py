@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PART = ".part"
 logger = logging.getLogger(__name__)
@@ -103,6 +107,31 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
     sync(path.parent)
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, of PyTorch's format unless `metadata` says otherwise. Raises OSError where the system
+    refuses it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata or {"format": "pt"})
+    except SafetensorError as error:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def save_pickle(value: object, path: Path) -> None:
+    """Write a file that torch.load reads. Raises OSError where the system refuses it."""
+    import torch
+
+    with path.open("wb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:  # of a file that cannot be ended, while an OSError tells why is on its way
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
 def part_of(folder: Path) -> str:
     """The name of what is written before it has its place in a folder."""
     return f".{folder.name}{PART}"
@@ -127,7 +156,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         files = sorted((path.relative_to(part) for path in part.rglob("*") if path.is_file()), reverse=True)
+        mode = part.stat().st_mode & 0o666  # by the umask; safetensors leaves its files to their owner alone
         for file in files:
+            (part / file).chmod(mode)
             sync(part / file)
         if folder.is_dir():
             for file in files:

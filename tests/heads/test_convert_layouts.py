@@ -181,10 +181,10 @@ def test_every_weight_must_be_used_and_every_expected_one_be_there(
 def test_what_was_written_is_compared_with_what_was_read(
     heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def saved(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-        save_file({**tensors, "1.1.weight": tensors["1.1.weight"] * 2}, path, metadata)
+    def saved(tensors: dict[str, Tensor], path: Path) -> None:
+        save_file({**tensors, "1.1.weight": tensors["1.1.weight"] * 2}, path)
 
-    monkeypatch.setattr("forerun.heads.fresh.save_file", saved)
+    monkeypatch.setattr("forerun.heads.convert.save_tensors", saved)
     with pytest.raises(UnsupportedModel, match=r"cannot be kept as medusa: the tensor 1.1.weight would be lost"):
         convert(str(heads), "medusa", tmp_path / "out")
     assert not [*tmp_path.iterdir()]

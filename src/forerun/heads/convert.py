@@ -18,10 +18,10 @@ from forerun.did_you_mean import nearest
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.folder import find_heads
-from forerun.heads.fresh import save_config, write_tensors
+from forerun.heads.fresh import save_config
 from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import FETCHED, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
-from forerun.store import names_in, whole_folder, writable
+from forerun.store import names_in, save_pickle, save_tensors, whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
@@ -98,9 +98,9 @@ def check_free(out: Path, force: bool) -> None:
 def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
     """Write the files of a layout to an empty folder."""
     if layout.file in PICKLES:
-        torch.save(dict(files.tensors), folder / layout.file)
+        save_pickle(dict(files.tensors), folder / layout.file)
     else:
-        write_tensors(files.tensors, folder / layout.file)
+        save_tensors(dict(files.tensors), folder / layout.file)
     save_config(files.config, folder)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,6 +21,7 @@ from forerun.annotations import Float, Int
 from forerun.models.loading import Blueprint
 from forerun.models.packing import centred, gains, shifted
 from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, Shapes
+from forerun.store import save_tensors
 
 HALF = (torch.float16, torch.bfloat16)
 SPREAD = 0.02  # standard deviation of fresh weights
@@ -109,13 +109,7 @@ def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in weights.items()
     }
-    write_tensors(stored, folder / "model.safetensors")
-
-
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file that others can read."""
-    save_file(dict(tensors), path, {"format": "pt"})
-    path.chmod(0o644)  # safetensors leaves it to its owner alone
+    save_tensors(stored, folder / "model.safetensors")
 
 
 def save_config(values: Mapping[str, Any], folder: Path) -> None:

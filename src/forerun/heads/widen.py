@@ -33,7 +33,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import Shapes
 from forerun.models.weights import Checkpoint
 from forerun.models.widen import HEAD_NORMED, Plan, Wider, shrinkage
-from forerun.store import whole_folder
+from forerun.store import whole_folder, writable
 
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
@@ -91,7 +91,7 @@ def put(
 
 
 def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any]) -> None:
-    with whole_folder(folder) as part:
+    with writable(folder), whole_folder(folder) as part:
         source = found.folder.path
         checkpoint = Checkpoint(source, plan.wide.dtype)
         dice = torch.Generator().manual_seed(plan.seed)

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.annotations import ProgressCallback
@@ -45,7 +44,7 @@ from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, count_para
 from forerun.models.quantized.scheme import KEYS
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, grown_experts, parts_of, to_experts
-from forerun.store import cache_folder, whole_folder
+from forerun.store import cache_folder, save_tensors, whole_folder, writable
 from forerun.text.chat import OTHER_FILES
 
 RECIPE = 1  # raised when the same shape and seed give other weights
@@ -242,7 +241,7 @@ def refuse_emitted_padding(source: Blueprint) -> None:
 
 def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
     """Write the checkpoint and check it; only then it gets its name."""
-    with whole_folder(destination) as partial:
+    with writable(destination), whole_folder(destination) as partial:
         size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
         free = shutil.disk_usage(partial).free
         if size > free:
@@ -320,7 +319,7 @@ def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -
             places[name] = file
             if progress is not None:
                 progress(f"widening {plan.source.name}", len(places) / len(shapes))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_tensors(tensors, folder / file)
     size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
     index = {"metadata": {"total_size": size}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.annotations import Float, ProgressCallback
@@ -35,7 +34,7 @@ from forerun.heads.student import TargetText
 from forerun.llm import LLM
 from forerun.request import requests_of
 from forerun.sampling.noise import mix
-from forerun.store import writable, write_whole
+from forerun.store import save_tensors, writable, write_whole
 from forerun.streams import show_note
 from forerun.train.data import PromptIds, TrainingData
 from forerun.train.objective import Objective
@@ -142,7 +141,7 @@ class AnswerCache:
         for i, text in enumerate(texts):
             tensors |= {f"{i}.taps": text.taps.cpu().contiguous(), f"{i}.last": text.last.cpu().contiguous()}
         with writable(self.folder, "cache"):
-            write_whole(self.path(number), lambda part: save_file(tensors, part, {"texts": json.dumps(fields)}))
+            write_whole(self.path(number), lambda part: save_tensors(tensors, part, {"texts": json.dumps(fields)}))
 
 
 def state_bytes(num_texts: int, longest: int, num_taps: int, hidden: int, dtype: torch.dtype) -> int:

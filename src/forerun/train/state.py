@@ -24,7 +24,7 @@ from torch import Tensor
 from forerun.draft.auto import RECORD
 from forerun.errors import FolderTaken
 from forerun.limits import shown
-from forerun.store import Journal, flat, writable, write_whole
+from forerun.store import Journal, flat, save_pickle, writable, write_whole
 
 FORM = 1  # format version
 STATE = "state"  # folder inside the drafter's
@@ -161,7 +161,7 @@ class TrainFolder:
         """Replace the checkpoint atomically."""
         held = {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
         with writable(self.folder):
-            write_whole(self.state_folder / CHECKPOINT, lambda part: torch.save(held, part))
+            write_whole(self.state_folder / CHECKPOINT, lambda part: save_pickle(held, part))
 
     def load(self) -> TrainState | None:
         """Load the checkpoint; None if there is none. Raises FolderTaken if it is damaged."""

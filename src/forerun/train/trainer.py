@@ -211,6 +211,7 @@ class Trainer:
         if not self.team.is_first:
             return
         folder = self.folder.folder
-        with whole_folder(folder) as part:
-            self.student.write(self.state.best, part)
-        write_whole(folder / CURVES, curves(self.log.entries))
+        with writable(folder):
+            with whole_folder(folder) as part:
+                self.student.write(self.state.best, part)
+            write_whole(folder / CURVES, curves(self.log.entries))

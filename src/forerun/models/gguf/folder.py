@@ -41,7 +41,7 @@ def folder_of(path: Path) -> Path:
                 replace_file(folder / name, texts[name].encode())
         except OSError as error:
             cure = "free space there, or let XDG_CACHE_HOME name a folder that can be written"
-            raise ModelNotFound(f"{folder}, what stands for {path}, cannot be written ({error}): {cure}") from error
+            raise ModelNotFound(f"{folder}, where {path} is unpacked, cannot be written ({error}): {cure}") from error
     return folder
 
 
