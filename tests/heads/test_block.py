@@ -88,7 +88,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
     found: list[list[Tensor]] = []
     for groups, pieces in (([[0, 1, 2]], 1), ([[2], [0], [1]], 4)):
         layers = planned.build(1024, host)
-        heads = layers.decoder.heads
+        heads = layers.decoder
         results: dict[int, list[Tensor]] = {}
         for group in groups:
             told(layers, group, pieces)

@@ -98,7 +98,7 @@ def own_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) 
     """A block drafter in the guessing places of its blocks; [anchors, places, tokens]."""
     decoder, block, text = plan.load(512, host), plan.tensors.config, tokens.tolist()
     assert block.taps == BLOCK_TAPS
-    runner, heads = Runner.of(decoder, 2048), decoder.heads
+    runner, heads = Runner.of(decoder, 2048), decoder
     logits, chances = [], []
     for seq_id, anchor in enumerate(BLOCK_ANCHORS):
         runner.read([Read(seq_id, text[:anchor])], inputs=decoder.fuse(states[:anchor]))

@@ -23,11 +23,16 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The target that drafters are planned for, and its tokenizer."""
+    """The target that drafters are planned for, and its tokenizer. `taken` are the names of caches that are in use."""
 
     target: Blueprint
     tokenizer: Tokenizer
     progress: ProgressCallback | None = None
+    taken: Collection[str] = ()
+
+    def unused(self, name: str) -> str:
+        """The name, numbered if it is taken, because one checkpoint may be used twice."""
+        return free_name(name, self.taken)
 
 
 CacheTokens = Mapping[str, int]
@@ -55,22 +60,6 @@ class DraftPlan:
     remembered_bytes: Mapping[str, int] = field(default_factory=dict)
     num_members: int = 1
 
-    def renamed(self, taken: Collection[str]) -> DraftPlan:
-        """This plan with unused cache names, because one checkpoint may be used twice."""
-        names = {name: free_name(name, taken) for name in (*self.models, *self.remembered_bytes)}
-
-        def own(cache_tokens: CacheTokens) -> CacheTokens:
-            return {name: cache_tokens[new] for name, new in names.items() if new in cache_tokens}
-
-        build_judge = self.build_judge
-        return replace(
-            self,
-            models={names[name]: model for name, model in self.models.items()},
-            build=lambda tokens, progress, target: self.build(own(tokens), progress, target),
-            build_judge=build_judge and (lambda tokens, progress, target: build_judge(own(tokens), progress, target)),
-            remembered_bytes={names[name]: most for name, most in self.remembered_bytes.items()},
-        )
-
 
 PlanMember = Callable[[DraftSpec, DraftContext], DraftPlan]
 
@@ -79,8 +68,8 @@ def member_plans(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> li
     """The plans of this drafter's members, with distinct cache names."""
     plans: list[DraftPlan] = []
     for member in spec.members:
-        taken = [name for other in plans for name in (*other.models, *other.remembered_bytes)]
-        plans.append(plan(member, context).renamed(taken))
+        plans.append(plan(member, context))
+        context = replace(context, taken=(*context.taken, *plans[-1].models, *plans[-1].remembered_bytes))
     return plans
 
 

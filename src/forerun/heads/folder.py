@@ -130,9 +130,9 @@ class HeadFolder:
         is_whole = torch.equal(ids, torch.arange(target.config.vocab_size))
         return target.shared_head() if is_whole else self.target.head_rows(ids)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of the folder, on the target's device."""
-        return self.checkpoint.take(name, shape).to(self.target.placement.device)
+    def take(self, name: str) -> Tensor:
+        """A tensor of the folder, whose shape was checked, on the target's device."""
+        return self.checkpoint.take(name, self.checkpoint.stored[name].shape).to(self.target.placement.device)
 
     def checked(self, tensors: TensorsT, *cures: str) -> TensorsT:
         """These tensors, all checked by their headers: the folder must have them, and no others but those `idle`.

@@ -47,7 +47,7 @@ class HeadKind:
 
     def plan_for(self, spec: DraftSpec, context: DraftContext) -> DraftPlan:
         """The plan of the drafter of this specification."""
-        return self.find(spec, context.target).plan(str(spec))
+        return self.find(spec, context.target).plan(context.unused(str(spec)))
 
 
 HEADS: Mapping[str, HeadKind] = {

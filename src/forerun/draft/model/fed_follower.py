@@ -17,6 +17,7 @@ import torch
 from forerun.draft.base import NO_DRAFT, Committed
 from forerun.draft.model.drafted_text import DraftRow
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS, Follower
+from forerun.draft.model.grower import starts_of
 from forerun.draft.model.unread_states import ShownText
 from forerun.models.chains import Chains, ParallelHeads, Start, UnreadTexts
 from forerun.models.runner import Read
@@ -84,17 +85,13 @@ class FedFollower(Follower):
             for row in rows:
                 self.begin(row.seq_id, -1)
         texts = [self.unread(row.seq_id) for row in rows]
-        numbers = {seq_id: i for i, seq_id in enumerate(draws.seq_ids)}
         if not texts or not all(self.least_text <= len(text) <= TAIL_TOKENS for text in texts):
             return None
         if any(row.late != self.late(row.seq_id) for row in rows):
             return None
         if not self.runner.draws_unseen and any(row.seq_id not in self.runner.cache for row in rows):
             return None
-        starts = [
-            Start(numbers[row.seq_id], row.seq_id, min(row.budget.depth, row.budget.nodes), row.budget.min_survival)
-            for row in rows
-        ]
+        starts = starts_of(draws, {row.seq_id: row.budget for row in rows})
         started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
         read, heads = self.unread_texts(reads), self.parallel_heads(rows)
         chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, heads)

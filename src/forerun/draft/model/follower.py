@@ -22,7 +22,7 @@ from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beg
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses
-from forerun.draft.model.grower import LevelReader, grow, unseen_chains
+from forerun.draft.model.grower import LevelReader, grow, starts_of, unseen_chains
 from forerun.draft.model.unread_states import UnreadStates
 from forerun.models.chains import Chains, IdMap, Start, joined
 from forerun.models.decoder import States
@@ -163,8 +163,7 @@ class Follower:
             priced if unseen else draws.rejection or not draws.on_host
         ):
             return None
-        rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-        starts = [Start(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]
+        starts = starts_of(draws, granted)
         chains = self.draw_at_once(draws, starts, logits)
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))

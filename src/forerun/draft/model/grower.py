@@ -179,6 +179,12 @@ class LevelReader:
         return logits
 
 
+def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[Start]:
+    """The chains of these sequences, within their budgets."""
+    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+    return [Start(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]
+
+
 ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logits; None: no room
 
 
@@ -279,8 +285,7 @@ def unseen_by_heads(
         return None
     if any(row.params.logits_processors for row in draws.rows):
         return None
-    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-    starts = [Start(rows[seq_id], seq_id, min(b.depth, b.nodes)) for seq_id, b in granted.items()]
+    starts = starts_of(draws, granted)
     if draw is not None and (at_once := draw(starts)) is not None:
         return Draft(at_once.tree(draws), None)
     deepest, roots = max(start.depth for start in starts), draws.roots_tokens[:, None]

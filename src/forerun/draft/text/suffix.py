@@ -249,11 +249,12 @@ def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     `suffix:DIR`: past answers are not stored, and beside them counts what the folder's n-grams say.
     """
     file, table = files_of(spec, context.tokenizer.fingerprint)
+    name = context.unused(PAST)
 
     def build(granted: CacheTokens, _progress: ProgressCallback | None, _target: Runner) -> SuffixDrafter:
-        return SuffixDrafter(Past(max_bytes=granted.get(PAST, MAX_BYTES), file=file), table)
+        return SuffixDrafter(Past(max_bytes=granted.get(name, MAX_BYTES), file=file), table)
 
-    return DraftPlan({}, build, remembered_bytes={PAST: MAX_BYTES})
+    return DraftPlan({}, build, remembered_bytes={name: MAX_BYTES})
 
 
 def files_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> tuple[PastFile | None, NgramTable | None]:

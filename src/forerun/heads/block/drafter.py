@@ -51,7 +51,7 @@ MapLogits = Callable[[Tensor], Tensor]  # maps logits over the head's ids to log
 
 
 class BlockDecoder(Decoder):
-    """The layers as a decoder, with `heads` on its output states.
+    """The layers as a decoder, with further heads on its output states, None for those that it does not have.
 
     A pass reads either the target's states as context, or the tokens of blocks. `ids` are the token ids of its head.
     """
@@ -59,24 +59,32 @@ class BlockDecoder(Decoder):
     layers_alone: ClassVar[bool] = False
 
     def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
-        shapes, self.block = tensors.shapes(), tensors.config
+        c, shapes, take, quantize = tensors.config, tensors.shapes(), folder.take, folder.quantize
 
-        def take(name: str, _shape: tuple[int, ...]) -> Tensor:
+        def fetch(name: str, _shape: tuple[int, ...]) -> Tensor:
             name = name.removeprefix("model.")
-            return folder.take(name, shapes[name]) if name in shapes else target.embedding
+            return take(name) if name in shapes else target.embedding
 
-        quantize = folder.quantize
         if tensors.own_head:
-            head = folder.backend.linear(take(HEAD, ()).to(target.dtype), quantize="int8" if quantize else None)
+            head = folder.backend.linear(take(HEAD).to(target.dtype), quantize="int8" if quantize else None)
         else:
             head = folder.shared_head(ids, target)
-        super().__init__(tensors.config.layers, take, target.dtype, folder.backend, quantize, head=head)
-        id_map = id_map_of(ids, tensors.config.layers.vocab_size, target.embedding.device)
-        self.heads = BlockHeads.load(tensors, folder, id_map.target_logits)
-        self.fc = folder.make(take(names.MAP, ()))
-        self.hidden_norm = take(names.MAP_NORM, ())
-        mask_id = self.block.mask_id
-        self.mask = take(names.MASK_EMBEDDING, ()) if mask_id is None else self.embedding[mask_id]
+        super().__init__(c.layers, fetch, target.dtype, folder.backend, quantize, head=head)
+        self.block = c
+        self.fc, self.hidden_norm = folder.make(take(names.MAP)), take(names.MAP_NORM)
+        self.mask = take(names.MASK_EMBEDDING) if c.mask_id is None else self.embedding[c.mask_id]
+        before = take(names.MARKOV_W1) if c.markov_rank else None
+        self.after: MarkovHead | CandidateSelector | None = None
+        if before is not None:
+            id_map = id_map_of(ids, c.layers.vocab_size, target.embedding.device)
+            self.after = MarkovHead(before, folder.make(take(names.MARKOV_W2)), id_map.target_logits)
+        elif c.selector_rank:
+            projection = folder.make(take(names.SELECTOR))
+            self.after = CandidateSelector(take(names.PREDECESSORS), take(names.SUCCESSORS), projection, c.top_k)
+        self.confidence: ConfidenceHead | None = None
+        if c.confidence:
+            weight, bias = (take(name)[0].float() for name in (names.CONFIDENCE, names.CONFIDENCE_BIAS))
+            self.confidence = ConfidenceHead(weight, bias, before if c.confidence_with_markov else None)
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The context: the target's tapped states concatenated, mapped to one state, and normed."""
@@ -148,35 +156,6 @@ class ConfidenceHead:
         return torch.sigmoid((torch.cat(read, dim=1) * self.weight).sum(-1) + self.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockHeads:
-    """The heads of a block drafter; None for those that it does not have."""
-
-    after: MarkovHead | CandidateSelector | None
-    confidence: ConfidenceHead | None
-
-    @classmethod
-    def load(cls, tensors: BlockTensors, folder: HeadFolder, target_logits: MapLogits) -> BlockHeads:
-        """Load the heads that the configuration lists."""
-        c, shapes, make = tensors.config, tensors.shapes(), folder.make
-
-        def take(name: str) -> Tensor:
-            return folder.take(name, shapes[name])
-
-        before = take(names.MARKOV_W1) if c.markov_rank else None
-        after: MarkovHead | CandidateSelector | None = None
-        if before is not None:
-            after = MarkovHead(before, make(take(names.MARKOV_W2)), target_logits)
-        elif c.selector_rank:
-            after = CandidateSelector(
-                take(names.PREDECESSORS), take(names.SUCCESSORS), make(take(names.SELECTOR)), c.top_k
-            )
-        if not c.confidence:
-            return cls(after, None)
-        weight, bias = take(names.CONFIDENCE)[0].float(), take(names.CONFIDENCE_BIAS)[0].float()
-        return cls(after, ConfidenceHead(weight, bias, before if c.confidence_with_markov else None))
-
-
 class BlockDrafter(FedFollower):
     """Drafts with block layers, which `runner` runs, and the heads on their output states."""
 
@@ -185,7 +164,7 @@ class BlockDrafter(FedFollower):
     def __init__(self, layers: BlockDecoder, runner: Runner, ids: IdMap) -> None:
         super().__init__(runner, ids)
         self.draws_after_text = runner.draws_unseen  # no wait for the host between text and draft tokens
-        self.decoder, self.heads, self.taps = layers, layers.heads, layers.block.taps
+        self.decoder, self.taps = layers, layers.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
@@ -220,7 +199,7 @@ class BlockDrafter(FedFollower):
         """All draft tokens are predicted at the positions of one block."""
 
         def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
-            level, after = path.shape[1] - 1, self.heads.after
+            level, after = path.shape[1] - 1, layers.after
             assert head_inputs.logits is not None, "blocks were read"
             assert head_inputs.states is not None, "blocks were read"
             base, states = head_inputs.logits[:, level], head_inputs.states[:, level]
@@ -232,7 +211,7 @@ class BlockDrafter(FedFollower):
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
         places, states = places_of(granted), torch.cat([self.blocks[seq_id] for seq_id in granted])
-        after, sure = self.heads.after, self.heads.confidence
+        after, sure = self.decoder.after, self.decoder.confidence
 
         def logits_after(seq_ids: Sequence[int], path: Tensor) -> Tensor:
             at = places(seq_ids, path)

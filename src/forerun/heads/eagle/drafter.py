@@ -55,11 +55,8 @@ class EagleDecoder(StateDecoder):
     """
 
     def __init__(self, tensors: EagleTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
-        shapes, form, make = tensors.shapes(), tensors.form, folder.make
+        shapes, form, make, take = tensors.shapes(), tensors.form, folder.make, folder.take
         self.form = form
-
-        def take(name: str) -> Tensor:
-            return folder.take(name, shapes[name])
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
             """A decoder's tensor; ones for a missing input norm, because the entry norms the inputs."""

@@ -46,13 +46,12 @@ class MedusaHeads:
     """The Medusa heads of a target, with its embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
-        shapes = config.shapes()
-
-        def take(name: str) -> Tensor | None:
-            return folder.take(name, shapes[name]) if name in shapes else None
 
         def layer(name: str) -> Linear:
-            return folder.make(take(name + names.WEIGHT), take(name + names.BIAS))
+            bias = name + names.BIAS
+            return folder.make(folder.take(name + names.WEIGHT), folder.take(bias) if bias in shapes else None)
+
+        shapes = config.shapes()
 
         heads, blocks = range(config.num_heads), range(config.num_blocks)
         self.config = config

@@ -73,10 +73,7 @@ class MtpDecoder(StateDecoder):
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
-        shapes, naming, backend, quantize = tensors.shapes(), tensors.naming, folder.backend, folder.quantize
-
-        def take(name: str) -> Tensor:
-            return folder.take(name, shapes[name])
+        naming, take, backend, quantize = tensors.naming, folder.take, folder.backend, folder.quantize
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
             if name == FINAL_NORM_BIAS:  # norms of modules have no bias, even in families whose norms have one
