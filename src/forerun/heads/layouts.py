@@ -56,13 +56,13 @@ class DraftFiles:
 
     @classmethod
     def of(cls, folder: Path) -> DraftFiles:
-        """The files of a folder, without buffers that can be recomputed. Raises ModelError."""
+        """The files of a folder, without `t2d` and buffers, which can be recomputed. Raises ModelError."""
         config = read_fields(folder / "config.json").values
         file = next((name for name in FILES if (folder / name).exists()), None)
         if file is None:
             raise MissingWeights(f"{folder} has no weights: it must hold one of {', '.join(FILES)}")
         tensors = read_pickle(folder / file) if file in PICKLES else read_safetensors(folder, file)
-        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith((*BUFFERS, MASK))}
         return cls(folder / "config.json", config, kept, file)
 
     @property

@@ -38,7 +38,7 @@ from forerun.heads.layouts import (
     refuse_fields,
     with_id_tables,
 )
-from forerun.heads.vocabulary import MASK, OFFSETS
+from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
 from forerun.models.projections import HEAD
 
@@ -85,11 +85,6 @@ def is_block(files: DraftFiles) -> bool:
     return {names.MAP, names.MAP_NORM} <= files.tensors.keys() and SPECULATORS not in files.config
 
 
-def read_block_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """The drafter in the authors' layout, as `block:DIR` reads it."""
-    return files.without(MASK)
-
-
 def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """A dflash, dspark or dflash2. Raises UnsupportedModel for states and layers that `block:DIR` does not read."""
     fields, num_layers = files.fields, named(target, files).config.layers
@@ -104,7 +99,7 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
         names.MASK_ID: stated.get(names.MASK_ID),
     }
     over_all = stated.get("draft_vocab_size") == config.get("vocab_size")
-    files = files.without(MASK, *TRAINING, *((OFFSETS,) if over_all else ()))
+    files = files.without(*TRAINING, *((OFFSETS,) if over_all else ()))
     return replace(files, config=config, tensors=without_convolutions(fields, files.tensors))
 
 
@@ -240,5 +235,5 @@ LAYOUTS = (
         with_the_targets_tables,
         is_run=False,
     ),
-    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, read_block_authors, with_id_tables),
+    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, write=with_id_tables),
 )

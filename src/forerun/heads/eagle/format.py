@@ -229,12 +229,12 @@ def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     config["architectures"] = [ARCHITECTURE]
     if files.config.get(KEPT) is not None:
         config[KEPT] = files.config[KEPT]
-    return in_order(replace(files.without(MASK).renamed({f"{FIRST_LAYER}.": f"{MIDLAYER}."}), config=config))
+    return in_order(replace(files.renamed({f"{FIRST_LAYER}.": f"{MIDLAYER}."}), config=config))
 
 
 def read_joined(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """An EAGLE-1 or EAGLE-2 drafter, in the authors' form."""
-    return files.without(MASK).renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
+    return files.renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
 
 
 def in_order(files: DraftFiles) -> DraftFiles:
