@@ -7,7 +7,7 @@ source: tensors bit for bit, and the meaning of config.json. The folder gets its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     layout.method.meaning(files, target)
     files = written_as.complete(files, target)
     written = written_as.write(files, target)
+    written = replace(written, tensors={**written.tensors, **files.id_tables})
     with writable(out), whole_folder(out) as part:
         write_files(part, written, written_as)
         compare(part, files, written_as, target)

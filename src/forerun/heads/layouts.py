@@ -98,6 +98,15 @@ class DraftFiles:
         refuse_unread(self.folder, self.tensors, {*shapes, *tensors.idle}, tensors.title)
         return tensors
 
+    @property
+    def id_tables(self) -> dict[str, Tensor]:
+        """`d2t` and `t2d` as they are written, if the drafter has `d2t`."""
+        if OFFSETS not in self.tensors:
+            return {}
+        vocab_size = self.fields.whole("vocab_size")
+        mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, self.head_ids(vocab_size), True)
+        return {OFFSETS: self.tensors[OFFSETS].long(), MASK: mask}
+
     def head_ids(self, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
         """The target's ids of the head's tokens. Raises UnsupportedModel for an invalid table."""
         offsets = self.tensors.get(OFFSETS)
@@ -203,15 +212,6 @@ class DraftLayout:
     complete: ChangeFiles = unchanged
     file: str = "model.safetensors"
     is_run: bool = True
-
-
-def with_id_tables(files: DraftFiles, _target: TargetFacts | None = None) -> DraftFiles:
-    """The drafter with `t2d` added if it has `d2t`."""
-    if OFFSETS not in files.tensors:
-        return files
-    vocab_size = files.fields.whole("vocab_size")
-    mask = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, files.head_ids(vocab_size), True)
-    return replace(files, tensors={**files.tensors, OFFSETS: files.tensors[OFFSETS].long(), MASK: mask})
 
 
 def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:

@@ -154,27 +154,20 @@ class NgramDrafter:
         return list(itertools.accumulate(rates, operator.mul))
 
     def copy(self, history: History, late: list[int], depth: int) -> tuple[int, list[int]]:
-        """The length of the match in text + `late`, whose last token is the root, and `depth` tokens after the match.
-
-        0 and no tokens without a match.
-        """
-        length = len(history.text)
-        window = history.text[-self.max_n :]
-        fresh: dict[Ngram, int] = {}
-        record(fresh, window + late[:-1], len(window), self.min_n, self.max_n, shift=length - len(window))
-        match = lookup([fresh, history.ends], window + late, self.min_n, self.max_n)
+        """The length of the match in text + `late`, and `depth` tokens after the match; 0 and no tokens without one."""
+        match = self.match(history, late)
         if match is None:
             return 0, []
         n, start = match
         source = history.text[start : start + depth]
         if len(source) < depth:
-            source += late[max(0, start - length) :]
+            source += late[max(0, start - len(history.text)) :]
         return n, [source[i % len(source)] for i in range(depth)]
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Never unread; any depth where something matches, 0 elsewhere; estimates by what earlier matches gave."""
         histories = [self.histories.get(seq_id) for seq_id in seq_ids]
-        matches = [None if history is None else self.match(history) for history in histories]
+        matches = [None if h is None or h.root is None else self.match(h, [h.root]) for h in histories]
 
         def estimate(i: int) -> Sequence[float]:
             history, match = histories[i], matches[i]
@@ -185,12 +178,12 @@ class NgramDrafter:
         limit = [0 if match is None else sys.maxsize for match in matches]
         return Outlook([0] * len(seq_ids), limit, estimate, ends_early=True)
 
-    def match(self, history: History) -> tuple[int, int] | None:
-        """What the text ends with, its root included, that it held before."""
-        if history.root is None:
-            return None
-        suffix = [*history.text[-self.max_n :], history.root]
-        return lookup([history.ends], suffix, self.min_n, self.max_n)
+    def match(self, history: History, late: list[int]) -> tuple[int, int] | None:
+        """What text + `late`, whose last token is the root, ends with and held before, as `lookup` gives it."""
+        window, fresh = history.text[-self.max_n :], dict[Ngram, int]()
+        shift = len(history.text) - len(window)
+        record(fresh, window + late[:-1], len(window), self.min_n, self.max_n, shift)
+        return lookup([fresh, history.ends], window + late, self.min_n, self.max_n)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         """Drop the indexes of these sequences; unknown ones are ignored."""

@@ -36,7 +36,6 @@ from forerun.heads.layouts import (
     package_config,
     package_layer,
     refuse_fields,
-    with_id_tables,
 )
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import config_of
@@ -173,7 +172,7 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
         names.MASK_ID: config.mask_id,
         **usual,
     }
-    tensors = dict(with_id_tables(files).tensors)
+    tensors = dict(files.tensors)
     if kind == "dflash2":
         values |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
         tensors |= neutral_convolutions(config, files.tensors[names.MAP].dtype)
@@ -235,5 +234,5 @@ LAYOUTS = (
         with_the_targets_tables,
         is_run=False,
     ),
-    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block, write=with_id_tables),
+    DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block),
 )

@@ -35,7 +35,6 @@ from forerun.heads.layouts import (
     of_speculators,
     package_config,
     package_layer,
-    with_id_tables,
 )
 from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import ModelConfig, config_of
@@ -278,7 +277,7 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
         "embed_requires_grad": kind == "peagle",
         **({} if mask_token is None else {MASK_TOKEN: mask_token}),
     }
-    files = with_id_tables(files).renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
+    files = files.renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
     return replace(files, config=package_config(fields, target, kind, values))
 
 
@@ -289,6 +288,6 @@ THEIRS = f"config.json with {SPECULATORS} eagle3 or peagle"
 OURS, FIRST = "fc.weight, norm.weight, midlayer.* or layers.0.*", "fc.weight, layers.0.*, no norm.weight"
 LAYOUTS = (
     DraftLayout("speculators", EAGLE3, THEIRS, of_speculators(*KINDS), read_fused, write_speculators, self_contained),
-    DraftLayout("eagle", EAGLE3, OURS, IS_EAGLE3, read_fused, with_id_tables),
+    DraftLayout("eagle", EAGLE3, OURS, IS_EAGLE3, read_fused),
     DraftLayout("eagle", EAGLE1, FIRST, IS_EAGLE1, read_joined),
 )
