@@ -30,7 +30,7 @@ ORDER = """
     request
     control
     engine
-    ecosystem messages output
+    ecosystem output
     llm
     async_llm
     serve prove trace inside

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, InvalidRequest, SamplingParams
-from forerun.messages import ChatOptions, with_text
+from forerun.request import ChatOptions, with_text
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
 

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from forerun.config import EngineOptions, Speculation
     from forerun.errors import ForerunError, InvalidRequest
     from forerun.llm import LLM
-    from forerun.messages import ChatOptions
     from forerun.models.spec import ModelSpec
     from forerun.output import CompletionOutput, RequestMetrics, RequestOutput
-    from forerun.request import Request
+    from forerun.request import ChatOptions, Request
     from forerun.sampling.grammar import Grammar
     from forerun.sampling.params import SamplingParams
     from forerun.shape import StaticTree
@@ -51,10 +50,9 @@ _MODULES = {
     "accept.delta": ("Delta",),
     "errors": ("ForerunError", "InvalidRequest"),
     "llm": ("LLM",),
-    "messages": ("ChatOptions",),
     "models.spec": ("ModelSpec",),
     "output": ("CompletionOutput", "RequestMetrics", "RequestOutput"),
-    "request": ("Request",),
+    "request": ("ChatOptions", "Request"),
     "sampling.grammar": ("Grammar",),
     "sampling.params": ("SamplingParams",),
     "shape": ("StaticTree",),

@@ -25,9 +25,8 @@ from forerun.errors import EngineClosed
 from forerun.guard import attempt
 from forerun.kernels.threads import end_idle_threads
 from forerun.llm import LLM
-from forerun.messages import ChatOptions, Conversation
 from forerun.output import RequestOutput
-from forerun.request import Prompt, Request, SpeculationOption
+from forerun.request import ChatOptions, Conversation, Prompt, Request, SpeculationOption
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 

@@ -44,7 +44,6 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest, UnknownDrafter
 from forerun.limits import shown
 from forerun.machine import Machine
-from forerun.messages import ChatOptions, Conversation, as_conversations
 from forerun.models.generation import FILE as GENERATION_FILE
 from forerun.models.generation import GenerationDefaults, described
 from forerun.models.loading import Blueprint
@@ -52,7 +51,7 @@ from forerun.models.shards.worker import serve_started_rank
 from forerun.models.spec import ModelSpec
 from forerun.output import Answers, RequestOutput
 from forerun.progress import reporting
-from forerun.request import Prompt, Request, SpeculationOption, requests_of
+from forerun.request import ChatOptions, Conversation, Prompt, Request, SpeculationOption, as_conversations, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 

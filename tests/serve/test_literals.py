@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.stop import StopChecker
-from forerun.messages import ChatOptions
+from forerun.request import ChatOptions
 from forerun.sampling.params import SamplingParams
 from forerun.serve.call_grammar import call_grammar
 from forerun.serve.calls import CallForm

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from forerun.llm import LLM
-from forerun.messages import ChatOptions
 from forerun.output import CompletionOutput, RequestOutput
-from forerun.request import Prompt
+from forerun.request import ChatOptions, Prompt
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.engines import plain

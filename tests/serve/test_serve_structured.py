@@ -141,6 +141,6 @@ def test_openais_client_gets_what_it_asked_for(server: Running) -> None:
 
 
 def chat(template: str) -> Any:
-    from forerun.messages import ChatOptions
+    from forerun.request import ChatOptions
 
     return ChatOptions(chat_template=template)

@@ -18,8 +18,8 @@ from typing import Any
 from forerun.bench.plan import GENERATED, SHIPPED
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
-from forerun.messages import ChatOptions, Conversation, with_text
 from forerun.prove.prompts import at_line, object_of, prompt_lines, prompt_of
+from forerun.request import ChatOptions, Conversation, with_text
 from forerun.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]

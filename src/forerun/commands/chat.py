@@ -40,7 +40,7 @@ def chat(
 
         from forerun.card import Painter, speed_line
         from forerun.commands.answering import LoadedModel, Reply, answer, require_template
-        from forerun.messages import ChatOptions
+        from forerun.request import ChatOptions
         from forerun.serve.template_forms import answer_form
     require_template(where.spec)
     model = LoadedModel.of(where, how)

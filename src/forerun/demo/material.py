@@ -18,12 +18,11 @@ from forerun.errors import InvalidRequest
 from forerun.heads.kinds import HEADS
 from forerun.heads.widen import cached_widened_drafter, planned
 from forerun.llm import LLM
-from forerun.messages import Message
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES, DRAFT, TARGET
 from forerun.models.config import amount
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, cached_widened
-from forerun.request import Request
+from forerun.request import Message, Request
 
 TARGET_PARAMETERS, DRAFT_PARAMETERS = 500_000_000, 21_000_000
 CHAT_DRAFT = "auto"  # the chat model's drafter

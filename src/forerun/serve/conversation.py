@@ -14,8 +14,7 @@ from typing import Any
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.llm import LLM
-from forerun.messages import ChatOptions, with_text
-from forerun.request import Request
+from forerun.request import ChatOptions, Request, with_text
 from forerun.serve.body import NameCheck, served_members
 from forerun.serve.harmony import history
 from forerun.serve.parts import reasons

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from forerun.errors import ForerunError, InvalidRequest
-from forerun.messages import ChatOptions, Message
+from forerun.request import ChatOptions, Message
 from forerun.serve.calls import FORMS, PYTHON_TAG, CallForm, Functions, ToolCall
 from forerun.serve.growing import GrowingText, result_of
 from forerun.serve.harmony import MARKS, START, TAGS

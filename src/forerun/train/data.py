@@ -17,8 +17,8 @@ from typing import Any
 
 from forerun.errors import InvalidRequest, UnusableData
 from forerun.limits import shown
-from forerun.messages import ChatOptions
 from forerun.prove.prompts import at_line, object_of, text_of
+from forerun.request import ChatOptions
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.settings import TrainSettings
 
