@@ -1,7 +1,7 @@
 """A replay says what was recorded, to the token, whatever is guessed; its passes leave in caches what they must."""
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.recorded import Recorded, Recording
+from forerun.sampling.recorded import Recorded
 from kit.checkpoints import DATA
 from kit.oracles import Oracle
 
@@ -51,15 +51,15 @@ def drafter(name: str) -> Drafter | None:
 
 def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> tuple[Engine, list[Sequence]]:
     """An engine with the edited texts submitted, to be replayed."""
-    recording = Recording()
-    engine = Engine(runner(), drafter(name), options=EngineOptions(batch, 32), draws=recording)
+    texts = dict[int, list[int]]()
+    engine = Engine(runner(), drafter(name), options=EngineOptions(batch, 32), draws=partial(Recorded, texts=texts))
     requests = RequestChecker(None, VOCAB, 128, eos_ids=(2,), default=wish)
     sequences = []
     for seed in range(TEXTS):
         prompt, answer = edited(seed)
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=len(answer), ignore_eos=True)
         (sequence,) = requests.sequences(Request.of(prompt, params))
-        recording.texts[sequence.id] = [*prompt, *answer]
+        texts[sequence.id] = [*prompt, *answer]
         if isinstance(engine.drafter, Oracle):
             engine.drafter.answers[id(params), tuple(prompt), 0] = answer
         engine.submit(sequence)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from forerun.accept.delta import Delta
@@ -29,7 +30,7 @@ from forerun.models.experts_config import ExpertsConfig, expected_distinct
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.recorded import Recording
+from forerun.sampling.recorded import Recorded
 
 NGRAM = 8
 WARMUP_TOKENS = 16
@@ -302,7 +303,7 @@ class Stage:
         learn from earlier answers to the same prompts. Controllers persist from lane to lane of a cell.
         """
         items = self.workloads[group.workload].items
-        recording, sequences, speculation = Recording(), list[EngineSequence](), self.speculation(depth)
+        recorded, sequences, speculation = dict[int, list[int]](), list[EngineSequence](), self.speculation(depth)
         for number in numbers:
             item = items[number % len(items)]
             length = self.num_spare + (self.num_tokens if item.answer is None else len(item.answer))
@@ -314,7 +315,7 @@ class Stage:
             )
             sequences += self.llm.requests.sequences(Request.of(item.prompt, params, speculation, tenant))
             if item.answer is not None:
-                recording.texts[sequences[-1].id] = [*item.prompt, *item.answer]
+                recorded[sequences[-1].id] = [*item.prompt, *item.answer]
         if (group, depth) not in self.controllers:
             self.controllers[group, depth] = deepcopy(self.controller or self.llm.engine.controller)
         engine = Engine(
@@ -323,7 +324,7 @@ class Stage:
             controller=self.controllers[group, depth],
             options=EngineOptions(group.batch, self.llm.engine.options.chunk_tokens, prefix_cache=False),
             num_ids=self.llm.requests.num_ids,
-            draws=recording if recording.texts else Draws,
+            draws=partial(Recorded, texts=recorded) if recorded else Draws,
             kernels=self.llm.engine.kernels,
         )
         return Lane(engine, sequences)

@@ -137,7 +137,7 @@ class Draws:
         drawn = torch.cat([drawn, torch.full_like(tokens, -1)[:, None]], dim=1)
         return PathState(row, drawn.scatter(1, end[:, None], tokens[:, None]), position + 1)
 
-    def head_inputs(self, depth: int) -> None:
+    def prepare_noise(self, depth: int) -> None:
         """Compute the noise of paths of `depth` tokens at once, cheaper than level by level; no effect with kernels."""
         if self.row_laws is not None and not self.rejection:
             return
@@ -317,7 +317,7 @@ class Draws:
 
     def _choose(self, at: PathState, greedy: Callable[[], Tensor], sampled: Callable[[], Tensor]) -> Tensor:
         """Select one of two by each node's row; unneeded ones are not computed."""
-        if not self.transforms.any_greedy:
+        if not self.transforms.steps.greedy:
             return sampled()
         if self.transforms.all_greedy:
             return greedy()

@@ -21,7 +21,7 @@ import numpy as np
 
 from forerun.errors import InvalidGrammar, MissingPackage
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.trial import UNTRIED_CHARACTERS, problem_of_trial
+from forerun.sampling.trial import UNTRIED_CHARACTERS, Vocabulary, problem_of_trial
 
 KEPT_GRAMMARS = 64  # compiled ones that are kept: servers are asked with the same few again and again
 HEAVY_S = 0.05  # a mask; such a grammar may have 100 MB
@@ -208,26 +208,15 @@ class Matchers:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The vocabulary, with one id more, which stands for the end: which ids end a text is the request's matter."""
-        return self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(_Vocabulary(self._texts)))
-
-
-class _Vocabulary:
-    """What llguidance asks of a tokenizer, in its words."""
-
-    def __init__(self, texts: SpelledTokens) -> None:
+        """The vocabulary for llguidance."""
+        texts = self._texts
         nothing = {i for i, spelled in enumerate(texts.spelled) if not spelled}
-        self.eos_token_id = len(texts.spelled)
-        self.bos_token_id = None
-        self.tokens = [
+        tokens = [
             (texts.names(i) or "").encode() if i in texts.special else spelled or b""
             for i, spelled in enumerate(texts.spelled)
-        ] + [b"<end of the grammar>"]
-        self.special_token_ids = sorted(texts.special | nothing | {self.eos_token_id})
-        self._encode = texts.encode
-
-    def __call__(self, text: str) -> list[int]:
-        return list(self._encode(text))
+        ]
+        vocabulary = Vocabulary(tokens, texts.special | nothing, texts.encode)
+        return self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(vocabulary))
 
 
 def bit(token: int) -> np.uint32:

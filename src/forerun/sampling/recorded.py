@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,14 +57,3 @@ class Recorded(Draws):
         """The token of a row's text at a position; -1 where nothing is recorded."""
         text = self.texts.get(self.seq_ids[row], ())
         return text[position] if position < len(text) else -1
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """Makes an engine's draws: those of the sequences entered in `texts` are recorded."""
-
-    texts: dict[int, Sequence[int]] = field(default_factory=dict)
-
-    def __call__(self, rows: Sequence[RowSampling], vocab: int, **options: Any) -> Recorded:
-        """A round's draws; the arguments are those of Draws."""
-        return Recorded(rows, vocab, self.texts, **options)

@@ -105,10 +105,6 @@ class Transforms:
     def all_greedy(self) -> bool:
         return not self.steps.sampled
 
-    @property
-    def any_greedy(self) -> bool:
-        return self.steps.greedy
-
     def shape(self, logits: Logits, at: PathState, *, guessing: bool = False) -> Logits:
         """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone.
 

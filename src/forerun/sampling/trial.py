@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,19 +44,18 @@ def problem_of_trial(source: str, num_tokens: int, special: Mapping[int, str]) -
     return json.loads(done.stdout)[0] if done.returncode == 0 else TOO_MUCH
 
 
-class StandInVocabulary:
-    """A vocabulary of as many ids as the real one, for llguidance: the bytes, the special tokens, and filling."""
+class Vocabulary:
+    """What llguidance asks of a tokenizer, in its words: the bytes of each token, and behind them a token that stands
+    for the end, since which ids end a text is the request's matter. `special` ids are no text."""
 
-    def __init__(self, num_tokens: int, special: Sequence[tuple[int, str]]) -> None:
-        self.eos_token_id, self.bos_token_id = num_tokens, None
-        ordinary = [bytes([i]) if i < 256 else b"\xff" + i.to_bytes(4, "big") for i in range(num_tokens)]
-        self.tokens = [*ordinary, b"<end of the grammar>"]
-        for token, name in special:
-            self.tokens[token] = name.encode()
-        self.special_token_ids = [num_tokens, *(token for token, _ in special)]
+    def __init__(self, tokens: Sequence[bytes], special: Iterable[int], encode: Callable[[str], Iterable[int]]) -> None:
+        self.eos_token_id, self.bos_token_id = len(tokens), None
+        self.tokens = [*tokens, b"<end of the grammar>"]
+        self.special_token_ids = sorted({*special, self.eos_token_id})
+        self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(self._encode(text))
 
 
 def limit_resources() -> None:
@@ -75,7 +74,10 @@ def compile_grammar(source: str, num_tokens: int, special: Sequence[tuple[int, s
     """Compile a grammar and compute its first mask; what llguidance says against it, if anything."""
     import llguidance
 
-    vocabulary: Any = llguidance.TokenizerWrapper(StandInVocabulary(num_tokens, special))
+    tokens = [bytes([i]) if i < 256 else b"\xff" + i.to_bytes(4, "big") for i in range(num_tokens)]  # stand-ins
+    for token, name in special:
+        tokens[token] = name.encode()
+    vocabulary: Any = llguidance.TokenizerWrapper(Vocabulary(tokens, dict(special), str.encode))
     limits = llguidance.LLParserLimits(verbose_errors=False)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(vocabulary), source, log_level=0, limits=limits)
     if matcher.is_error():

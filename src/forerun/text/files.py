@@ -9,9 +9,8 @@ kind is a TokenizerError that names the file and the key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +30,23 @@ GGUF_FILE = "gguf_file"  # in tokenizer_config.json: the file that such a folder
 PROBLEM = "tokenizer.problem.txt"  # why a folder that stands for a file has no tokenizer.json
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerFiles:
-    """What a folder says: the tokenizer, its tokens with a name, and how chats are spelt."""
-
-    backend: tokenizers.Tokenizer
-    named: Mapping[str, str]
-    template: ChatTemplate
-
-    @classmethod
-    def read(cls, folder: Path) -> TokenizerFiles:
-        """Raises TokenizerError where a file is missing or damaged. A chat template is read when it is needed."""
-        backend = read_backend(folder / "tokenizer.json")
-        config, listed = (read_optional(folder / name) for name in TOKEN_FILES)
-        declare_added_tokens(backend, config)
-        tokens = {name: token_text(config if config.values.get(name) else listed, name) for name in NAMED}
-        named = {name: text for name, text in tokens.items() if text and backend.token_to_id(text) is not None}
-        if "bos_token" not in named:
-            named |= bos_of_model(backend, folder)
-        others = [text for key in LISTED for text in token_texts(config if key in config.values else listed, key)]
-        mark_special(backend, [*named.values(), *others])
-        return cls(backend, named, template_of(folder, config))
+def read_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """A folder's tokenizer, and its tokens with a name. Raises TokenizerError where a file is missing or damaged."""
+    backend = read_backend(folder / "tokenizer.json")
+    config, listed = (read_optional(folder / name) for name in TOKEN_FILES)
+    declare_added_tokens(backend, config)
+    tokens = {name: token_text(config if config.values.get(name) else listed, name) for name in NAMED}
+    named = {name: text for name, text in tokens.items() if text and backend.token_to_id(text) is not None}
+    if "bos_token" not in named:
+        named |= bos_of_model(backend, folder)
+    others = [text for key in LISTED for text in token_texts(config if key in config.values else listed, key)]
+    mark_special(backend, [*named.values(), *others])
+    return backend, named
 
 
-def template_of(folder: Path, config: Fields | None = None) -> ChatTemplate:
-    """The chat templates of a folder, whose tokenizer_config.json may have been read already."""
-    values = (config or read_optional(folder / TOKEN_FILES[0])).values
+def template_of(folder: Path) -> ChatTemplate:
+    """The chat templates of a folder, which are read when they are needed."""
+    values = read_optional(folder / TOKEN_FILES[0]).values
     return ChatTemplate.load(folder, values.get("chat_template"), values.get(GGUF_FILE))
 
 

@@ -21,7 +21,7 @@ from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown
 from forerun.text.chat import ChatTemplate
 from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, spelling_of
-from forerun.text.files import TokenizerFiles, damage_as_errors
+from forerun.text.files import damage_as_errors, read_tokenizer, template_of
 
 _CONTEXT_TOKENS = 4
 LONG_TEXT = 1 << 12  # characters, which take some milliseconds
@@ -71,8 +71,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a Hugging Face folder. Raises TokenizerError where a file is missing or damaged."""
-        files = TokenizerFiles.read(Path(folder))
-        return cls(files.backend, named=files.named, template=files.template)
+        backend, named = read_tokenizer(Path(folder))
+        return cls(backend, named=named, template=template_of(Path(folder)))
 
     @property
     def named_tokens(self) -> Mapping[str, str]:

@@ -69,7 +69,7 @@ def grow(
     coupled = not draws.rejection
     roots = [HostTree([row.tokens[-1]], [-1], survival=[1.0], law_rows=[-1]) for row in draws.rows]
     growing = [GrowingTree(budget, coupled, root) for budget, root in zip(budgets, roots, strict=True)]
-    draws.head_inputs(max((budget.depth for budget in budgets), default=0))
+    draws.prepare_noise(max((budget.depth for budget in budgets), default=0))
     laws: list[Tensor] = []
     # Whether any tree's shape depends on survival: over a large vocabulary it costs more than the draw.
     survival = any(budget.width > 1 or budget.min_survival > 0 for budget in budgets)
