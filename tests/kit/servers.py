@@ -154,11 +154,12 @@ def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **set
     """A server in a thread; it drains at the end, and nothing may be left in it, or in the engines behind it."""
     import uvicorn.server
 
-    from forerun.serve.server import bound_socket, server_of
+    from forerun.serve.server import DrainingServer, bound_socket
+    from forerun.serve.service import Service
 
     told = ServeSettings(**{"port": 0, "served_model_name": "stories", "trust_request_templates": True} | settings)
     sock = bound_socket(told)
-    server = server_of(llm, told) if service_of is None else server_of(llm, told, service_of=service_of)
+    server = DrainingServer((service_of or Service)(llm, told))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     looking_often = patch.object(uvicorn.server, "asyncio", LOOKING_OFTEN)
     looking_often.start()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import typer
@@ -92,7 +90,6 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
         from rich.console import Console
 
         from forerun.commands.answering import build_llm, llm_arguments
-        from forerun.llm import LLM
         from forerun.serve.access import ApiKeys
         from forerun.serve.records import LOG_FORMATS, log_to_stderr, require_otel
         from forerun.serve.server import bound_socket
@@ -111,25 +108,23 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
     log_to_stderr(log_format, server.access_log)
     scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
     with sock, ExitStack() as stack:
-        service_of: Callable[[LLM, ServeSettings], Service] = Service
         if engines is None:
             llm = stack.enter_context(build_llm(where, Console(stderr=True), server.max_num_seqs, server.chunk))
+            service = Service(llm, settings)
         else:
             from forerun.replicas.front import ReplicaService
             from forerun.replicas.on_ray import ray_replicas
 
             show_note(f"starting {engines} replicas with Ray")
             arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
-            llm, running = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s, f"{host}-{port}"))
-            service_of = partial(ReplicaService, replicas=running)
-        shown_host = f"[{host}]" if ":" in host else host
+            model, running = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s, f"{host}-{port}"))
+            service = ReplicaService(model, settings, running)
+        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
         def started() -> None:
-            show_note(
-                f"{settings.served_model_name} at {scheme}://{shown_host}:{port}/v1, fingerprint {llm.fingerprint}"
-            )
-            show_note(f"page: {scheme}://{shown_host}:{port}/")
+            show_note(f"{settings.served_model_name} at {address}/v1, fingerprint {service.llm.fingerprint}")
+            show_note(f"page: {address}/")
 
-        status = serve_until_told(llm, settings, sock, started, service_of)
+        status = serve_until_told(service, sock, started)
     if status:
         raise typer.Exit(status)

@@ -48,14 +48,11 @@ class SpeculationCounts:
 
     def since(self, before: SpeculationCounts) -> SpeculationCounts:
         """The difference of two readings; gauges are those of the later one."""
-
-        def more(name: str) -> float | None:
-            value: float | None = getattr(self, name)
-            return value if value is None or name in GAUGES else value - (getattr(before, name) or 0.0)
-
+        known = {name: value for name in NAMES.values() if (value := getattr(self, name)) is not None}
+        more = {name: value - (getattr(before, name) or 0.0) for name, value in known.items() if name not in GAUGES}
         earlier = (*before.accepted_at_depth, *[0.0] * len(self.accepted_at_depth))
         accepted = tuple(now - then for now, then in zip(self.accepted_at_depth, earlier, strict=False))
-        return replace(self, **{name: more(name) for name in NAMES.values()}, accepted_at_depth=accepted)
+        return replace(self, **more, accepted_at_depth=accepted)
 
 
 def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
@@ -92,14 +89,9 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
 
 def counts_of_answers(answers: Iterable[Mapping[str, Any]]) -> SpeculationCounts:
     """The sum of the speculation counts in answers."""
-    each = list(answers)
-    if not each:
-        return SpeculationCounts()
-    return SpeculationCounts(
-        num_drafted=float(sum(usage.get("num_drafted") or 0 for usage in each)),
-        num_accepted=float(sum(usage.get("num_accepted") or 0 for usage in each)),
-        num_rounds=float(sum(usage.get("num_rounds") or 0 for usage in each)),
-    )
+    each, names = list(answers), ("num_drafted", "num_accepted", "num_rounds")
+    sums: dict[str, Any] = {name: float(sum(usage.get(name) or 0 for usage in each)) for name in names}
+    return SpeculationCounts(**sums) if each else SpeculationCounts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,10 @@ class ServedContender:
 
 @dataclass(frozen=True, slots=True)
 class ServedBlock:
-    """One finished block of requests, with its speculation counts and the cores that other programs used before it."""
+    """One finished block of requests, with its speculation counts.
+
+    `num_busy`: the cores that other programs used before it; None for remote servers.
+    """
 
     contender: str
     block: TrafficBlock
@@ -198,8 +201,10 @@ class ServerMeasurement:
                 raise InvalidRequest(address.url_option, f"{address.base} failed a first request: {answer.error}.")
 
     async def block(self, contender: ServedContender, traffic: TrafficPlan, repetition: int) -> ServedBlock:
-        """Run one block between two readings of the counters."""
-        num_busy = await self.rest()
+        """Run one block between two readings of the counters, after a pause in which the machine's load is measured."""
+        neighbours = Neighbours()
+        await asyncio.sleep(REST_S)
+        num_busy = neighbours.num_busy() if all(each.server.is_local for each in self.contenders) else None
         before = await contender.server.counts()
         turn = TrafficTurn(traffic.loads[0], repetition, contender.mode)
         block = await self.sender(contender, traffic).block(turn)
@@ -208,13 +213,6 @@ class ServerMeasurement:
         if not counts.known:
             counts = counts_of_answers(answer.speculation for answer in block.complete if answer.speculation)
         return ServedBlock(contender.name, block, counts, num_busy)
-
-    async def rest(self) -> float | None:
-        """Wait, and return the number of cores that other programs used meanwhile; None for remote servers."""
-        neighbours = Neighbours()
-        await asyncio.sleep(REST_S)
-        local = all(contender.server.is_local for contender in self.contenders)
-        return neighbours.num_busy() if local else None
 
     def sender(self, contender: ServedContender, traffic: TrafficPlan) -> Sender:
         """A sender of the plan's requests to a contender."""

@@ -29,7 +29,7 @@ from forerun.replicas.routes import Route
 from forerun.request import Request
 from forerun.serve.gate import OpenRequest
 from forerun.serve.metrics import MetricReader
-from forerun.serve.problems import FAULT_OF_SERVER, ApiError
+from forerun.serve.problems import ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 
@@ -206,7 +206,7 @@ class ReplicaService(Service):
         await super().require_ready()
         if not await self.replicas.num_running():
             message = "no replica is running: one is being started; see the server's log if that does not end."
-            raise ApiError(503, message, code="no_replica", kind=FAULT_OF_SERVER, retry_s=1)
+            raise ApiError(503, message, code="no_replica", retry_s=1)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 from forerun.accept.delta import Delta
 from forerun.output import Answers, CompletionOutput, RequestOutput
 from forerun.sampling.logprobs import TokenLogprobs
+from forerun.sampling.params import SamplingParams
 from forerun.serve.logprob_text import (
     OffsetCounter,
     PromptEcho,
@@ -88,6 +89,11 @@ class Writer(ABC):
         """The deltas so far of an answer with a single sample."""
         (sample,) = self.answers.answers.values()
         return sample.deltas
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, which all samples share but for the seed."""
+        return self.answers.sequences[0].params
 
     @property
     def num_prompt(self) -> int:
@@ -220,8 +226,7 @@ class AnswerWriter(Writer):
         """Log-probabilities (null unless requested), and token ids if requested."""
         logprobs, tokens = ((), ()) if self.parsed.only_prompt else (logprobs, tokens)
         details: dict[str, Any] = {"logprobs": None}
-        params = self.parsed.requests[0].sampling_params
-        if params is not None and params.logprobs is not None:
+        if self.params.logprobs is not None:
             if self.chat:
                 details["logprobs"] = {"content": chat_entries(logprobs, self.texts), "refusal": None}
             else:
@@ -237,8 +242,7 @@ class AnswerWriter(Writer):
         fields: dict[str, Any] = {}
         if self.parsed.return_token_ids:
             fields["prompt_token_ids"] = list(result.prompt_token_ids)
-        params = self.parsed.requests[0].sampling_params
-        if params is not None and params.prompt_logprobs is not None:
+        if self.params.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_entries(result.prompt_logprobs, self.texts)
         return fields
 

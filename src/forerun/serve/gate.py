@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from forerun.serve.problems import FAULT_OF_SERVER, ApiError
+from forerun.serve.problems import ApiError
 
 MOST_RETRY_S = 60
 SMOOTHING = 0.9  # of the moving average of the time between departures
@@ -96,7 +96,7 @@ class Gate:
     def shutting_down(self) -> ApiError:
         """The ApiError 503 for requests while draining."""
         message = "the server is shutting down and takes no new requests."
-        return ApiError(503, message, code="shutting_down", kind=FAULT_OF_SERVER, retry_s=1)
+        return ApiError(503, message, code="shutting_down", retry_s=1)
 
     def full(self, why: str) -> ApiError:
         """The ApiError 429 for a full queue."""

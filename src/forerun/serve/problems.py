@@ -6,6 +6,7 @@ to the client.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from forerun.errors import (
@@ -23,17 +24,26 @@ from forerun.errors import (
 from forerun.fields import short
 from forerun.limits import shown
 
-MISTAKE_OF_CALLER, FAULT_OF_SERVER = "invalid_request_error", "server_error"
-INTERNAL = "the server met an unexpected error, which is in its log. Other requests go on."
-
-CLOSED = "the server is shutting down or its engine has stopped, so this request is not answered to its end."
-
-NO_MEMORY = "the server has no memory left for this request: ask for less at once."
-
 TOO_LONG = "took_too_long"
 OUT_OF_MEMORY = "out_of_memory"
 MISSING, UNSERVED = "missing_required_parameter", "unsupported_parameter"
 TOO_MANY_TOKENS = "context_length_exceeded"
+OTHERS = "Other requests go on."
+NO_MEMORY = "the server has no memory left for this request: ask for less at once."
+CLOSED = "the server is shutting down or its engine has stopped, so this request is not answered to its end."
+ERRORS: Mapping[type[BaseException], tuple[int, str, str]] = {  # status, code, message; the first that fits counts
+    ChatTemplateError: (400, "invalid_value", "{}"),
+    UnknownKeyword: (400, "invalid_value", "{}"),
+    TokenizerError: (400, "invalid_value", "{}"),
+    RecursionError: (400, "invalid_value", "the body is nested too deep."),  # to encode again, though it was parsed
+    OutOfMemory: (503, OUT_OF_MEMORY, "{} " + OTHERS),
+    MemoryError: (503, OUT_OF_MEMORY, f"{NO_MEMORY} {OTHERS}"),
+    RequestFailed: (500, "round_failed", "the engine failed at this request and has ended it; others go on. {}"),
+    ReplicaLost: (503, "replica_lost", "{}"),
+    EngineClosed: (503, "engine_closed", CLOSED),
+    ForerunError: (500, "engine_error", "{}"),
+    BaseException: (500, "internal_error", f"the server met an unexpected error, which is in its log. {OTHERS}"),
+}
 
 
 class ApiError(Exception):
@@ -49,7 +59,7 @@ class ApiError(Exception):
         *,
         code: str,
         param: str | None = None,
-        kind: str = MISTAKE_OF_CALLER,
+        kind: str = "",
         retry_s: int | None = None,
         allow: str | None = None,
     ) -> None:
@@ -58,7 +68,7 @@ class ApiError(Exception):
         self.message = message
         self.code = code
         self.param = None if param is None else short(param)
-        self.kind = kind
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
         self.retry_s = retry_s
         self.allow = allow
 
@@ -102,26 +112,8 @@ def problem_of(error: BaseException) -> ApiError:
     """Convert any exception to an ApiError."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, PromptTooLong):
-        return renamed(error, error.field, TOO_MANY_TOKENS)
     if isinstance(error, InvalidRequest):
-        return renamed(error, error.field)
-    if isinstance(error, ChatTemplateError):
-        return ApiError(400, str(error), code="invalid_value", param="chat_template")
-    if isinstance(error, UnknownKeyword | TokenizerError):
-        return ApiError(400, str(error), code="invalid_value")
-    if isinstance(error, RecursionError):  # a body that was parsed may still be too deep to encode again
-        return ApiError(400, "the body is nested too deep.", code="invalid_value")
-    if isinstance(error, OutOfMemory | MemoryError):
-        message = f"{error if isinstance(error, OutOfMemory) else NO_MEMORY} Other requests go on."
-        return ApiError(503, message, code=OUT_OF_MEMORY, kind=FAULT_OF_SERVER)
-    if isinstance(error, RequestFailed):
-        message = f"the engine failed at this request and has ended it; others go on. {error}"
-        return ApiError(500, message, code="round_failed", kind=FAULT_OF_SERVER)
-    if isinstance(error, ReplicaLost):
-        return ApiError(503, str(error), code="replica_lost", kind=FAULT_OF_SERVER)
-    if isinstance(error, EngineClosed):
-        return ApiError(503, CLOSED, code="engine_closed", kind=FAULT_OF_SERVER)
-    if isinstance(error, ForerunError):
-        return ApiError(500, str(error), code="engine_error", kind=FAULT_OF_SERVER)
-    return ApiError(500, INTERNAL, code="internal_error", kind=FAULT_OF_SERVER)
+        return renamed(error, error.field, TOO_MANY_TOKENS if isinstance(error, PromptTooLong) else "invalid_value")
+    status, code, message = next(row for kind, row in ERRORS.items() if isinstance(error, kind))
+    param = "chat_template" if isinstance(error, ChatTemplateError) else None
+    return ApiError(status, message.format(error), code=code, param=param)

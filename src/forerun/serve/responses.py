@@ -169,7 +169,7 @@ class ResponseWriter(Writer):
         """The response object; the default status is that of the finished answer."""
         if not status:
             status = STATUS.get(self.deltas[-1].finish_reason or "", "incomplete")
-        body, params = self.parsed.body, self.answers.sequences[0].params
+        body = self.parsed.body
         return {
             "id": self.id,
             "object": "response",
@@ -184,8 +184,8 @@ class ResponseWriter(Writer):
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "tools": [{"strict": None, "parameters": None, **tool} for tool in body.get("tools") or ()],
             "tool_choice": body.get("tool_choice") or "auto",
-            "temperature": params.temperature,
-            "top_p": params.top_p,
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
             "text": {"format": {"type": "text"}} | (body.get("text") or {}),
             "truncation": "disabled",
             "store": False,

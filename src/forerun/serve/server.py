@@ -21,13 +21,12 @@ from typing import Any
 import uvicorn
 
 from forerun.errors import InvalidRequest
-from forerun.llm import LLM
 from forerun.serve.access import is_loopback, warn_of_readers
 from forerun.serve.app import application
 from forerun.serve.connections import GRACE_S, HEAD_S, Connection, Connections, keep_little_unsent, most_connections
 from forerun.serve.envelope import MOST_HEAD_BYTES
 from forerun.serve.service import Service
-from forerun.serve.settings import ServeSettings, require_certificate
+from forerun.serve.settings import ServeSettings
 
 BACKLOG = 512  # of connections that are not accepted yet
 LOOK_S = 0.02  # polling interval while answers are being sent
@@ -35,16 +34,30 @@ log = logging.getLogger(__name__)
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains before it exits, and disconnects slow clients.
+    """A uvicorn server that drains before it exits, and disconnects slow clients. `started` is called once it listens.
 
     `signalled` is the first signal received, if any.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[], None]) -> None:
+    def __init__(self, service: Service, started: Callable[[], None] = lambda: None) -> None:
+        config = uvicorn.Config(
+            application(service),
+            http="h11",
+            backlog=BACKLOG,
+            access_log=False,
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+            log_config=None,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            ssl_keyfile=service.settings.tls_key,
+            ssl_certfile=service.settings.tls_cert,
+        )
         super().__init__(config)
         self.service = service
         self.tell_started = started
-        self.connections = Connections(most_connections(config.backlog), service.settings.request_s)
+        self.connections = Connections(most_connections(BACKLOG), service.settings.request_s)
         self.signalled: int | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.draining: asyncio.Task[None] | None = None
@@ -143,50 +156,18 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
         raise InvalidRequest(field, f"{where} cannot be listened on ({reason}): {fix}.") from error
 
 
-def server_of(
-    llm: LLM,
-    settings: ServeSettings,
-    started: Callable[[], None] = lambda: None,
-    service_of: Callable[[LLM, ServeSettings], Service] = Service,
-) -> DrainingServer:
-    """Build the server of a loaded model. Raises InvalidRequest for an unusable key or certificate."""
-    if settings.tls_key is not None and settings.tls_cert is not None:
-        require_certificate(settings.tls_key, settings.tls_cert)
-    service = service_of(llm, settings)
-    config = uvicorn.Config(
-        application(service),
-        http="h11",
-        backlog=BACKLOG,
-        access_log=False,
-        h11_max_incomplete_event_size=MOST_HEAD_BYTES,
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=1,
-        ssl_keyfile=settings.tls_key,
-        ssl_certfile=settings.tls_cert,
-    )
-    return DrainingServer(config, service, started)
-
-
-def serve(
-    llm: LLM,
-    settings: ServeSettings,
-    sock: socket.socket,
-    started: Callable[[], None],
-    service_of: Callable[[LLM, ServeSettings], Service] = Service,
-) -> int:
+def serve(service: Service, sock: socket.socket, started: Callable[[], None]) -> int:
     """Serve until a signal; returns the exit status (130 after Ctrl-C). `started` is called once it listens."""
+    settings = service.settings
     if not is_loopback(settings.host) and settings.api_keys is None:
         log.warning("Anyone who can reach %s can use this server, since there is no --api-keys.", settings.host)
     if settings.api_keys is not None:
         warn_of_readers(settings.api_keys)
-    server = server_of(llm, settings, started, service_of)
+    server = DrainingServer(service, started)
     gc.collect()
     gc.freeze()  # a full collection over the loaded model takes 0.3 s and blocks all requests
     try:
         asyncio.run(server.serve(sockets=[sock]))
     finally:
-        server.service.close()
+        service.close()
     return 130 if server.signalled == signal.SIGINT else 0

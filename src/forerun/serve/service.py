@@ -29,7 +29,7 @@ from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
 from forerun.serve.metrics import EngineReader, MetricReader, Metrics
 from forerun.serve.parse import prepared
-from forerun.serve.problems import FAULT_OF_SERVER, TOO_LONG, ApiError, problem_of
+from forerun.serve.problems import TOO_LONG, ApiError, problem_of
 from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
@@ -196,7 +196,7 @@ class Service:
     async def require_ready(self) -> None:
         """Raise an error with status 503 if new requests are not accepted."""
         if self.gate.draining:
-            raise ApiError(503, "the server is shutting down.", code="shutting_down", kind=FAULT_OF_SERVER)
+            raise ApiError(503, "the server is shutting down.", code="shutting_down")
         if not self.alive:
             raise EngineClosed
 
@@ -228,7 +228,7 @@ class Service:
 
         def end() -> None:
             message = f"the request took more than {limit_s:g} seconds, waiting included, and was ended."
-            error = ApiError(504, message, code=TOO_LONG, kind=FAULT_OF_SERVER)
+            error = ApiError(504, message, code=TOO_LONG)
             if entry.turn is not None and not entry.turn.done():
                 entry.turn.set_exception(error)
             self.front.end_with(answers.sequences, error)
